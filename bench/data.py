@@ -78,7 +78,7 @@ def lockstep(work: Path, cache: str) -> Callable[[], Any]:
 
     from lockstep.data.dataset import Dataset, load_rows
     from lockstep.data.examples import SupervisedRows
-    from lockstep.recipe.data import Data
+    from lockstep.recipe.keys_data import Data
 
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     data = Data(train=str(work / "chats.jsonl"), cache=cache)

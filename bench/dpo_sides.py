@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PrinterCallback
 
 from lockstep.methods import METHODS
 from lockstep.parallel.world import World
-from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.recipe_checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
 from lockstep.train.build import build_learner, load_reference
 from lockstep.train.logprob_cache import Columns, LogprobCache, Shape, fingerprint, open_cache

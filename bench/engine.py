@@ -35,7 +35,7 @@ from lockstep.device.select import select
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler, Work

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import reward
-from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.recipe_checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.online import open_online, train_step
 from online_work import Work, make_trainer
 from sides import Seconds, Stopwatch

@@ -24,7 +24,7 @@ from lockstep.device.select import select
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_config, load_policy
 from lockstep.parallel.world import World
-from lockstep.recipe.checks import with_derived_defaults
+from lockstep.recipe.recipe_checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
 from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import Optimizer

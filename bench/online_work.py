@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from lockstep.data.prompts import PromptSet, load_prompts
 from lockstep.device.base import Device
 from lockstep.model.load import DTYPES
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.recipe.schema import Optim
 from lockstep.types import Prompt
 from random_lengths import SHAPES, write_questions, write_random_lengths

@@ -34,7 +34,7 @@ from lockstep.parity.compare.compare import compare
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.offline import open_offline
 from lockstep.train.offline import train_step as offline_step
 from lockstep.train.online import open_online

@@ -25,8 +25,8 @@ import memory
 from lockstep.device.chips import CHIPS
 from lockstep.device.select import DEVICES
 from lockstep.model.tiny import write_tiny
-from lockstep.recipe.checks import with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.recipe_checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
 from lockstep.train.cluster import TargetCluster, cluster_named
 from lockstep.train.outlook import Outlook

@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from lockstep.data.batching import micro_batch, plan_micro_batches, to_device
 from lockstep.model.load import load_policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.engine import NativeEngine

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.parity.replay.loop import Mode, Replay
 from lockstep.parity.replay.replay import Replayed, replay
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.training import Training
 
 

@@ -12,7 +12,7 @@ from conftest import REWARD, chat_rows, question_rows, write_jsonl
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.recipe.methods import ONLINE
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS as ROWS

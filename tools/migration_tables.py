@@ -20,7 +20,7 @@ from lockstep.compat.openrlhf.options import Option
 from lockstep.compat.table import KeyRow
 from lockstep.compat.verl import online_keys as verl_keys
 from lockstep.compat.verl import sft as verl_sft
-from lockstep.recipe.load import value_text
+from lockstep.recipe.loader import value_text
 
 ROOT = Path(__file__).parents[1]
 FATES = {"taken": "", "changed": "another meaning: ", "idle": "no effect: ", "refused": "refused: "}

@@ -17,12 +17,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.errors import Refusal
-from lockstep.recipe.data import Source
-from lockstep.recipe.facts import facts_of
-from lockstep.recipe.load import builtin_names, load_recipe, sections_of
-from lockstep.recipe.named import FUNCTION_PATH, Named
+from lockstep.recipe.keys_data import Source
+from lockstep.recipe.loader import builtin_names, load_recipe, sections_of
+from lockstep.recipe.measure import facts_of
 from lockstep.recipe.schema import Recipe
-from lockstep.run.progress import print_problems
+from lockstep.recipe.section import FUNCTION_PATH, Named
+from lockstep.run.console import print_problems
 
 WORDS = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
 PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}

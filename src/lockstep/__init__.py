@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import lockstep.device  # noqa: F401
 
 if TYPE_CHECKING:
-    from lockstep.api.compare import Comparison, compare
-    from lockstep.api.data import Datum, Response
+    from lockstep.api.front_door import Comparison, compare, load
     from lockstep.api.handle import Handle
-    from lockstep.api.load import load
+    from lockstep.api.losses import Datum, Response
     from lockstep.errors import Refusal
     from lockstep.recipe.schema import Recipe
     from lockstep.train.start import train
@@ -28,12 +27,12 @@ __version__ = "0.1.0"
 __all__ = ["Comparison", "Datum", "Handle", "Recipe", "Refusal", "Response", "compare", "load", "train"]
 
 _HOMES = {
-    "Comparison": "lockstep.api.compare",
-    "compare": "lockstep.api.compare",
-    "Datum": "lockstep.api.data",
-    "Response": "lockstep.api.data",
+    "Comparison": "lockstep.api.front_door",
+    "compare": "lockstep.api.front_door",
+    "Datum": "lockstep.api.losses",
+    "Response": "lockstep.api.losses",
     "Handle": "lockstep.api.handle",
-    "load": "lockstep.api.load",
+    "load": "lockstep.api.front_door",
     "Refusal": "lockstep.errors",
     "Recipe": "lockstep.recipe.schema",
 }

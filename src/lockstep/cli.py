@@ -131,9 +131,9 @@ def recipes(
     name: Annotated[str | None, typer.Argument(help="Print this recipe, or the defaults of this method.")] = None,
 ) -> None:
     """List the built-in recipes and methods, or print one."""
-    from lockstep.recipe.load import builtin_names, method_text, recipe_text
+    from lockstep.recipe.loader import builtin_names, method_text, recipe_text
     from lockstep.recipe.methods import OFFLINE, ONLINE
-    from lockstep.run.text import fit, fit_rows
+    from lockstep.run.output import fit, fit_rows
 
     if name:
         write(method_text(name) or recipe_text(name), end="")
@@ -415,7 +415,7 @@ def main() -> None:
 
 def _report(refusal: Exception) -> None:
     from lockstep.errors import Refusal
-    from lockstep.run.progress import print_problems
+    from lockstep.run.console import print_problems
 
     rank = os.environ.get("RANK", "0")
     if rank != "0":

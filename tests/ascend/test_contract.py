@@ -164,7 +164,7 @@ def imported() -> list[tuple[str, str]]:
 
 def reached() -> set[str]:
     """What follows `self.api.`, which is torch_npu.npu for this device; it shares the code with another one."""
-    files = {"device/accelerator.py", "device/npu.py"}
+    files = {"device/base.py", "device/npu.py"}
     nodes = [node for file, tree in trees(HOUSE) if file in files for node in ast.walk(tree)]
     chains = [dotted(node) for node in nodes if isinstance(node, ast.Attribute)]
     return {".".join(names[2:]) for names in chains if names[:2] == ["self", "api"] and len(names) > 2}

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.device.npu import Npu
-from lockstep.device.npu_fallback import has_kernel
+from lockstep.device.npu import Npu, has_kernel
 from lockstep.device.select import explain, select
 from lockstep.errors import Refusal
 from lockstep.kernels import noise

@@ -11,8 +11,8 @@ from ascend_emulator import report
 from guide_commands import GUIDES, Folders
 from lockstep.compat.writing import checked
 from lockstep.recipe.methods import ONLINE
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from reward_models import write_reward_model

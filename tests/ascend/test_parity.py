@@ -12,7 +12,7 @@ from lockstep.model import verified
 from lockstep.parity.replay.loop import Replay
 from lockstep.parity.replay.replay import Replayed, replay
 from lockstep.parity.replay.show import first_divergence
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.training import Training
 from taped_runs import record, write_lively
 

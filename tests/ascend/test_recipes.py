@@ -12,8 +12,8 @@ from conftest import REWARD, chat_rows, question_rows, write_jsonl
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS, write_recipe

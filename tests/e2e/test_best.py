@@ -22,9 +22,9 @@ from lockstep.recipe import load_recipe
 from lockstep.recipe.measure import Measure, best_measure, measure_of
 from lockstep.recipe.schema import StopEarly
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train import training
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online

@@ -17,11 +17,10 @@ from conftest import run, write_sft_recipe
 from hub_server import TOKEN, Hub, hub_server
 from lockstep.model.resolve import model_folder
 from lockstep.recipe import load_recipe
-from lockstep.run.card import card_files
-from lockstep.run.curves import curves_svg
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
+from lockstep.run.model_card import card_files, curves_svg
 from lockstep.train.offline import train_offline
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])

@@ -21,7 +21,7 @@ from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.parity.checklist.checklist import CheckItem, Checklist, as_json, run_checklist, show
 from lockstep.reward.scorer import Scorer
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.training import Training
 from taped_runs import record
 

@@ -9,7 +9,7 @@ import pytest
 from lockstep.data.prepare.arithmetic import write_arithmetic
 from lockstep.parity.replay.replay import replay
 from lockstep.recipe import load_recipe
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.start import run_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("clean trained")]

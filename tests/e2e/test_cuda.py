@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 
 pytestmark = [

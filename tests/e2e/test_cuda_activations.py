@@ -16,7 +16,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.parallel import activations
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Model
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from lockstep.train.plan_layers import LayerKernels, kept_by_layer

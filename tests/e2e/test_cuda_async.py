@@ -12,8 +12,8 @@ import torch
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.beside import refuse_beside
 from lockstep.train.online import train_online
 from lockstep.train.online_async import train_online_async

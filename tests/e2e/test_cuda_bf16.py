@@ -16,7 +16,7 @@ from faults import Fault
 from faults_bf16 import FAULTS, name_in_bf16
 from lockstep.parity.replay.replay import replay
 from lockstep.parity.replay.show import first_divergence
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from taped_runs import record, write_lively
 
 # The tapes are recorded once, so one worker runs all of them.

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.device.select import select
 from lockstep.model.load import load_policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.live import LiveEngine, LiveSample

@@ -14,12 +14,12 @@ from lockstep.kernels.invariant import products_by_row
 from lockstep.kernels.noise import sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.sampler import choose
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.online import train_online
 from lockstep.types import Completion, Request, Sampling
 

@@ -11,8 +11,8 @@ import torch
 from conftest import write_jsonl
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 
 pytestmark = [

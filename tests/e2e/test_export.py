@@ -15,7 +15,7 @@ from lockstep.model.weights import restore_weights
 from lockstep.recipe import load_recipe
 from lockstep.recipe.measure import measure_of
 from lockstep.run import checkpoint as checkpoints
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.offline import train_offline
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])

@@ -12,7 +12,7 @@ from fault_kernels import LIBRARY, kernels, products
 from fault_scene import Scene, replay_with, wrap
 from lockstep.parity.replay.replay import Replayed, replay
 from lockstep.parity.replay.side import RECORDED, REPLAY, UNKNOWN
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.tape.probe import ROOT
 from taped_runs import record
 

@@ -10,8 +10,8 @@ from commands import torchrun
 from conftest import write_jsonl
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.online_async import train_online_async
 from lockstep.train.start import run_recipe
 

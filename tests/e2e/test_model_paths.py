@@ -24,8 +24,8 @@ from lockstep.model import hub
 from lockstep.model.gguf import import_gguf
 from lockstep.model.resolve import model_folder
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.adopt import adopt
 from lockstep.train.offline import train_offline
 from runs import facts, stored

@@ -18,9 +18,9 @@ from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.rows import LOSSES, loss_row
+from lockstep.recipe.registry import LOSSES, loss_row
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.online import train_online
 from runs import close, facts, stored
 

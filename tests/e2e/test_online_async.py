@@ -20,8 +20,8 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.parity.replay.loop import Replay
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.rows import rollouts_of
 from lockstep.train.beside import collective_of, device_of_worker, handed_lines, refuse_beside

@@ -23,8 +23,8 @@ from lockstep.model.tiny import write_tiny
 from lockstep.model.weights import restore_weights
 from lockstep.recipe import load_recipe
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from preference_rows import METHODS, ranking_rows, write_recipe
 from runs import facts, stored

@@ -19,9 +19,9 @@ from conftest import chat_rows, run, write_jsonl
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.console import Console
 from lockstep.run.files import checksum
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 
 

@@ -12,8 +12,8 @@ from lockstep.parity.replay.parts import parts_of
 from lockstep.parity.replay.replay import Replayed, replay
 from lockstep.parity.replay.show import first_divergence
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from taped_runs import write_lively
 

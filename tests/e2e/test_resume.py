@@ -19,9 +19,9 @@ from lockstep.parity.compare.log import Log
 from lockstep.parity.compare.logs.run_folder import evidence as evidence_of
 from lockstep.recipe import load_recipe
 from lockstep.run.checkpoint import told_of
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from runs import facts
 

@@ -17,7 +17,7 @@ from lockstep.commands.sample import Job, sample_responses
 from lockstep.data.prompts import read_questions
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.types import Sampling
 
 Rows = list[dict[str, object]]

@@ -16,9 +16,9 @@ from lockstep.errors import Refusal
 from lockstep.parity.checklist.checklist import run_checklist
 from lockstep.parity.replay.replay import replay
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.train.start import train
 from sglang_server import Server, serving, write_package

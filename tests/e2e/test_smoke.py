@@ -16,7 +16,7 @@ from lockstep.commands.smoke import Smoke, smoke_test
 from lockstep.commands.smoke_models import small_config, small_model
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
-from lockstep.recipe.load import builtin_names, checked_recipe, load_recipe
+from lockstep.recipe.loader import builtin_names, checked_recipe, load_recipe
 from lockstep.run.folder import RunFolder
 
 PASSED = "2 steps, validation, checkpoint, export (loaded by plain transformers), tape"

@@ -23,8 +23,8 @@ from lockstep.parity.replay.modules import traces_of
 from lockstep.parity.replay.replay import Replayed, judge, replay, run_replay
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.tape.digest import relative
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.train.checkpointer import Checkpointer

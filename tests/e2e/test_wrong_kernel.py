@@ -18,7 +18,7 @@ from lockstep.kernels.varlen import Fused
 from lockstep.model import verified
 from lockstep.parity.replay.replay import replay
 from lockstep.parity.replay.show import first_divergence
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from taped_runs import record, write_lively
 
 

@@ -32,7 +32,7 @@ class RealServer:
 
     def __init__(self, model: Path, logs: Path, lora_rank: int | None):
         from lockstep.device.cpu import Cpu
-        from lockstep.recipe.rollout import RolloutSettings
+        from lockstep.recipe.keys_rollout import RolloutSettings
         from lockstep.rollout.server.process import start_server
         from lockstep.rollout.server.vllm import Vllm
 

@@ -29,7 +29,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.server.vllm import _adapters
 from lockstep.types import Completion, Sampling

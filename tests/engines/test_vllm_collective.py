@@ -13,7 +13,7 @@ from engine_session import GREEDY, load, move, opened, requests, run, sync
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.server.collective import WeightLink
 from lockstep.rollout.server.engine import ServerEngine

@@ -14,7 +14,7 @@ from engine_session import GREEDY, load, move, opened, requests, run, sync
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.server import memory
 from lockstep.rollout.server.dialect import Placed

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from conftest import write_sft_recipe
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 
 REFERENCE = "batch.tokens=256"
@@ -75,7 +75,7 @@ def test_the_same_run_however_it_is_cut(
 
 def gradients(tiny_folder: Path, kernel: str, packed: bool, micro: int, chunk: int | None = None) -> tuple[float, dict]:
     """Gradients of one update over eight rows, without the optimizer in between."""
-    from lockstep.algorithms.supervised import nll
+    from lockstep.algorithms.token_losses import nll
     from lockstep.data.batching import micro_batch
     from lockstep.model.load import load_policy, load_tokenizer
     from lockstep.recipe.schema import Model
@@ -95,7 +95,7 @@ def gradients(tiny_folder: Path, kernel: str, packed: bool, micro: int, chunk: i
 def encoded(tokenizer) -> list:
     from conftest import chat_rows
     from lockstep.data.examples import Encoder, SupervisedColumns
-    from lockstep.recipe.data import Data
+    from lockstep.recipe.keys_data import Data
     from lockstep.types import Origin
 
     encoder = Encoder(tokenizer, SupervisedColumns("messages", messages="messages"), Data(train=["unused"]))

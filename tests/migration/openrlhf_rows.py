@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.model.heads import ValueModel
 from lockstep.recipe import Recipe
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.offline import open_offline
 from lockstep.types import Example
 

@@ -15,7 +15,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.engine import ServerEngine

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.recipe import Recipe
-from lockstep.recipe.checks import combination_problems, with_derived_defaults
 from lockstep.recipe.methods import with_method_defaults
+from lockstep.recipe.recipe_checks import combination_problems, with_derived_defaults
 from lockstep.recipe.schema import Batch
 from lockstep.train.annotate import UpdatePlan, lay_updates, plan_updates
 from lockstep.train.experience import Experience

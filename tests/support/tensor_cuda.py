@@ -21,7 +21,7 @@ from lockstep.device.select import DEVICES
 from lockstep.model.tensor_trial import try_division
 from lockstep.parallel.mesh import sharding_of
 from lockstep.parallel.world import joined
-from lockstep.recipe.parallel import Parallel
+from lockstep.recipe.keys_parallel import Parallel
 from tensor_ranks import MODELS, check_engine
 
 gathered = [0]

@@ -37,8 +37,8 @@ from lockstep.parallel.mesh import sharding_of
 from lockstep.parallel.shard import by_mesh, shard, total_norm, whole
 from lockstep.parallel.tensor import Style, TensorGroup, divide, with_tensor
 from lockstep.parallel.world import World, joined
-from lockstep.recipe.parallel import Parallel
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_parallel import Parallel
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Completion, Request, Sampling
 

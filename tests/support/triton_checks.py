@@ -416,7 +416,7 @@ def generating_engine(device: str) -> None:
     """The engine draws the same responses, prompts in chunks and decoding, with the kernels and with the modules."""
     from lockstep.device.select import select
     from lockstep.model.policy import Policy
-    from lockstep.recipe.rollout import RolloutSettings
+    from lockstep.recipe.keys_rollout import RolloutSettings
     from lockstep.rollout.native.engine import NativeEngine
     from lockstep.types import Request, Sampling
 

@@ -20,7 +20,7 @@ from lockstep.model.load import load_policy
 from lockstep.model.miniature import VOCABULARY, miniature_config, randomise
 from lockstep.model.placeholders import placeholder_ids
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.native.engine import NativeEngine

@@ -15,7 +15,7 @@ from lockstep.device.select import select
 from lockstep.kernels.noise import gumbel_noise, sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.engine import NativeEngine

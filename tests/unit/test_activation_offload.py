@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from conftest import chat_rows, write_online_recipe, write_sft_recipe
-from lockstep.algorithms.supervised import nll
+from lockstep.algorithms.token_losses import nll
 from lockstep.data.batching import micro_batch
 from lockstep.data.examples import Encoder, SupervisedColumns
 from lockstep.errors import Refusal
@@ -24,7 +24,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.parallel import activations
 from lockstep.parallel.activations import ActivationOffload
 from lockstep.recipe import load_recipe
-from lockstep.recipe.data import Data
+from lockstep.recipe.keys_data import Data
 from lockstep.recipe.schema import Lora, Model
 from lockstep.train.start import run_recipe
 from lockstep.types import MicroBatch, Origin

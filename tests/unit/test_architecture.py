@@ -19,7 +19,7 @@ import pytest
 
 import lockstep
 from lockstep.recipe.methods import OFFLINE, ONLINE
-from lockstep.recipe.rows import ESTIMATORS, LOSSES
+from lockstep.recipe.registry import ESTIMATORS, LOSSES
 
 HOUSE = Path(lockstep.__file__).parent
 PACKAGE = "lockstep"

@@ -13,7 +13,7 @@ from lockstep.data.examples import Encoder, SupervisedColumns, find_columns
 from lockstep.data.fit import fit
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Origin
 
 ORIGIN = Origin("rows.jsonl", 7)

@@ -22,7 +22,7 @@ from conftest import write_jsonl
 from hang import HANG
 from lockstep.cli import main
 from lockstep.model.tiny import write_tiny
-from lockstep.recipe.load import builtin_names, load_recipe
+from lockstep.recipe.loader import builtin_names, load_recipe
 
 SUMS = {"2+3?": "#### 5", "7+6?": "#### 13", "4+4?": "#### 8", "9+1?": "#### 10"}
 VERBS = (

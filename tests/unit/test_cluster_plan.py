@@ -18,7 +18,7 @@ from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe
-from lockstep.recipe.parallel import Parallel
+from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.section import Field
 from lockstep.rollout.native.prefill import prefill_bytes
 from lockstep.train.cluster import Members, TargetCluster, cluster_named

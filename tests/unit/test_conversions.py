@@ -11,7 +11,7 @@ from lockstep.compat.table import Conversion
 from lockstep.compat.verl.command import convert_verl
 from lockstep.compat.writing import checked
 from lockstep.errors import Refusal
-from lockstep.recipe.online import Reject
+from lockstep.recipe.keys_online import Reject
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "algorithm.adv_estimator=grpo", f"{R}.n=4")

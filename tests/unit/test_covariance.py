@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.algorithms.covariance import clip_cov_held, kl_cov_held
+from lockstep.algorithms.token_selection import clip_cov_held, kl_cov_held
 
 # Kept: A mean 0, log p mean -2. Covariances: 2*1 = 2, -2*1 = -2, 1*-1 = -1, -1*-1 = 1; the last token is not kept.
 ADVANTAGES = torch.tensor([2.0, -2.0, 1.0, -1.0, 1000.0])

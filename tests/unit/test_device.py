@@ -17,9 +17,8 @@ import torch.nn.functional as F
 
 from lockstep.device import cuda, npu
 from lockstep.device.base import Device
-from lockstep.device.cpu import Cpu
+from lockstep.device.cpu import Cpu, Group, groups, host_memory
 from lockstep.device.cuda import Cuda
-from lockstep.device.host_memory import Group, groups, host_memory
 from lockstep.device.npu import Npu
 from lockstep.device.select import DEVICES, explain, select
 from lockstep.errors import Refusal

@@ -8,10 +8,11 @@ from typing import get_args
 import pytest
 import torch
 
-from lockstep.algorithms.distill import DIVERGENCES, divergence, folded
-from lockstep.algorithms.stable import log_rest
+from lockstep.algorithms.divergence import DIVERGENCES, folded
+from lockstep.algorithms.divergence import distribution_divergence as divergence
+from lockstep.algorithms.reduce import log_rest
 from lockstep.errors import Refusal
-from lockstep.recipe.offline import Distill
+from lockstep.recipe.keys_offline import Distill
 
 STUDENT, TEACHER = [0.5, 0.25, 0.25], [0.25, 0.7, 0.05]
 

@@ -162,7 +162,7 @@ def assert_shows(printed: str, wanted: str) -> None:
 def test_the_life_of_a_sample_has_the_real_numbers(embedded: Path, tmp_path: Path) -> None:
     import torch
 
-    from lockstep.algorithms.supervised import nll
+    from lockstep.algorithms.token_losses import nll
     from lockstep.data.batching import micro_batch
     from lockstep.data.dataset import Dataset, load_rows
     from lockstep.data.examples import SupervisedRows

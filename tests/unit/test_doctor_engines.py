@@ -12,7 +12,7 @@ from lockstep.doctor.check import examine
 from lockstep.doctor.engines import DISTRIBUTIONS, engines_here
 from lockstep.doctor.report import as_json, plain_lines
 from lockstep.doctor.stacks import known_stacks
-from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.registry import ENGINES
 
 
 def engine_rows(machine: RecordedMachine, device: str) -> dict[str, tuple[str, str]]:

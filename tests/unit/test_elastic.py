@@ -9,7 +9,7 @@ import pytest
 from lockstep.errors import Refusal
 from lockstep.parallel.elastic import fitting_devices, layout_of, refuse_rigid
 from lockstep.parallel.mesh import grid_of
-from lockstep.recipe.parallel import Parallel
+from lockstep.recipe.keys_parallel import Parallel
 
 
 @pytest.mark.parametrize(

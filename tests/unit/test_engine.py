@@ -19,7 +19,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.kernels.paged import KVCache
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native import engine as engine_module
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.prefill import prefill_budget, prefill_bytes

@@ -30,7 +30,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.generator import Generator

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from hand_rollouts import rollout
-from lockstep.evaluate.answers import answer_metrics, pass_at
+from lockstep.evaluate.validation import answer_metrics, pass_at
 from lockstep.types import Failure, Question, Rollout, Score
 
 

@@ -16,17 +16,19 @@ import pytest
 import torch
 
 from hand_rollouts import recipe_of
-from lockstep.algorithms import correction, covariance, kl, pair_losses, preference
-from lockstep.algorithms.distill import DIVERGENCES, divergence, folded
+from lockstep.algorithms import correction, preference
+from lockstep.algorithms import divergence as kl
+from lockstep.algorithms import preference as pair_losses
+from lockstep.algorithms import token_selection as covariance
+from lockstep.algorithms.divergence import DIVERGENCES, folded
+from lockstep.algorithms.divergence import distribution_divergence as divergence
 from lockstep.algorithms.kto import kl_estimate, kto_loss, row_logratios, row_means
-from lockstep.algorithms.policy import LOSSES, PolicyTokens
-from lockstep.algorithms.process import good_probability, step_loss
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
 from lockstep.algorithms.ranking import PAIR_LOSSES, ranking_loss
 from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights, sum_by
-from lockstep.algorithms.supervised import nll
-from lockstep.algorithms.value import value_loss
+from lockstep.algorithms.token_losses import good_probability, nll, step_loss, value_loss
 from lockstep.kernels.logprob import Head, Scores, token_scores
-from lockstep.recipe.online import Kl
+from lockstep.recipe.keys_online import Kl
 from lockstep.train.policy_loss import PolicyLoss, loss_of
 from loss_settings import SETTINGS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.algorithms.filtration import drawn_times
+from lockstep.algorithms.token_selection import drawn_times
 from lockstep.errors import Refusal
 from lockstep.train.draws import generator_of
 

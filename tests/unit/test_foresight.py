@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hand_rollouts import plans_of, recipe_of, rollout
-from lockstep.algorithms.policy import LOSSES
+from lockstep.algorithms.policy_loss import LOSSES
 from lockstep.device.select import select
 from lockstep.kernels.logprob import Scores, foreseen_token_scores, token_scores
 from lockstep.model import policy as policies
 from lockstep.parallel.world import World
-from lockstep.recipe.rows import loss_row
+from lockstep.recipe.registry import loss_row
 from lockstep.train import policy_loss
 from lockstep.train.advantages import Advantages, Learned
 from lockstep.train.annotate import Annotated

@@ -15,7 +15,7 @@ import yaml
 import lockstep
 from commands import warm_python
 from lockstep.errors import Refusal
-from lockstep.recipe.load import recipe_with
+from lockstep.recipe.loader import recipe_with
 from lockstep.recipe.schema import Recipe
 
 

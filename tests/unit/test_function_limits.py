@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from hang import HANG
-from lockstep.algorithms import own
+from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import Signals
 from lockstep.data.own_reader import OwnReader
 from lockstep.data.read import read_rows
 from lockstep.errors import LostProcess, Refusal
-from lockstep.functions import give
-from lockstep.functions.time_limit import TimeUp, time_limit
+from lockstep.functions import TimeUp, give, time_limit
 from lockstep.train.own_functions import try_advantage, try_loss
 
 SHORT = 0.3
@@ -67,7 +66,7 @@ def test_a_call_that_never_returns_is_ended_with_its_line(tmp_path: Path, body: 
 
 
 def test_a_file_that_never_ends_its_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.functions.own.LOAD_SECONDS", SHORT)
+    monkeypatch.setattr("lockstep.functions.LOAD_SECONDS", SHORT)
     where = written(tmp_path, "def mine(signals): ...\n\nwhile True: pass\n")
     told = refusal(lambda: own.estimator(where, HANG))
     assert f"algorithm.advantage {where}: could not be imported in 0.3 s (own.py line 3)" in told

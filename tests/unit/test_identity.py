@@ -15,8 +15,8 @@ import torch
 from lockstep.device.select import explain
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train import offline
 from lockstep.train.caching import add_cache
 from lockstep.train.models import Models

@@ -12,7 +12,7 @@ from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.judged import JudgedRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 
 PROMPT = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 ASKED = [{"role": "user", "content": "1+1?"}]

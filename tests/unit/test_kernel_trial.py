@@ -11,7 +11,7 @@ import torch
 from small_models import load
 from transformers import LlamaConfig, MistralConfig
 
-from lockstep.device.trouble import trouble
+from lockstep.device.device_errors import trouble
 from lockstep.errors import Refusal
 from lockstep.kernels import attention, varlen
 from lockstep.kernels.varlen import Fused, varlen_attention

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.kl import adapted, divergence
+from lockstep.algorithms.divergence import adapted, divergence
 from lockstep.errors import Refusal
-from lockstep.recipe.online import Kl
+from lockstep.recipe.keys_online import Kl
 
 LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.5, -1.0, -0.5, -2.25], dtype=torch.float64)

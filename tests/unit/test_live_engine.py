@@ -12,7 +12,7 @@ from transformers import Qwen2Config
 
 from lockstep.device.cpu import Cpu
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.live import DrawnToken, LiveEngine, LiveSample
 from lockstep.types import Request, Sampling

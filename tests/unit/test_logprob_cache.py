@@ -19,7 +19,7 @@ from lockstep.device.select import explain
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train import caching, logprob_cache, offline
 from lockstep.train.logprob_cache import MANIFEST, Columns, Shape, fingerprint, open_cache
 from lockstep.train.offline import train_offline

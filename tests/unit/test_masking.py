@@ -34,11 +34,9 @@ from lockstep.recipe import load_recipe
 from lockstep.reward.remote import RemotePart
 from lockstep.rollout.server.line import is_address
 from lockstep.rollout.server.process import ServerProcess
-from lockstep.run.environment import describe_environment
-from lockstep.run.folder import RunFolder
-from lockstep.run.output import write
-from lockstep.run.progress import Console
-from lockstep.run.text import ONLINE_COLUMNS
+from lockstep.run.console import Console
+from lockstep.run.folder import RunFolder, describe_environment
+from lockstep.run.output import ONLINE_COLUMNS, write
 from lockstep.train.online import train_online
 from lockstep.train.resume import refuse_changed_recipe
 from lockstep.view.recipes import recipe_of

@@ -12,7 +12,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.parallel.mesh import grid_of, sharding_of
 from lockstep.parallel.world import World
-from lockstep.recipe.parallel import Parallel
+from lockstep.recipe.keys_parallel import Parallel
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.device.device_errors import NPU_ERRORS as TABLE
+from lockstep.device.device_errors import explanation
 from lockstep.device.npu import Npu
-from lockstep.device.npu_errors import TABLE, explanation
 
 # Messages as the libraries write them, each with a word of the cause and one of the remedy.
 MESSAGES = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lockstep.errors import Refusal
-from lockstep.evaluate import rows as evaluate_rows
+from lockstep.evaluate import validation as evaluate_rows
 from lockstep.kernels.divergence import TeacherDivergence
 from lockstep.methods import METHODS
 from lockstep.model.heads import load_value_model

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from conftest import write_jsonl
-from lockstep.algorithms import pair_losses
+from lockstep.algorithms import preference as pair_losses
 from lockstep.device.select import select
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe import load_recipe
-from lockstep.recipe.data import Source
-from lockstep.recipe.load import dump_recipe
+from lockstep.recipe.keys_data import Source
+from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.loader import dump_recipe
 from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, reference_folder, reference_kind, sections_read
-from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.build import refuse_other_tokenizer
 from lockstep.train.offline import train_offline
 from lockstep.train.prepare import prepare

@@ -18,7 +18,7 @@ from lockstep.parallel.offload import HOME, keep_on_host, resident
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Model, Optim
 from lockstep.reward.model import ModelPart
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train import host_optim
 from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.offline import train_offline

@@ -12,18 +12,19 @@ import yaml
 from typer.testing import CliRunner
 
 from lockstep.algorithms.advantage import ESTIMATORS
-from lockstep.algorithms.covariance import HELD
-from lockstep.algorithms.policy import LOSSES, PolicyTokens
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
+from lockstep.algorithms.token_selection import HELD
 from lockstep.cli import app
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.methods import METHODS
-from lockstep.recipe import load_recipe, rows
-from lockstep.recipe.load import dump_recipe, resolved
+from lockstep.recipe import load_recipe
+from lockstep.recipe import registry as rows
+from lockstep.recipe.keys_online import Algorithm
+from lockstep.recipe.loader import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE
-from lockstep.recipe.online import Algorithm
-from lockstep.recipe.rows import estimator_row
-from lockstep.run.progress import Console
+from lockstep.recipe.registry import estimator_row
+from lockstep.run.console import Console
 from lockstep.train.prepare import prepare_online
 from loss_settings import SETTINGS
 from recipe_files import BASE, keys, refused, write

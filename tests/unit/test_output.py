@@ -14,12 +14,9 @@ import pytest
 import lockstep
 from conftest import run, write_jsonl
 from lockstep.errors import Refusal
-from lockstep.run.live import LiveConsole
-from lockstep.run.output import visible, write
-from lockstep.run.plain import PlainConsole
-from lockstep.run.progress import print_problems
+from lockstep.run.console import LiveConsole, PlainConsole, print_problems
+from lockstep.run.output import OFFLINE_COLUMNS, visible, write
 from lockstep.run.screen import Screen, shown
-from lockstep.run.text import OFFLINE_COLUMNS
 
 HOUSE = Path(lockstep.__file__).parent
 Capture = pytest.CaptureFixture[str]
@@ -175,7 +172,7 @@ def test_a_stream_of_another_encoding_ends_nothing(monkeypatch: pytest.MonkeyPat
 # The door itself; doctor/ stands below it and speaks of the machine; parallel/ too, and names ranks, stages and rows by
 # their numbers, or passes on what ranks printed through their own doors; a function's time limit names the function.
 MAY_PRINT = (
-    *("run/output.py", "run/screen.py", "doctor/", "functions/time_limit.py"),
+    *("run/output.py", "run/screen.py", "doctor/", "functions.py"),
     *(f"parallel/{name}.py" for name in ("watch", "stall", "launch", "restarts", "ray_launcher", "meeting")),
 )
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from hang import HANG
-from lockstep.algorithms import own
+from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import ESTIMATORS, Signals
-from lockstep.algorithms.policy import LOSSES, PolicyTokens
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
 from lockstep.data.own_reader import OwnReader
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.functions import own_function
 from lockstep.recipe import load_recipe
-from lockstep.recipe.load import dump_recipe, recipe_with
+from lockstep.recipe.loader import dump_recipe, recipe_with
 from lockstep.train.own_functions import try_advantage, try_loss
 
 SIGNALS = Signals(

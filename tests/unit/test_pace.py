@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from lockstep.data.prepare.arithmetic import write_arithmetic
-from lockstep.device import pace, threads
+from lockstep.device import cpu as pace
+from lockstep.device import process_setup as threads
 from lockstep.device.cpu import Cpu
-from lockstep.device.threads import quota
+from lockstep.device.process_setup import quota
 from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.load import load_config
-from lockstep.recipe.load import checked_recipe
-from lockstep.run.progress import Console
+from lockstep.recipe.loader import checked_recipe
+from lockstep.run.console import Console
 from lockstep.train.prepare import prepare, prepare_online
 
 

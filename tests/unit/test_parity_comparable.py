@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from lockstep.parity.compare.comparable import differences, leaves
 from lockstep.parity.compare.comparison import Difference
 from lockstep.parity.compare.log import Evidence, Log
-from lockstep.recipe.facts import facts_of
-from lockstep.recipe.load import resolved
+from lockstep.recipe.loader import resolved
+from lockstep.recipe.measure import facts_of
 from lockstep.recipe.methods import with_method_defaults
-from lockstep.recipe.named import Named
 from lockstep.recipe.schema import Recipe
+from lockstep.recipe.section import Named
 
 ENV: dict[str, Any] = {
     "lockstep": "0.1.0",

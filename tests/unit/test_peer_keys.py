@@ -18,8 +18,8 @@ from lockstep.data.prompts import QuestionColumns, prompt_ids, question_of, with
 from lockstep.data.template import with_arguments
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
-from lockstep.recipe.data import Data
-from lockstep.recipe.online import DynamicSampling, Reward
+from lockstep.recipe.keys_data import Data
+from lockstep.recipe.keys_online import DynamicSampling, Reward
 from lockstep.recipe.schema import Optim
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.remote import RemotePart, scores_in

@@ -27,11 +27,13 @@ import lockstep
 from commands import FORKS, WarmServer, completed
 from commands import lockstep as command
 from hang import HANG
-from lockstep.algorithms import advantage, policy
+from lockstep.algorithms import advantage
+from lockstep.algorithms import policy_loss as policy
 from lockstep.device import select
 from lockstep.methods import METHODS
-from lockstep.recipe import methods, rows
-from lockstep.recipe.load import recipe_with
+from lockstep.recipe import methods
+from lockstep.recipe import registry as rows
+from lockstep.recipe.loader import recipe_with
 from lockstep.run.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -265,7 +267,7 @@ def test_a_recipe_key(tmp_path: Path, online_file: Path) -> None:
     copy = tmp_path / "package"
     shutil.copytree(SOURCE, copy / "src" / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
     assert patched(EXAMPLES["bound.diff"], copy) == [
-        "src/lockstep/recipe/online.py",
+        "src/lockstep/recipe/keys_online.py",
         "src/lockstep/train/advantages.py",
     ]
 
@@ -341,16 +343,16 @@ def reading(root: Path, key: str) -> set[str]:
 
 
 TOUCHED = {
-    "grpo_passk": {"algorithms/advantage.py", "recipe/rows.py"},
-    "geo_mean": {"algorithms/policy.py", "recipe/rows.py"},
+    "grpo_passk": {"algorithms/advantage.py", "recipe/registry.py"},
+    "geo_mean": {"algorithms/policy_loss.py", "recipe/registry.py"},
     # The fourth is its mathematics, which is a subject of its own; the last two know the model that teaches it.
     "distill": {
-        *("methods/distill.py", "methods/__init__.py", "recipe/methods.py", "algorithms/distill.py"),
+        *("methods/distill.py", "methods/__init__.py", "recipe/methods.py", "algorithms/divergence.py"),
         *("commands/init.py", "commands/smoke.py"),
     },
-    "hf": {"rollout/hf.py", "recipe/rows.py"},
+    "hf": {"rollout/hf.py", "recipe/registry.py"},
     # The last reads what it wrote, for `lockstep compare`.
-    "swanlab": {"run/trackers/swanlab.py", "recipe/rows.py", "parity/compare/logs/swanlab.py"},
+    "swanlab": {"run/trackers/swanlab.py", "recipe/registry.py", "parity/compare/logs/swanlab.py"},
 }
 
 
@@ -361,7 +363,11 @@ def test_ours_are_named_in_so_many_files(name: str) -> None:
 
 def test_a_key_is_declared_and_read() -> None:
     # The third counts the memory that it keeps.
-    assert reading(SOURCE, "free_cache") == {"recipe/rollout.py", "rollout/native/engine.py", "train/plan_memory.py"}
+    assert reading(SOURCE, "free_cache") == {
+        "recipe/keys_rollout.py",
+        "rollout/native/engine.py",
+        "train/plan_memory.py",
+    }
 
 
 def test_the_counts_can_fail(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.policy import LOSSES, PolicyTokens
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.errors import Refusal
 from loss_settings import SETTINGS

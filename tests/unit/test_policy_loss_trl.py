@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.algorithms.kl import divergence
-from lockstep.algorithms.policy import LOSSES, PolicyTokens
+from lockstep.algorithms.divergence import divergence
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 
 pytest.importorskip("trl")

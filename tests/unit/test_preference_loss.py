@@ -9,11 +9,10 @@ from typing import get_args
 import pytest
 import torch
 
-from lockstep.algorithms import transport
-from lockstep.algorithms.pair_losses import LOSSES, RANKED, REFERENCE_FREE
-from lockstep.algorithms.preference import Pairs, preference_loss, shared_length_weights
+from lockstep.algorithms import preference as transport
+from lockstep.algorithms.preference import LOSSES, RANKED, REFERENCE_FREE, Pairs, preference_loss, shared_length_weights
 from lockstep.errors import Refusal
-from lockstep.recipe.offline import Preference
+from lockstep.recipe.keys_offline import Preference
 
 CHOSEN, REJECTED = [-4.0, -6.0, -3.0], [-5.0, -3.0, -6.0]
 CHOSEN_LENGTH, REJECTED_LENGTH = [2, 4, 3], [5, 3, 6]

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.algorithms import transport
-from lockstep.algorithms.distill import divergence
+from lockstep.algorithms import preference as transport
+from lockstep.algorithms.divergence import distribution_divergence as divergence
 from lockstep.algorithms.kto import kl_estimate, kto_loss
 from lockstep.algorithms.preference import Pairs, preference_loss, shared_length_weights
 from lockstep.algorithms.ranking import ranking_loss

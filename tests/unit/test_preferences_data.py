@@ -17,7 +17,7 @@ from lockstep.data.encoding import Encoding
 from lockstep.data.preferences import RankingRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Example, Origin, Probe
 
 ORIGIN = Origin("rows.jsonl", 7)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lockstep.algorithms.process import good_probability, step_loss
+from lockstep.algorithms.token_losses import good_probability, step_loss
 
 # Two words in a large vocabulary: at each place they hold only a part of the probability.
 PROBABILITIES = [[0.3, 0.1], [0.05, 0.15], [0.2, 0.2], [0.4, 0.1]]

@@ -7,13 +7,10 @@ import pytest
 from rich.console import Console as Screen
 
 from lockstep.errors import Problem, Refusal
-from lockstep.run import pace as pace_module
-from lockstep.run import plain as plain_module
-from lockstep.run.live import LiveConsole
-from lockstep.run.pace import Pace
-from lockstep.run.plain import PlainConsole
-from lockstep.run.progress import Console
-from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS, Column, clock, fit, show
+from lockstep.run import console as pace_module
+from lockstep.run import console as plain_module
+from lockstep.run.console import Console, LiveConsole, Pace, PlainConsole
+from lockstep.run.output import OFFLINE_COLUMNS, ONLINE_COLUMNS, Column, clock, fit, show
 
 METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "train/grad_norm": 0.5, "perf/throughput": 12345.6}
 

@@ -14,7 +14,7 @@ from lockstep.data.dataset import Loader
 from lockstep.data.prompts import PromptCounts, PromptSet, fit_prompt, load_prompts, prompt_ids
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.rollout.questions import encode_questions
 from lockstep.types import Message, Origin, Prompt, Question
 

@@ -502,7 +502,7 @@ def test_llama3_renders_what_its_tokenizers_know() -> None:
     from lockstep.data.messages import as_messages
     from lockstep.data.template import TOKENS, end_of_turn, with_template
     from lockstep.model.tiny import byte_vocabulary
-    from lockstep.recipe.data import Data
+    from lockstep.recipe.keys_data import Data
     from lockstep.types import Origin
 
     core = Tokenizer(models.BPE(byte_vocabulary(), []))
@@ -538,7 +538,7 @@ def test_llama3_renders_what_its_tokenizers_know() -> None:
     ],
 )
 def test_rows_are_asked_for_what_the_function_reads(body: str, asked: set[str]) -> None:
-    from lockstep.recipe.online import Reward
+    from lockstep.recipe.keys_online import Reward
     from lockstep.reward.reads import read_by_rewards
 
     head = "def f(data_source, solution_str, ground_truth, extra_info):\n    "

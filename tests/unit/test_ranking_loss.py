@@ -11,7 +11,7 @@ import torch
 
 from lockstep.algorithms.ranking import PAIR_LOSSES, RANKINGS, pair_loss, ranking_loss
 from lockstep.errors import Refusal
-from lockstep.recipe.offline import RewardModelSettings
+from lockstep.recipe.keys_offline import RewardModelSettings
 
 # A pair with a margin, a ranking of three, a tied pair.
 SCORES = [2.0, 0.5, 1.0, 3.0, -1.0, 0.7, 0.7]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hang import HANG
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe, load_recipe, recipe_text
-from lockstep.recipe.checks import DEFAULT_TOKENS
-from lockstep.recipe.load import builtin_names, dump_recipe
+from lockstep.recipe.loader import builtin_names, dump_recipe
+from lockstep.recipe.recipe_checks import DEFAULT_TOKENS
 from recipe_files import BASE, keys, refused, write
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights, sequence_mean, sum_by
 from lockstep.errors import Refusal
-from lockstep.recipe.online import Aggregation
+from lockstep.recipe.keys_online import Aggregation
 
 # Five sequences: 3 tokens (one masked), 1 token, no token, 2 tokens (both masked), 2 tokens.
 SEQUENCE = torch.tensor([0, 0, 0, 1, 3, 3, 4, 4])

@@ -16,7 +16,7 @@ from lockstep.parity.replay.replay import Replayed, as_json, first_cause, inheri
 from lockstep.parity.replay.show import first_divergence, show
 from lockstep.parity.replay.systematic import MIXED
 from lockstep.parity.replay.tolerance import TOLERANCES, tolerance_of
-from lockstep.run.plain import PlainConsole
+from lockstep.run.console import PlainConsole
 
 LOGPROBS = Check("log-probs", 3, "train, first update", math.inf, 2e-5, "token 4: -1 against nan")
 LOSS = Check("loss", 3, "train, update 1: value", 1e-3, 1e-5, "2 against 2.002")

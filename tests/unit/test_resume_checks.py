@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
-from lockstep.recipe.facts import facts_of
-from lockstep.recipe.load import resolved
+from lockstep.recipe.loader import resolved
+from lockstep.recipe.measure import facts_of
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.section import Section
 from lockstep.run.checkpoint import State

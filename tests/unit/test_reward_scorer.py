@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.errors import Refusal
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.reward.shaping import overlong_penalty
 from lockstep.types import Failure, Origin, Question, Score

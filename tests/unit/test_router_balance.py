@@ -9,7 +9,7 @@ import torch
 from small_models import SIZES, write_model
 from transformers import LlamaConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
-from lockstep.algorithms.balance import load_balance, routed
+from lockstep.algorithms.token_losses import load_balance, routed
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
 from lockstep.methods.sft import token_loss

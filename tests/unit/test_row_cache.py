@@ -34,7 +34,7 @@ from lockstep.data.stored import Store, item_digests, stored
 from lockstep.data.updates import row_size, row_sizes, sequence_counts
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.run.files import ASIDE
 from lockstep.types import Example, Origin, Prompt, Question
 

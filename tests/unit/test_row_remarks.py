@@ -17,7 +17,7 @@ from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe import load_recipe
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.prepare import prepare, prepare_online
 
 

@@ -11,9 +11,8 @@ import pytest
 
 import lockstep
 from lockstep.errors import Refusal
-from lockstep.run.environment import checkout_commit
 from lockstep.run.files import atomic_write_text
-from lockstep.run.folder import RunFolder
+from lockstep.run.folder import RunFolder, checkout_commit
 
 HOLDER = """
 import os, sys

@@ -22,7 +22,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server import probe
 from lockstep.rollout.server.dialect import Answer, WantedSample, checked_answer

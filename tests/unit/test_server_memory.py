@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.device.cpu import Cpu
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.server.memory import SharedMemory, Unopened, by_memory
 from lockstep.rollout.server.plugin.lockstep_shared import _from_json, _to_json, opened
 from lockstep.rollout.server.sglang import Sglang

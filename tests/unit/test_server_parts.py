@@ -19,7 +19,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.server import process
 from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart, WantedSample
 from lockstep.rollout.server.failed import ServerFailed

@@ -21,7 +21,7 @@ from lockstep.kernels.truncate import Truncation
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server import probe

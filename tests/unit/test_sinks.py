@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.recipe.rows import TRACKERS
-from lockstep.run import sinks as sinks_module
+from lockstep.recipe.registry import TRACKERS
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog
-from lockstep.run.progress import Console
-from lockstep.run.sinks import GuardedSink, Sink, open_sinks
+from lockstep.run.trackers import base as sinks_module
+from lockstep.run.trackers.base import GuardedSink, Sink, open_sinks
 
 RECIPE = {"method": "sft", "optim": {"lr": 1e-4, "betas": [0.9, 0.95]}, "lora": {}, "note": None}
 

@@ -14,7 +14,7 @@ from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.steps import StepRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Probe
 
 PLUS, MINUS = ord("+"), ord("-")

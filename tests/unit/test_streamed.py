@@ -35,7 +35,7 @@ from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.shard import Sharding
 from lockstep.parallel.world import World
-from lockstep.recipe.load import load_recipe
+from lockstep.recipe.loader import load_recipe
 from lockstep.recipe.schema import Lora, Model
 from lockstep.train.build import build_learner
 

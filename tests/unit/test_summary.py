@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.run.summary import before_and_after
+from lockstep.run.model_card import before_and_after
 
 History = list[tuple[int, dict[str, float]]]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.run.samples import sample_line
-from lockstep.run.token_details import DIGITS, MOST_TOKENS, TokenTexts, token_details
+from lockstep.run.sample_log import DIGITS, MOST_TOKENS, TokenTexts, sample_line, token_details
 from lockstep.types import Origin, Prompt, Question, Rollout, Score
 
 BYTES = list("né 語!".encode())

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hang import HANG
-from lockstep.device.trouble import is_lost_peer, refuse_trouble
+from lockstep.device.device_errors import is_lost_peer, refuse_trouble
 
 # The second rank goes away without a word; the first asks it for a sum.
 TWO_RANKS = """
 import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
-from lockstep.device.trouble import is_lost_peer, refuse_trouble
+from lockstep.device.device_errors import is_lost_peer, refuse_trouble
 child = os.fork()
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(child == 0), world_size=2,
                         timeout=timedelta(seconds=60))

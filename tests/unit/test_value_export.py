@@ -21,8 +21,8 @@ from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Lora, Model
 from lockstep.reward.model import STATS, load_reward_model
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.train.offline import train_offline
 from lockstep.types import Origin, Probe, Question
 from preference_rows import write_recipe

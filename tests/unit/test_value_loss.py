@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.algorithms.value import value_loss
+from lockstep.algorithms.token_losses import value_loss
 
 # token 0: moved 1.0 towards the return, the held value (0.5) is worse: 0.5 * 1.5^2
 # token 1: moved within the bound: 0.5 * 0.75^2

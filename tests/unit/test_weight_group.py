@@ -17,7 +17,7 @@ import torch
 from hang import HANG
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.server import collective
 from lockstep.rollout.server.collective import WeightLink, own_address, refuse_shared_device
 from lockstep.rollout.server.dialect import Announced, Channel, GroupMeeting

@@ -1,15 +1,6 @@
-"""Advantages: how the rewards of a step become the sign and size of each token's update.
+"""Recursions along sequences: discounted returns and generalised advantages.
 
-Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups. A sequence's tokens are all here or
-none of them; means and deviations are over the whole step, from sums (`Signals.whole`), in float64.
-
-Rules that hold for all estimators:
-- A sequence without a token has no score (there is no token to carry it) and is no part of any baseline.
-- A group of one has nothing to compare with: every group method gives 0, before any whitening. (verl gives the
-  score itself in `grpo` and others.)
-- Equal scores in a group give exactly 0: scores are taken relative to the group's least before they are averaged.
-- `returns_K` is what the advantage judges: the critic's target for `gae`, the return to go for methods that work on
-  token rewards, the sequence's score for group methods. (verl repeats the advantage there.)
+Shapes: K tokens, S sequences, T positions. The recursions run over positions, all sequences at once.
 """
 
 from __future__ import annotations
@@ -19,9 +10,81 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms import returns
 from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
 from lockstep.errors import Refusal
+
+
+def return_to_go(rewards_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float) -> torch.Tensor:
+    """The discounted sum of a token's own and later rewards: G_t = r_t + gamma G_{t+1}, in float64."""
+    return _accumulated(_Layout(sequence_K), rewards_K.double(), gamma)
+
+
+def generalized_advantages(
+    rewards_K: torch.Tensor, values_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float, lam: float
+) -> torch.Tensor:
+    """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438), in float64, not whitened.
+
+    The value after a sequence's last token is 0. Tokens that the model did not produce are not in the vectors, so the
+    next value and the running advantage pass over them: an observation costs neither a discount nor a residual.
+    """
+    layout = _Layout(sequence_K)
+    values_K = values_K.double()
+    values_TS = layout.padded(values_K)
+    next_TS = torch.cat([values_TS[1:], torch.zeros_like(values_TS[:1])])
+    residuals_K = rewards_K.double() + gamma * layout.flat(next_TS) - values_K
+    return _accumulated(layout, residuals_K, gamma * lam)
+
+
+def positions(sequence_K: torch.Tensor) -> torch.Tensor:
+    """Of each token, how many of its sequence stand before it."""
+    return _Layout(sequence_K).position_K
+
+
+def running_sum(values_K: torch.Tensor, sequence_K: torch.Tensor) -> torch.Tensor:
+    """Of each token, the sum of its own and of its sequence's earlier values, in float64."""
+    layout = _Layout(sequence_K)
+    return layout.flat(layout.padded(values_K.double()).cumsum(0))
+
+
+class _Layout:
+    """Between the flat line of tokens and columns (position by sequence) that end in zeros."""
+
+    def __init__(self, sequence_K: torch.Tensor):
+        self.present_S, self.column_K, lengths_S = torch.unique_consecutive(
+            sequence_K, return_inverse=True, return_counts=True
+        )
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        self.position_K = torch.arange(len(sequence_K), device=sequence_K.device) - starts_S[self.column_K]
+        self.positions = int(lengths_S.max()) if len(lengths_S) else 0
+
+    def padded(self, values_K: torch.Tensor) -> torch.Tensor:
+        values_TS = values_K.new_zeros(self.positions, len(self.present_S))
+        values_TS[self.position_K, self.column_K] = values_K
+        return values_TS
+
+    def flat(self, values_TS: torch.Tensor) -> torch.Tensor:
+        return values_TS[self.position_K, self.column_K]
+
+
+def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float) -> torch.Tensor:
+    """x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each sequence. The zeros behind a sequence add nothing."""
+    sums_TS = layout.padded(values_K)
+    for position in range(layout.positions - 2, -1, -1):
+        sums_TS[position].add_(sums_TS[position + 1], alpha=decay)
+    return layout.flat(sums_TS)
+
+
+# Advantages: how the rewards of a step become the sign and size of each token's update.
+#
+# Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups. A sequence's tokens are all here
+# or none of them; means and deviations are over the whole step, from sums (`Signals.whole`), in float64.
+#
+# Rules that hold for all estimators: - A sequence without a token has no score (there is no token to carry it) and is
+# no part of any baseline. - A group of one has nothing to compare with: every group method gives 0, before any
+# whitening. (verl gives the   score itself in `grpo` and others.) - Equal scores in a group give exactly 0: scores
+# are taken relative to the group's least before they are averaged. - `returns_K` is what the advantage judges: the
+# critic's target for `gae`, the return to go for methods that work on   token rewards, the sequence's score for group
+# methods. (verl repeats the advantage there.)
 
 STD_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
@@ -76,13 +139,13 @@ class Estimate:
 def gae(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """Generalised advantages (arXiv 1506.02438), whitened over the step; returns are A + V before the whitening."""
     values_K = _needed(signals.values_K, "gae", "the critic's values")
-    advantages_K = returns.gae(signals.rewards_K, values_K, signals.sequence_K, gamma, lam)
+    advantages_K = generalized_advantages(signals.rewards_K, values_K, signals.sequence_K, gamma, lam)
     return _estimate(signals, advantages_K, advantages_K + values_K.double(), whitens=True)
 
 
 def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """The discounted return to go, without a baseline (Williams 1992)."""
-    returns_K = returns.return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma)
     return _estimate(signals, returns_K, returns_K)
 
 
@@ -98,14 +161,14 @@ def flash_reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 def reinforce_pp(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """REINFORCE++ (arXiv 2501.03262): the return to go, whitened over the tokens of the step."""
-    returns_K = returns.return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma)
     return _estimate(signals, returns_K, returns_K, whitens=True)
 
 
 def remax(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """ReMax (arXiv 2310.10505): the return to go minus the score of the greedy response to the same prompt."""
     baseline_S = _needed(signals.baseline_S, "remax", "the scores of the greedy responses")
-    returns_K = returns.return_to_go(signals.rewards_K, signals.sequence_K, gamma)
+    returns_K = return_to_go(signals.rewards_K, signals.sequence_K, gamma)
     return _estimate(signals, returns_K - baseline_S.double()[signals.sequence_K], returns_K)
 
 
@@ -190,10 +253,10 @@ def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Est
     """
     energy_K = _needed(signals.energy_K, "optimal_token_baseline", "the squared probabilities of all words").double()
     sequence_K, whole = signals.sequence_K, signals.whole
-    returns_K = returns.return_to_go(signals.rewards_K, sequence_K, gamma)
+    returns_K = return_to_go(signals.rewards_K, sequence_K, gamma)
     group_S, groups = _numbered(signals.group_S)
-    place_K = returns.positions(sequence_K)
-    energy_K = returns.running_sum(energy_K, sequence_K)
+    place_K = positions(sequence_K)
+    energy_K = running_sum(energy_K, sequence_K)
     width = int(max(whole.greatest(place_K), -1.0)) + 1
     key_K = group_S[sequence_K] * width + place_K
 
@@ -305,7 +368,7 @@ def _estimate(
     """`whitens`: the estimator's paper whitens over the step."""
     dtype, wanted = signals.rewards_K.dtype, signals.whitening
     if signals.taken_off_K is not None:
-        advantages_K = advantages_K - returns.return_to_go(signals.taken_off_K, signals.sequence_K, 1.0)
+        advantages_K = advantages_K - return_to_go(signals.taken_off_K, signals.sequence_K, 1.0)
     if wanted.over == "step" or (wanted.over == "own" and whitens):
         advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide, whole=signals.whole)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))

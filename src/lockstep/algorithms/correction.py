@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sequence_mean, sum_by
-from lockstep.algorithms.stable import log_ratio
+from lockstep.algorithms.reduce import EVERYTHING, WholeStep, log_ratio, sequence_mean, sum_by
 from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0

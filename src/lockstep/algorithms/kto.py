@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms.stable import LEAST_SUM, floored, log_ratio
+from lockstep.algorithms.reduce import LEAST_SUM, floored, log_ratio
 from lockstep.types import Sums
 
 MOST_DESIRABLE = 4 / 3

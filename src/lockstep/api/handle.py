@@ -20,9 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.api.data import Datum, PromptLike, Response, as_data, by_scoring
-from lockstep.api.losses import LossFunction, Per, batch_loss, chosen_loss
-from lockstep.api.settings import checked
+from lockstep.api.losses import (
+    Datum,
+    LossFunction,
+    Per,
+    PromptLike,
+    Response,
+    as_data,
+    batch_loss,
+    by_scoring,
+    checked,
+    chosen_loss,
+)
 from lockstep.data.chat import check_messages, render_prompt
 from lockstep.data.completions import ResponseEncoder
 from lockstep.data.encoding import Encoding, as_chat
@@ -36,8 +45,8 @@ from lockstep.model.export import export_model
 from lockstep.model.export_check import probe_of
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.weights import restore_weights, trained_weights
-from lockstep.recipe.data import Data
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_data import Data
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.ending import end_ids

@@ -1,33 +1,142 @@
-"""Losses of a handle: ours by their names in a recipe, or any callable on log-probabilities and columns.
-
-A loss is called once for each example, `loss(*logprobs, **columns)`: a vector of log-probabilities for each of the
-example's sequences, then the example's own columns by name. It returns a sum, never a mean: the one division is that
-of `optim_step`, by what is counted here as `per`.
-"""
+"""Data and losses of a handle: examples, responses, and the losses of a recipe by name."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from pydantic import ValidationError
 
-from lockstep.algorithms import pair_losses, policy, preference
-from lockstep.algorithms.supervised import nll
-from lockstep.api.data import Datum
+from lockstep.algorithms import policy_loss as policy
+from lockstep.algorithms import preference
+from lockstep.algorithms import preference as pair_losses
+from lockstep.algorithms.token_losses import nll
 from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.logprob import Scores
+from lockstep.model.policy import Scoring
+from lockstep.recipe.keys_offline import Preference
+from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.methods import PREFERENCE_READS
-from lockstep.recipe.offline import Preference
-from lockstep.recipe.online import Algorithm
-from lockstep.recipe.rows import LOSSES
+from lockstep.recipe.registry import LOSSES
 from lockstep.recipe.section import Section
-from lockstep.types import MicroBatch, Sums
+from lockstep.types import Example, Message, MicroBatch, Origin, Sums
+
+# What goes in and out of a handle: responses that a model wrote, and examples that a loss looks at.
+
+# A user's text, a chat, or token ids as they are.
+PromptLike = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Datum:
+    """What one loss looks at: a sequence, or several (chosen and rejected), with columns of its own.
+
+    `scoring` is the distribution that log-probabilities are asked of: for a response, the one it was drawn from.
+    """
+
+    sequences: tuple[Example, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    scoring: Scoring = field(default_factory=Scoring)
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        return self.sequences
+
+    @property
+    def origin(self) -> Origin:
+        return self.sequences[0].origin
+
+    @property
+    def targets(self) -> int:
+        """Trained tokens."""
+        return sum(sequence.targets for sequence in self.sequences)
+
+    def having(self, **columns: Any) -> Datum:
+        """The same sequences with more columns."""
+        return replace(self, columns={**self.columns, **columns})
+
+
+@dataclass(frozen=True)
+class Response:
+    """A rollout that nobody has judged: sample number `sample` of prompt number `prompt`.
+
+    `logprobs` has one entry for each of `ids`; an end token that was produced is the last of them. `text` is without
+    special tokens. `stop` says why it ended: `token`, `string` or `length`.
+    """
+
+    prompt: int
+    sample: int
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    stop: str
+    scoring: Scoring = field(default_factory=Scoring)
+
+    def datum(self, **columns: Any) -> Datum:
+        """To train on: every token of the response is a target, none of the prompt's."""
+        origin = Origin(f"response {self.sample} to prompt", self.prompt)
+        trained = [0] * len(self.prompt_ids) + [1] * len(self.ids)
+        return Datum((Example([*self.prompt_ids, *self.ids], trained, origin),), columns, self.scoring)
+
+
+def as_data(examples: Sequence[Datum | Response]) -> list[Datum]:
+    """Refuses what is no example, and examples that train nothing."""
+    data = []
+    for number, example in enumerate(examples):
+        if isinstance(example, Response):
+            example = example.datum()
+        if not isinstance(example, Datum):
+            raise Refusal.at(
+                f"example {number}",
+                f"is a {type(example).__name__}, and examples are made by the handle",
+                "use a response of sample(), or model.example(prompt, response), model.pair(...), model.tokens(...)",
+            )
+        for sequence in example.sequences:
+            if not sequence.targets:
+                raise Refusal.at(f"example {number} ({sequence.origin})", "has no trained token", "leave it out")
+        data.append(example)
+    if not data:
+        raise Refusal.at("examples", "there are none", "give at least one")
+    return data
+
+
+def by_scoring(data: Sequence[Datum]) -> list[tuple[Scoring, list[int]]]:
+    """Numbers of the examples whose log-probabilities are asked of the same distribution."""
+    groups: dict[Scoring, list[int]] = {}
+    for number, datum in enumerate(data):
+        groups.setdefault(datum.scoring, []).append(number)
+    return list(groups.items())
+
+
+# Arguments of the front door that are keys of a recipe: the same ranges hold, and the same refusals.
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def checked(section: type[SectionT], **arguments: Any) -> SectionT:
+    """The group of keys with these values; refused by the argument's name where a recipe would refuse it."""
+    try:
+        return section(**arguments)
+    except ValidationError as failure:
+        raise Refusal(
+            [
+                Problem(".".join(map(str, error["loc"])), f"{error['input']!r}: {error['msg']}", "see docs/recipe.md")
+                for error in failure.errors()
+            ]
+        ) from failure
+
+
+# Losses of a handle: ours by their names in a recipe, or any callable on log-probabilities and columns.
+#
+# A loss is called once for each example, `loss(*logprobs, **columns)`: a vector of log-probabilities for each of the
+# example's sequences, then the example's own columns by name. It returns a sum, never a mean: the one division is
+# that of `optim_step`, by what is counted here as `per`.
 
 Per = Literal["token", "example"]
 LossFunction = Callable[..., "torch.Tensor | Sums"]

@@ -188,7 +188,7 @@ def sample(
     """
     from lockstep.commands.questions import NamedColumns
     from lockstep.commands.sample import Job, sample_responses
-    from lockstep.recipe.online import Reward
+    from lockstep.recipe.keys_online import Reward
     from lockstep.types import Sampling
 
     rules = dict(named_value(words, "--rule", "SOURCE=RULE") for words in rule or [])
@@ -236,7 +236,7 @@ def pairs(
 ) -> None:
     """Turn scored responses into rows that SFT, DPO or KTO train on."""
     from lockstep.data.prepare.pairs import choice_of, write_pairs
-    from lockstep.run.progress import Console
+    from lockstep.run.console import Console
 
     options = (per_prompt, min_margin, min_reward, threshold, length_tie, keep_cut, reward_template, normalize)
     choice = choice_of(kind, *options)

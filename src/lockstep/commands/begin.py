@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import Refusal
-from lockstep.recipe.load import value_text
+from lockstep.recipe.loader import value_text
 
 
 def with_beginning(overrides: Sequence[str], resume_from: Path | None, init_from: str | None) -> list[str]:

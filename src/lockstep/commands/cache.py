@@ -17,7 +17,7 @@ from lockstep.run.caches import (
     made_folders,
     size_of,
 )
-from lockstep.run.text import fit_rows
+from lockstep.run.output import fit_rows
 
 PARTS = {
     ROWS: "encoded rows (each recipe's data.cache_gb bounds them)",

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

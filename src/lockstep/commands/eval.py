@@ -19,20 +19,20 @@ from lockstep.data.prompts import ASKED
 from lockstep.data.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Refusal
-from lockstep.evaluate.answers import answer_metrics
+from lockstep.evaluate.validation import answer_metrics
 from lockstep.model.load import load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import joined
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.rule_judge import RuleJudge
 from lockstep.reward.rules import any_isolated, rule_for, rule_named
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import Examiner, encode_questions, validation_keys
+from lockstep.run.console import Console
 from lockstep.run.folder import refuse_unwritable
-from lockstep.run.progress import Console
-from lockstep.run.samples import sample_line
+from lockstep.run.sample_log import sample_line
 from lockstep.run.screen import Screen, shown
 from lockstep.types import Prompt, Rollout, Sampling
 

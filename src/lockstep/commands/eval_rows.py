@@ -13,7 +13,7 @@ from lockstep.data.read import RowSet
 from lockstep.data.updates import even_groups, row_sizes
 from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal
-from lockstep.evaluate.rows import GROUP, measure
+from lockstep.evaluate.validation import GROUP, measure
 from lockstep.methods import METHODS
 from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
@@ -23,7 +23,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_kind
 from lockstep.recipe.schema import Model
 from lockstep.reward.process import PROCESS, read_judging
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.models import Models, Packing
 from lockstep.train.prepare import shared_and_moving
 

@@ -16,12 +16,11 @@ import typer
 from pydantic import BaseModel
 
 from lockstep.errors import Problem, Refusal, refuse_all, unwritten
-from lockstep.recipe.load import checked_recipe, described_keys, override_of, value_text
+from lockstep.recipe.loader import checked_recipe, described_keys, override_of, value_text
 from lockstep.recipe.methods import OFFLINE, ONLINE, method_defaults
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.registry import estimator_row
 from lockstep.recipe.schema import Recipe
-from lockstep.run.output import write
-from lockstep.run.text import fit, fit_rows
+from lockstep.run.output import fit, fit_rows, write
 
 if TYPE_CHECKING:
     from lockstep.commands.init_rows import RowsSeen

@@ -24,7 +24,7 @@ from lockstep.data.steps import find_step_columns
 from lockstep.data.truths import MATH
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe import Recipe
-from lockstep.recipe.load import checked_recipe
+from lockstep.recipe.loader import checked_recipe
 from lockstep.recipe.methods import OFFLINE, ONLINE
 
 LOOKED = 64
@@ -118,7 +118,7 @@ def _sizes(recipe: Recipe, rows: int) -> dict[str, tuple[Any, str]]:
 
 def _encoded(values: Mapping[str, Any], recipe: Recipe, keys: dict[str, tuple[Any, str]]) -> RowsSeen:
     from lockstep.device.select import select
-    from lockstep.run.progress import Console
+    from lockstep.run.console import Console
     from lockstep.train.prepare import prepare_shown
 
     first: Refusal | None = None

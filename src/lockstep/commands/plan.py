@@ -13,7 +13,7 @@ from lockstep.data.prompts import PromptSet
 from lockstep.device.select import explain
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 from lockstep.train.beside import handed_lines
 from lockstep.train.plan import make_loader

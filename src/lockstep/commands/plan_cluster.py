@@ -11,8 +11,8 @@ from lockstep.device.select import DEVICES
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.rows import ENGINES
-from lockstep.run.progress import Console
+from lockstep.recipe.registry import ENGINES
+from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 from lockstep.train.beside import handed_lines, refuse_beside
 from lockstep.train.cluster import TargetCluster, cluster_named

@@ -10,8 +10,8 @@ from lockstep.doctor.engines import engines_here, packages_in
 from lockstep.doctor.facts import installed_packages
 from lockstep.doctor.machine import Machine
 from lockstep.recipe import Recipe
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.server.collective import by_collective
 from lockstep.rollout.server.dialect import ServerNeeds
 from lockstep.rollout.server.memory import by_memory

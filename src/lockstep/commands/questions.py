@@ -9,7 +9,7 @@ from lockstep.data.columns import ColumnFinder
 from lockstep.data.prompts import ASKED, find_question_columns, read_questions
 from lockstep.data.read import RowSet
 from lockstep.errors import Refusal
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Question
 
 OPTIONS = {"data.prompt_key": "--prompt-key", "data.label_key": "--label-key"}

@@ -24,13 +24,13 @@ from lockstep.model.fingerprint import model_files
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
-from lockstep.recipe.online import Reward
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import encode_questions
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.types import Prompt, Sampling
 
 

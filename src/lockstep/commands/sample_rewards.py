@@ -14,11 +14,11 @@ from lockstep.functions import located
 from lockstep.masking import comparable
 from lockstep.model.fingerprint import model_files
 from lockstep.model.resolve import model_folder
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.reward.rules import DEFAULT_RULES, RULES
 from lockstep.reward.scorer import Scorer, active_weights
+from lockstep.run.console import Console
 from lockstep.run.files import checksum
-from lockstep.run.progress import Console
 from lockstep.types import Failure, Prompt, Rollout
 
 # How a reward's key in a recipe is called on the command line.

@@ -9,8 +9,8 @@ from rich.text import Text
 from lockstep.device.select import select
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
+from lockstep.run.console import Console
 from lockstep.run.output import visible
-from lockstep.run.progress import Console
 from lockstep.run.screen import Screen, shown
 from lockstep.train.prepare import prepare_shown
 from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps

@@ -24,12 +24,12 @@ from lockstep.errors import Refusal, unwritten
 from lockstep.model.pretrained import pretrained
 from lockstep.parallel.launch import is_rank
 from lockstep.recipe import Recipe
-from lockstep.recipe.load import checked_recipe, resolved
+from lockstep.recipe.loader import checked_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE, PAIR_COLUMNS, STEP_COLUMNS, SUPERVISED_COLUMNS
-from lockstep.recipe.rows import ENGINES, estimator_row
+from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.reward.process import PROCESS
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
 from lockstep.train.start import run_recipe
 
 STEPS = 2

@@ -40,7 +40,7 @@ def main(
         else:
             run(convert, words)
     except Refusal as refusal:
-        from lockstep.run.progress import print_problems
+        from lockstep.run.console import print_problems
 
         if (rank := os.environ.get("RANK", "0")) != "0":
             write(f"rank {rank}:", error=True)

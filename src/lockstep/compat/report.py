@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from lockstep.compat.table import Conversion, Fate, KeyTold
-from lockstep.recipe.load import value_text
+from lockstep.recipe.loader import value_text
 
 _TITLES: dict[Fate, str] = {
     "taken": "taken over",

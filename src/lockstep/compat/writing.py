@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from lockstep.compat.table import Conversion, WrittenKey
 from lockstep.errors import Problem, Refusal
-from lockstep.recipe.load import checked_recipe, sections_of, value_text
+from lockstep.recipe.loader import checked_recipe, sections_of, value_text
 from lockstep.recipe.methods import method_defaults
 from lockstep.recipe.schema import Recipe
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.device.transfer import sent
+from lockstep.device.base import sent
 from lockstep.types import Example, Item, MicroBatch
 
 # Attention costs length^2, the rest costs length; they are about equal where a sequence is some thousand tokens long.

@@ -24,7 +24,7 @@ import lockstep
 from lockstep.data.rowset import RowSet
 from lockstep.data.tokens import plain_backend
 from lockstep.errors import first_line
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.run.caches import ROWS, cache_home
 from lockstep.run.files import ASIDE
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.data.beside import Beside
 from lockstep.errors import Refusal
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Origin, Row
 
 # Names that users of other trainers know, looked for in this order.

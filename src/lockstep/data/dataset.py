@@ -17,7 +17,7 @@ from lockstep.data.read import RowSet, read_rows
 from lockstep.data.stored import Joined, OriginOf, Store, sequences
 from lockstep.data.tokens import forget_pieces
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Example, Item, Origin, Row
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.data.chat import Tools, check_messages, encode_spans, render_chat, special_ids
 from lockstep.data.tokens import token_ids
 from lockstep.errors import Refusal
-from lockstep.recipe.data import Data
+from lockstep.recipe.keys_data import Data
 from lockstep.types import Example, Message, Origin
 
 if TYPE_CHECKING:

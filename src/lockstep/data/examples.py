@@ -16,7 +16,7 @@ from lockstep.data.fit import fit
 from lockstep.data.messages import refuse_not_text
 from lockstep.data.special_text import SpecialText
 from lockstep.errors import Refusal
-from lockstep.recipe.data import Data
+from lockstep.recipe.keys_data import Data
 from lockstep.types import Example, Origin, Row
 
 if TYPE_CHECKING:

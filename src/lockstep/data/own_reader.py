@@ -30,7 +30,7 @@ from lockstep.data.rowset import FileInfo, Problems, RowSet, ShapeGroups, TextFi
 from lockstep.errors import LostProcess, Refusal
 from lockstep.functions import given, located, own_function
 from lockstep.processes.process import FunctionProcess
-from lockstep.recipe.data import Data
+from lockstep.recipe.keys_data import Data
 from lockstep.run.output import write
 from lockstep.types import Origin, Row
 

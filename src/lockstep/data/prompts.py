@@ -21,7 +21,7 @@ from lockstep.data.tokens import token_ids
 from lockstep.data.truths import GSM8K, MARK, MATH, MATH_500, Truth, answer_beside
 from lockstep.data.vanished import refuse_vanished
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Origin, Prompt, Question, Row
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lockstep.data.chat import encode_spans, render_chat, render_prompt, special
 from lockstep.data.dialogue import common_length
 from lockstep.data.encoding import last_trained
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.data import Data
+from lockstep.recipe.keys_data import Data
 from lockstep.types import Message, Origin
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The devices and the facts about each. For `kernels` and all above; importing it is cheap and pulls in no torch."""
 
-from lockstep.device import autoload, threads
+from lockstep.device import process_setup
 
 # Before the first `import torch`, which is the only moment at which they help.
-autoload.defer()
-threads.wait_asleep()
-threads.follow_quota()
+process_setup.defer()
+process_setup.wait_asleep()
+process_setup.follow_quota()

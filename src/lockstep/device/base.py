@@ -1,8 +1,9 @@
-"""What a device must say about itself. All that differs between devices outside the kernels is in these classes."""
+"""The device interface: every fact that differs between devices, and what accelerators share."""
 
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
+
+from lockstep.errors import Refusal
+
+# What a device must say about itself. All that differs between devices outside the kernels is in these classes.
 
 # Set to a device's name by whoever stands in for it, so that no run on an emulator passes for one on hardware.
 EMULATED = "LOCKSTEP_EMULATED"
@@ -196,3 +201,89 @@ def _restore_variables(variables: Mapping[str, tuple[str, ...]]) -> None:
             os.environ.pop(variable, None)
         else:
             os.environ[variable] = before
+
+
+# What the accelerators have in common: torch gives each a module with the same function names.
+
+
+class Accelerator(Device):
+    """A device behind a torch module such as `torch.cuda`."""
+
+    @property
+    @abstractmethod
+    def api(self) -> Any:
+        """The torch module of this device. To be asked for only when `unavailable()` is None."""
+
+    def count(self) -> int:
+        return int(self.api.device_count())
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        return torch.device(self.name, index)
+
+    def use(self, index: int) -> None:
+        if index >= self.count():
+            raise Refusal.at(
+                "device",
+                f"{self.name} device {index} was asked for and {self.count()} are visible",
+                f"start no more processes on a machine than it has devices, or show more of them in "
+                f"{self.visible_variable}",
+            )
+        self.api.set_device(index)
+
+    def rng_state(self) -> torch.Tensor:
+        state: torch.Tensor = self.api.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.api.set_rng_state(state)
+
+    def synchronise(self) -> None:
+        self.api.synchronize()
+
+    def memory(self) -> Memory:
+        free, total = self.api.mem_get_info()
+        return Memory(
+            total=int(total),
+            free=int(free),
+            allocated=int(self.api.memory_allocated()),
+            peak=int(self.api.max_memory_allocated()),
+        )
+
+    def reset_peak(self) -> None:
+        self.api.reset_peak_memory_stats()
+
+    def chip(self) -> str:
+        return str(self.api.get_device_name(self.api.current_device()))
+
+
+def first_sentence(error: BaseException) -> str:
+    """A library's message without the advice, log lines and colour codes that follow it."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
+    line = text.splitlines()[0].strip()
+    return re.split(r"(?<=[a-z)])\. ", line, maxsplit=1)[0].rstrip(".")
+
+
+# Numbers on their way between host and device, without a wait for what the device still does.
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device. An ordinary copy waits until the device has done all that was asked of it before."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
+        tensor = tensor.pin_memory()
+    # Other memory may be used again before a copy has read it.
+    return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to bring a tensor to the host; the result waits for it, not for what the device is asked to do later."""
+    if tensor.device.type != "cuda":
+        return lambda: tensor.cpu()
+    host = tensor.to("cpu", non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+
+    def arrived() -> torch.Tensor:
+        ready.synchronize()
+        return host
+
+    return arrived

@@ -1,16 +1,198 @@
-"""The CPU: always there, and the reference that the other devices are held against."""
+"""The CPU device: the reference for the other devices; host memory; what slows a CPU down."""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from lockstep.device.base import Device, Memory
-from lockstep.device.host_memory import host_memory, reset_host_peak
-from lockstep.device.pace import slow_dtype, slow_threads
+
+# Memory of the host: what the machine has, what a container may use of it, and what this process takes.
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+class _Names(NamedTuple):
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names("memory.max", "memory.current", "inactive_file")
+
+
+class Group(NamedTuple):
+    """A control group's limit, and what its processes use of it (file cache that can be dropped not counted)."""
+
+    limit: int
+    used: int
+
+
+def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
+    page = os.sysconf("SC_PAGE_SIZE")
+    physical = os.sysconf("SC_PHYS_PAGES") * page
+    own = _kilobytes(proc / "self" / "status")
+    peak = own.get("VmHWM", _peak_from_rusage())
+    allocated = own.get("VmRSS", peak)
+    # Systems without /proc do not say what is free; what we have not taken ourselves is the nearest figure.
+    available = _kilobytes(proc / "meminfo").get("MemAvailable", physical - allocated)
+    limited = list(groups(proc, cgroups))
+    total = min([physical, *(group.limit for group in limited)])
+    free = min([available, *(max(group.limit - group.used, 0) for group in limited)])
+    return Memory(total=total, free=min(free, total), allocated=allocated, peak=max(peak, allocated))
+
+
+def reset_host_peak(proc: Path = PROC) -> bool:
+    """Start the peak of this process anew; False where the kernel does not offer that, and the old peak stays."""
+    try:
+        # 5 resets the peak resident size and nothing else (proc(5)).
+        (proc / "self" / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def groups(proc: Path, cgroups: Path) -> Iterator[Group]:
+    """Every control group with a memory limit that this process is in, innermost first."""
+    membership = proc / "self" / "cgroup"
+    if not membership.exists():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = cgroups, _V2
+        elif "memory" in controllers.split(","):
+            base, names = cgroups / "memory", _V1
+        else:
+            continue
+        # A container often sees its own group mounted as the root while the path is the host's: the walk up to the
+        # mount finds it in either case.
+        folder = base / path.lstrip("/")
+        for candidate in [folder, *folder.parents][: len(folder.parts) - len(base.parts) + 1]:
+            group = _group(candidate, names)
+            if group is not None:
+                yield group
+
+
+def _group(folder: Path, names: _Names) -> Group | None:
+    limit, usage = folder / names.limit, folder / names.usage
+    if not (limit.exists() and usage.exists()):
+        return None
+    text = limit.read_text().strip()
+    if text == "max":
+        return None
+    used = int(usage.read_text())
+    statistics = folder / "memory.stat"
+    if statistics.exists():
+        rows = (row.split() for row in statistics.read_text().splitlines())
+        used -= sum(int(row[1]) for row in rows if row[0] == names.reclaimable)
+    return Group(int(text), max(used, 0))
+
+
+def _kilobytes(file: Path) -> dict[str, int]:
+    """The `Name:   123 kB` lines of a /proc file, in bytes; empty where the file does not exist."""
+    if not file.exists():
+        return {}
+    rows = (row.split() for row in file.read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
+
+
+def _peak_from_rusage() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# What slows a CPU down: a dtype that it has no arithmetic for, and more threads than there are free cores. Both are
+# measured on a product of the model's own sizes, in milliseconds; no table knows all processors and their neighbours.
+
+ROUNDS = 5
+# Of one product, which takes a few milliseconds where there is arithmetic for it; no side of it is longer.
+OPERATIONS, LONGEST = 1e7, 512
+# Seconds after which one round more is not made: what is so slow needs no second look.
+PATIENCE = 0.05
+# Ratios that are worth a word. Threads are told later: two that wait for each other are a matter of the moment.
+SLOWER_DTYPE, SLOWER_THREADS = 1.1, 1.5
+Call = Callable[[], object]
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def ratio(one: Call, other: Call, clock: Callable[[], float] = time.perf_counter) -> float:
+    """How much longer `one` takes than `other`: the best of some rounds, in turns, after one that is not counted."""
+    best, first = [float("inf"), float("inf")], clock()
+    for turn in range(ROUNDS + 1):
+        for which, call in enumerate((one, other)):
+            began = clock()
+            call()
+            if turn:
+                best[which] = min(best[which], clock() - began)
+        if turn and clock() - first > PATIENCE:
+            break
+    return best[0] / best[1]
+
+
+def slow_dtype(dtype: torch.dtype, inner: int, outer: int) -> str | None:
+    """In words, where products in `dtype` take longer than in fp32."""
+    if dtype == torch.float32:
+        return None
+    sizes = _sizes(inner, outer)
+    times = ratio(_product(sizes, dtype), _product(sizes, torch.float32))
+    if times < SLOWER_DTYPE:
+        return None
+    return (
+        f"{NAMES[dtype]} takes {times:.1f} times as long as fp32 on this CPU (measured on a product of "
+        f"{' x '.join(map(str, sizes))}): model.dtype=fp32 is faster; {NAMES[dtype]} saves memory only"
+    )
+
+
+def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
+    """In words, where all threads together take longer than one of them alone."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return None
+    product = _product(_sizes(inner, outer), dtype)
+
+    def alone() -> None:
+        torch.set_num_threads(1)
+        try:
+            product()
+        finally:
+            torch.set_num_threads(threads)
+
+    times = ratio(product, alone)
+    if times < SLOWER_THREADS:
+        return None
+    load = f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)" if hasattr(os, "getloadavg") else ""
+    return (
+        f"{threads} threads take {times:.1f} times as long as one{load}: other processes have the cores, or the model "
+        "is too small to share; start with OMP_NUM_THREADS=1, or fewer than now"
+    )
+
+
+def _sizes(inner: int, outer: int) -> tuple[int, int, int]:
+    """Rows, so many that a product is short and no less than a small micro-batch, and the sides of the matrix."""
+    inner, outer = min(inner, LONGEST), min(outer, LONGEST)
+    return max(8, int(OPERATIONS / (2 * inner * outer))), inner, outer
+
+
+def _product(sizes: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    rows, inner, outer = sizes
+    # No random numbers: the run's own generator must not move.
+    left, right = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((outer, inner), 0.25, dtype=dtype)
+    return lambda: torch.nn.functional.linear(left, right)
+
+
+# The CPU: always there, and the reference that the other devices are held against.
 
 
 def _arm_chip(listing: str) -> str | None:

@@ -13,8 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from lockstep.device.accelerator import Accelerator, first_sentence
-from lockstep.device.base import Memory
+from lockstep.device.base import Accelerator, Memory, first_sentence
 
 DRIVER = Path("/proc/driver/nvidia/version")
 

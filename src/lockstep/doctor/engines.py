@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.device.serving import SERVING, serving_on
 from lockstep.doctor.machine import Machine
-from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.registry import ENGINES
 
 # The distributions that bring each serving engine, on each device class; all of one row are needed.
 DISTRIBUTIONS: dict[str, dict[str, Sequence[Sequence[str]]]] = {

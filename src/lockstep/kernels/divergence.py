@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.algorithms.distill import divergence, folded
+from lockstep.algorithms.divergence import distribution_divergence as divergence
+from lockstep.algorithms.divergence import folded
 from lockstep.kernels.logprob import CHUNK_BYTES, Head, Scores
 
 

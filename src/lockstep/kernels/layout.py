@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from lockstep.device.transfer import sent
+from lockstep.device.base import sent
 from lockstep.kernels.parts import Sections, sections
 
 # A bucket holds sequences down to this share of its longest one: padding stays small, buckets stay few.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lockstep.device.transfer import sent
+from lockstep.device.base import sent
 from lockstep.kernels.explicit import causal_attention, masked_attention
 from lockstep.kernels.flash import LARGEST_HEAD
 from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode, invariant_store

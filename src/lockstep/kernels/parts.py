@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.device.transfer import sent
+from lockstep.device.base import sent
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.device.accelerator import first_sentence
+from lockstep.device.base import first_sentence
 
 # Rows of a trial: more than a tile of a device's vector unit.
 TOKENS = 64

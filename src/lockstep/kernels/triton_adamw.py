@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from lockstep.device.accelerator import first_sentence
-from lockstep.device.transfer import sent
+from lockstep.device.base import first_sentence, sent
 from lockstep.kernels.triton_math import runs_on
 
 BLOCK = 4096

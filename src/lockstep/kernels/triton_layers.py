@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear
 from triton.errors import TritonError
 
-from lockstep.device.accelerator import first_sentence
+from lockstep.device.base import first_sentence
 from lockstep.kernels.fused_modules import KernelForward
 from lockstep.kernels.masks import SHAPE, WINDOW
 from lockstep.kernels.paged import DecodePass, KVCache, PrefillPass, cached_attention

@@ -13,7 +13,7 @@ from lockstep.data.read import RowSet
 from lockstep.data.updates import Update
 from lockstep.errors import Problem
 from lockstep.recipe import Recipe
-from lockstep.recipe.data import Data, Source
+from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Item, Loss, MicroBatch
 
 if TYPE_CHECKING:

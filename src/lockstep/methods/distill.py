@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.algorithms.supervised import nll
+from lockstep.algorithms.token_losses import nll
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Task

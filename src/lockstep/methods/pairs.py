@@ -9,9 +9,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from lockstep.algorithms import transport
-from lockstep.algorithms.pair_losses import RANKED, REFERENCE_FREE, Partners
-from lockstep.algorithms.preference import Pairs, preference_loss, shared_length_weights
+from lockstep.algorithms import preference as transport
+from lockstep.algorithms.preference import (
+    RANKED,
+    REFERENCE_FREE,
+    Pairs,
+    Partners,
+    preference_loss,
+    shared_length_weights,
+)
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.preferences import RankingRows

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lockstep.algorithms.process import good_probability, step_loss
+from lockstep.algorithms.token_losses import good_probability, step_loss
 from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.steps import StepRows
 from lockstep.data.updates import Update

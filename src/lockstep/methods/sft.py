@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from lockstep.algorithms.supervised import nll
+from lockstep.algorithms.token_losses import nll
 from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.examples import SupervisedRows
 from lockstep.data.updates import Update

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from lockstep.device.trouble import refuse_trouble
+from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Problem, Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse

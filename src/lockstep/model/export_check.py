@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.device.host_memory import host_memory
+from lockstep.device.cpu import host_memory
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
 from lockstep.model.check import RUN_ERRORS, line_of, own_logprobs, plain_logprobs, tokens
 from lockstep.model.heads import ValueModel

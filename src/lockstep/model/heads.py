@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.device.trouble import refuse_trouble
+from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
 from lockstep.model.adapter import put_adapter

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.device.trouble import refuse_trouble
+from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal, first_line
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse

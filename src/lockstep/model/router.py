@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.balance import load_balance, routed
+from lockstep.algorithms.token_losses import load_balance, routed
 from lockstep.errors import Refusal, first_line
 from lockstep.model.check import LENGTHS, RUN_ERRORS, Unfit, build_miniature, line_of, tokens
 from lockstep.model.miniature import VOCABULARY

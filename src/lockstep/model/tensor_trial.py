@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.device.trouble import refuse_trouble
+from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal, first_line
 from lockstep.model.check import LENGTHS, RUN_ERRORS, Unfit, build_miniature, line_of, tokens, weights_of
 from lockstep.model.decoder import inner_decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.errors import Refusal
 from lockstep.parallel.context import refuse_ranks
 from lockstep.parallel.mesh import grid_of, refuse_offload
-from lockstep.recipe.parallel import Parallel
+from lockstep.recipe.keys_parallel import Parallel
 
 
 def fitting_devices(settings: Parallel, there: int) -> int:

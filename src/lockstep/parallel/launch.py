@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from lockstep.device.threads import share
+from lockstep.device.process_setup import share
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.parallel.orphans import die_with_parent
 from lockstep.parallel.restarts import STALLED, status_of, with_restarts
 
 if TYPE_CHECKING:
     from lockstep.recipe import Recipe
-    from lockstep.recipe.parallel import Parallel
+    from lockstep.recipe.keys_parallel import Parallel
 
 # Says to a rank which process started it.
 LAUNCHER = "LOCKSTEP_LAUNCHER"

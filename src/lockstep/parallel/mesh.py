@@ -12,7 +12,7 @@ from lockstep.errors import Refusal
 from lockstep.parallel.shard import Sharding
 from lockstep.parallel.tensor import TensorGroup, refuse_groups
 from lockstep.parallel.world import World
-from lockstep.recipe.parallel import Parallel
+from lockstep.recipe.keys_parallel import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lockstep.device.transfer import sent
+from lockstep.device.base import sent
 from lockstep.kernels.divided import DividedLayout
 from lockstep.kernels.partial import partial_kernel
 from lockstep.kernels.parts import Sections, merge, sections

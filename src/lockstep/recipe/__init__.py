@@ -1,7 +1,7 @@
 """The recipe: one schema, a YAML file and dotted overrides; `load_recipe` is the way in. Any folder may import it."""
 
-from lockstep.recipe.data import Source
-from lockstep.recipe.load import load_recipe, recipe_text
+from lockstep.recipe.keys_data import Source
+from lockstep.recipe.loader import load_recipe, recipe_text
 from lockstep.recipe.schema import Recipe
 
 __all__ = ["Recipe", "Source", "load_recipe", "recipe_text"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lockstep.errors import Problem
-from lockstep.recipe.rows import ENGINES, estimator_row
+from lockstep.recipe.registry import ENGINES, estimator_row
 
 if TYPE_CHECKING:
     from lockstep.recipe.schema import Recipe

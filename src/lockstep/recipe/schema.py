@@ -10,17 +10,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from lockstep.recipe.data import Data
-from lockstep.recipe.effects import COLUMN, FOLDER, GROUPS, MICRO, NAME, RATE, SPREAD, STORED, UPDATE, Effect
+from lockstep.recipe.keys_data import Data
+from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
+from lockstep.recipe.keys_online import Algorithm, Critic, Reward
+from lockstep.recipe.keys_parallel import Parallel, Tape
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import OFFLINE, ONLINE
-from lockstep.recipe.named import Named
-from lockstep.recipe.offline import Distill, Preference, ProcessReward, RewardModelSettings
-from lockstep.recipe.online import Algorithm, Critic, Reward
-from lockstep.recipe.parallel import Parallel
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.rows import TRACKERS
-from lockstep.recipe.section import Field, Section
-from lockstep.recipe.tape import Tape
+from lockstep.recipe.registry import TRACKERS
+from lockstep.recipe.section import (
+    COLUMN,
+    FOLDER,
+    GROUPS,
+    MICRO,
+    NAME,
+    RATE,
+    SPREAD,
+    STORED,
+    UPDATE,
+    Effect,
+    Field,
+    Named,
+    Section,
+)
 
 
 def _as_tape(value: Any) -> Any:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.parts import PartOutcome, RewardPart, settled
 from lockstep.reward.rules import Rule, rule_for

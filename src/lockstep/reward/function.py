@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.errors import Refusal, with_secrets
 from lockstep.functions import Unloadable, located, only_here
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.reward.answers import Given, Raised
 from lockstep.reward.batch_function import prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised

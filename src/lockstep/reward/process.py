@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.process import good_probability
+from lockstep.algorithms.token_losses import good_probability
 from lockstep.data.marks import Marks
 from lockstep.data.steps import StepWriter
 from lockstep.errors import Refusal, first_line

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import Refusal
 from lockstep.functions import located, only_here
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.reward.scorer import active_weights
 
 EVERYTHING = frozenset({"ground_truth", "data_source"})

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.reward.rules import any_isolated, rule_for
 from lockstep.reward.scorer import Scorer
 from lockstep.types import Failure, Question, Score

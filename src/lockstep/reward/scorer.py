@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from lockstep.errors import Problem, Refusal
-from lockstep.recipe.online import Reward
+from lockstep.recipe.keys_online import Reward
 from lockstep.reward.checks import FormatPart, RulePart
 from lockstep.reward.dry_run import Tried, dry_run
 from lockstep.reward.function import FunctionPart

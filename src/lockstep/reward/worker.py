@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.functions import LONGEST_WHY, Unloadable, told
-from lockstep.functions.own import function_of, refuse_signature, run_file
+from lockstep.functions import LONGEST_WHY, Unloadable, function_of, refuse_signature, run_file, told
 from lockstep.processes.memory_limit import limit_memory
 from lockstep.reward.answers import LOADING, Given, Loaded, Raised, Unusable, line_of, number
 from lockstep.reward.awaited import awaited

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.functions.own import LOAD_SECONDS
+from lockstep.functions import LOAD_SECONDS
 from lockstep.processes.process import FunctionProcess
 from lockstep.reward.answers import LOADING, LONGEST_LINE, Given, Loaded, Raised, Reply, Unusable, read_line
 from lockstep.reward.worker import HEADER

@@ -6,7 +6,7 @@ import torch
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
-from lockstep.device.trouble import refuse_trouble
+from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.check import CHECK_TOLERANCE, RUN_ERRORS, Unfit

@@ -11,7 +11,7 @@ from lockstep.types import Completion, Request, Sampling
 
 
 class Engine(Protocol):
-    """A file with `open_engine(policy, device, settings, tokenizer)`, and a row of `recipe/rows.py` that names it and
+    """A file with `open_engine(policy, device, settings, tokenizer)`, and a row of `recipe/registry.py` that names it and
     says what is known of it before it is opened."""
 
     instead: str

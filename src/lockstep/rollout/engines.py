@@ -1,4 +1,4 @@
-"""The engine that a recipe names. The rows are in `recipe/rows.py`: where each engine's `open_engine` is."""
+"""The engine that a recipe names. The rows are in `recipe/registry.py`: where each engine's `open_engine` is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from lockstep.device.base import Device
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.rows import ENGINES, imported
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES, imported
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.place import RunPlace
 

@@ -17,8 +17,8 @@ from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
 from lockstep.parallel.shard import gathered
 from lockstep.parallel.world import World
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine
 from lockstep.rollout.collect import Collected, Judge, collect, everyone

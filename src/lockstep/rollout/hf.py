@@ -22,7 +22,7 @@ from transformers import (
 from lockstep.device.base import Device
 from lockstep.kernels.noise import sequence_keys
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.engine import SharedWeights
 from lockstep.rollout.native.sampler import choose

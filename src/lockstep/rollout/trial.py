@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.device.base import Device
-from lockstep.device.trouble import refuse_trouble
+from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import first_line
 from lockstep.kernels.attention import ATTENTION
 from lockstep.kernels.rotary import fixed_length
@@ -21,7 +21,7 @@ from lockstep.model.check import (
 )
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Request, Sampling
 

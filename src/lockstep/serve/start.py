@@ -16,7 +16,7 @@ from lockstep.kernels.rotary import fixed_length
 from lockstep.model.load import DTYPES, load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.model import load_reward_model, normalized_by_config
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.engine import NativeEngine

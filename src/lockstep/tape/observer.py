@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lockstep.device.transfer import fetched
+from lockstep.device.base import fetched
 from lockstep.parallel.shard import whole
 from lockstep.parallel.world import World
 from lockstep.tape.digest import digests

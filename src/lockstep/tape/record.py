@@ -12,7 +12,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.errors import Refusal
 from lockstep.model.weights import trained_weights
 from lockstep.parallel.world import World
-from lockstep.recipe.tape import Tape
+from lockstep.recipe.keys_parallel import Tape
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import Aside, Observer, Stepper, UpdateObserver, answers_of
 from lockstep.tape.probe import Trace, on_host, run_probe

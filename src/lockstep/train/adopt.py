@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.errors import Refusal, unwritten
 from lockstep.recipe import Recipe
-from lockstep.recipe.load import resolved
+from lockstep.recipe.loader import resolved
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.files import checksum, written_aside
 from lockstep.run.folder import RunFolder, read_object

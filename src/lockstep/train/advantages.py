@@ -8,14 +8,14 @@ import torch
 
 from lockstep.algorithms.advantage import Estimate, Signals, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
-from lockstep.algorithms.filtration import drawn_times
-from lockstep.algorithms.kl import divergence
-from lockstep.algorithms.own import estimator
+from lockstep.algorithms.divergence import divergence
 from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
+from lockstep.algorithms.token_selection import drawn_times
+from lockstep.algorithms.user_functions import estimator
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
-from lockstep.recipe.online import Algorithm, Correction
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.keys_online import Algorithm, Correction
+from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import active_weights
 from lockstep.train.annotate import Annotated
 from lockstep.train.draws import generator_of

@@ -12,7 +12,7 @@ from lockstep.algorithms.correction import logprob_difference
 from lockstep.data.groups import LaidLine
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
-from lockstep.recipe.rows import ENGINES, estimator_row, loss_row
+from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 from lockstep.recipe.schema import Batch
 from lockstep.run.metrics import PhaseTimer
 from lockstep.train.experience import Experience

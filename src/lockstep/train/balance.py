@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from lockstep.algorithms.balance import Routed, load_balance, routed
+from lockstep.algorithms.token_losses import Routed, load_balance, routed
 from lockstep.model.decoder import Decoder
 from lockstep.model.policy import evaluating
 from lockstep.parallel.world import World

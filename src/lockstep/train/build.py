@@ -24,9 +24,9 @@ from lockstep.parallel.offload import keep_on_host
 from lockstep.parallel.shard import let_go
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_parallel import Offload
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
-from lockstep.recipe.parallel import Offload
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.registry import estimator_row
 from lockstep.recipe.schema import Optim
 from lockstep.run.output import write
 from lockstep.train.balance import Balance

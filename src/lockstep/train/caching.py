@@ -15,7 +15,7 @@ from lockstep.kernels.divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_folder, reference_kind
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.build import load_reference, load_teacher
 from lockstep.train.logprob_cache import Columns, LogprobCache, Shape, fingerprint, open_cache
 from lockstep.train.models import Models, over_targets

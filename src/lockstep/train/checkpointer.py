@@ -15,7 +15,7 @@ from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.weights import held_weights, restore_weights
 from lockstep.parallel.shard import let_go
-from lockstep.recipe.load import resolved
+from lockstep.recipe.loader import resolved
 from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
 from lockstep.train.draws import generator_states, restore_generators, seed_generators, seed_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, chip_named, nearest_chip
-from lockstep.device.host_memory import host_memory
+from lockstep.device.cpu import host_memory
 from lockstep.errors import Refusal
 
 GRAMMAR = "NODESxDEVICES:DEVICE, as 2x8:h200 for two nodes of eight"

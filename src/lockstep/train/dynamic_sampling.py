@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lockstep.algorithms.advantage import informative
-from lockstep.recipe.online import DynamicSampling
+from lockstep.recipe.keys_online import DynamicSampling
 from lockstep.train.experience import part_of
 from lockstep.types import Prompt, Score, Summary
 

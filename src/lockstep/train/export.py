@@ -13,8 +13,8 @@ from lockstep.model.export_check import Verification
 from lockstep.recipe import Recipe
 from lockstep.reward.model import STATS
 from lockstep.run import checkpoint as checkpoints
-from lockstep.run.card import card_files
 from lockstep.run.folder import RunFolder
+from lockstep.run.model_card import card_files
 
 
 def kind_of(recipe: Recipe) -> str:

@@ -12,10 +12,10 @@ from lockstep.errors import Refusal
 from lockstep.model.tensor_plan import Indivisible
 from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
-from lockstep.recipe.checks import combination_problems
-from lockstep.recipe.load import value_text
+from lockstep.recipe.loader import value_text
 from lockstep.recipe.methods import ONLINE, reference_kind
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.recipe_checks import combination_problems
+from lockstep.recipe.registry import estimator_row
 from lockstep.train.beside import WORKER, refuse_beside
 from lockstep.train.cluster import TargetCluster
 from lockstep.train.outlook import Outlook

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.data.updates import Update
 from lockstep.errors import Problem
-from lockstep.evaluate.rows import measure
+from lockstep.evaluate.validation import measure
 from lockstep.methods.base import Objective
 from lockstep.model.check import CHECK_TOLERANCE
 from lockstep.model.kernel_trial import refuse_unless_replayed
@@ -22,7 +22,7 @@ from lockstep.model.load import DTYPES
 from lockstep.model.resolve import model_folder
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_folder, reference_kind
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.models import Models
 from lockstep.types import Item
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.algorithms.kl import adapted
+from lockstep.algorithms.divergence import adapted
 from lockstep.recipe import Recipe
 
 

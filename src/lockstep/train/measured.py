@@ -10,7 +10,7 @@ from lockstep.errors import Problem, refuse_all
 from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
 
-# What answers to questions may be measured by (`evaluate/answers.py`): of all, or of one data source.
+# What answers to questions may be measured by (`evaluate/validation.py`): of all, or of one data source.
 _ANSWERS = re.compile(r"val/(accuracy|reward|answered|failed|(pass|maj)@\d+)(/.+)?|val-core/.+")
 
 

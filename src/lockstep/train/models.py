@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.data.batching import micro_batch, plan_micro_batches, run_on
 from lockstep.data.groups import Laid, LaidLine, Outline, lay_groups
 from lockstep.data.updates import Update, arrange
-from lockstep.device.transfer import fetched
+from lockstep.device.base import fetched
 from lockstep.kernels.divergence import Likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
 from lockstep.parallel.division import Division

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.data.dataset import Loader
-from lockstep.evaluate.rows import measure
+from lockstep.evaluate.validation import measure
 from lockstep.methods import METHODS
 from lockstep.methods.base import Objective
 from lockstep.recipe import Recipe
 from lockstep.reward.rule_judge import judged_by
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.caching import add_cache
 from lockstep.train.identity import assert_identity
 from lockstep.train.optim import learning_rate

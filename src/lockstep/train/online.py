@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lockstep.data.dataset import Loader
 from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.advantages import Learned, estimate_advantages
 from lockstep.train.annotate import annotate, check_engine_logprobs, lay_updates, plan_updates
 from lockstep.train.failures import failure_warning

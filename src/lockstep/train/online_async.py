@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.device.threads import each_of
+from lockstep.device.process_setup import each_of
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.rollout.sampling import training_sampling
 from lockstep.rollout.shares import AskedAhead
 from lockstep.rollout.worker.engine import WorkerEngine
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.beside import collective_of, device_of_worker
 from lockstep.train.online import Online, open_online, train_step
 from lockstep.train.rollouts import Rollouts, take_rollouts

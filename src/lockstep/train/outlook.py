@@ -10,8 +10,8 @@ from lockstep.errors import Problem, refuse_all
 from lockstep.model.load import DTYPES, load_config
 from lockstep.model.tensor_plan import refuse_heads
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
-from lockstep.recipe.parallel import Parallel
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.prefill import fitting_prefill
 from lockstep.train.beside import WORKER, with_worker

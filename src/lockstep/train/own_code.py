@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.plugins import plugin_file
+from lockstep.recipe.registry import plugin_file
 from lockstep.run.files import checksum
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.algorithms import own
+from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import Signals
-from lockstep.algorithms.policy import PolicyTokens
+from lockstep.algorithms.policy_loss import PolicyTokens
 from lockstep.data.prompts import PromptSet
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import is_function_path

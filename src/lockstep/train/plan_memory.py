@@ -11,9 +11,9 @@ from lockstep.errors import Refusal
 from lockstep.model.load import DTYPES
 from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.parallel import Parallel
-from lockstep.recipe.rows import ENGINES, estimator_row
+from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.rollout.native.engine import FREE_SHARE
 from lockstep.rollout.native.prefill import prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler

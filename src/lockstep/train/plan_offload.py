@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lockstep.recipe.parallel import Offload, Parallel
+from lockstep.recipe.keys_parallel import Offload, Parallel
 from lockstep.train.host_optim import TOGETHER
 
 if TYPE_CHECKING:

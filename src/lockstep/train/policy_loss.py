@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms import own
-from lockstep.algorithms.covariance import HELD
-from lockstep.algorithms.kl import divergence
-from lockstep.algorithms.policy import PolicyTokens
-from lockstep.device.transfer import sent
+from lockstep.algorithms import user_functions as own
+from lockstep.algorithms.divergence import divergence
+from lockstep.algorithms.policy_loss import PolicyTokens
+from lockstep.algorithms.token_selection import HELD
+from lockstep.device.base import sent
 from lockstep.kernels.logprob import Foresight, Scores
-from lockstep.recipe.online import Algorithm
-from lockstep.recipe.rows import loss_row
+from lockstep.recipe.keys_online import Algorithm
+from lockstep.recipe.registry import loss_row
 from lockstep.train.advantages import Learned
 from lockstep.train.annotate import UpdatePlan
 from lockstep.train.draws import generator_of

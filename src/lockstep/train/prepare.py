@@ -34,7 +34,7 @@ from lockstep.parallel.launch import ranks_here
 from lockstep.parallel.mesh import grid_of, refuse_offload
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
-from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.registry import ENGINES
 from lockstep.reward.reads import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import active_weights
@@ -45,9 +45,9 @@ from lockstep.rollout.native.prefill import prefill_budget
 from lockstep.rollout.questions import asked_as, encode_questions
 from lockstep.rollout.server.collective import refuse_shared_device
 from lockstep.rollout.server.process import refuse_absent
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
-from lockstep.run.sinks import open_sinks
+from lockstep.run.trackers.base import open_sinks
 from lockstep.train.beside import refuse_beside, with_worker
 from lockstep.train.own_functions import try_functions
 from lockstep.train.plan import BatchPlan, OnlinePlan, plan_batches, plan_online

@@ -12,7 +12,7 @@ from lockstep.masking import comparable
 from lockstep.model.fingerprint import differing_files, folder_fingerprint
 from lockstep.model.resolve import adapter_folder, model_folder
 from lockstep.recipe import Recipe
-from lockstep.recipe.facts import facts_of
+from lockstep.recipe.measure import facts_of
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.schema import Optim
 from lockstep.run.checkpoint import State

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.data.dataset import Loader
 from lockstep.recipe import Recipe
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import Scorer
 from lockstep.reward.shaping import shaped
 from lockstep.rollout.collect import everyone

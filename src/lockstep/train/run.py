@@ -15,14 +15,13 @@ from lockstep.masking import sources
 from lockstep.model.fingerprint import model_fingerprint
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
-from lockstep.recipe.load import dump_recipe, resolved
+from lockstep.recipe.loader import dump_recipe, resolved
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, Phases, append_text, missing_steps, read_metrics, rewind_lines
-from lockstep.run.progress import Console
-from lockstep.run.samples import sample_line
-from lockstep.run.sinks import open_sinks
-from lockstep.run.summary import before_and_after
-from lockstep.run.token_details import TokenTexts, token_details
+from lockstep.run.model_card import before_and_after
+from lockstep.run.sample_log import TokenTexts, sample_line, token_details
+from lockstep.run.trackers.base import open_sinks
 from lockstep.train.own_code import changed_code, own_code
 from lockstep.train.prepare import Prepared, PreparedOnline
 from lockstep.types import Rollout

@@ -14,7 +14,7 @@ from lockstep.parallel.stall import Stall
 from lockstep.parallel.tensor import with_tensor
 from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.run.token_details import MOST_TOKENS
+from lockstep.run.sample_log import MOST_TOKENS
 from lockstep.train.advantages import Advantages
 from lockstep.train.experience import Experience
 from lockstep.train.rollouts import Rollouts

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from lockstep.device.base import Device
 from lockstep.reward.scorer import Scorer
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.train.prepare import PreparedOnline
 from lockstep.train.run import folder_of
 from lockstep.train.runtime import Runtime

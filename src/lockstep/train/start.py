@@ -9,10 +9,10 @@ from lockstep.errors import Refusal
 from lockstep.functions import file_being_run
 from lockstep.parallel.launch import refuse_other_count, refuse_unread
 from lockstep.recipe import Recipe
-from lockstep.recipe.load import recipe_with
+from lockstep.recipe.loader import recipe_with
 from lockstep.recipe.methods import ONLINE
-from lockstep.run.progress import Console
-from lockstep.run.text import ONLINE_COLUMNS
+from lockstep.run.console import Console
+from lockstep.run.output import ONLINE_COLUMNS
 
 
 def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overrides: Any) -> Path:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.data.batching import run_on
-from lockstep.device.transfer import fetched
+from lockstep.device.base import fetched
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.tape.observer import Observer

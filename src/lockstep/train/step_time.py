@@ -13,7 +13,7 @@ from lockstep.model.load import DTYPES
 from lockstep.parallel.mesh import grid_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_kind
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.registry import estimator_row
 from lockstep.train.annotate import logprob_limit, old_needed
 from lockstep.train.cluster import Members, TargetCluster
 from lockstep.train.plan_counts import Counted

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lockstep.data.batching import shared_beginnings
 from lockstep.data.updates import row_size
 from lockstep.recipe import Recipe
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.registry import estimator_row
 from lockstep.train.prepare import Prepared, longest_row, sequences_per_update
 from lockstep.types import Item
 

@@ -13,7 +13,7 @@ from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
-from lockstep.recipe.rows import estimator_row
+from lockstep.recipe.registry import estimator_row
 from lockstep.recipe.schema import StopEarly
 from lockstep.reward.scorer import active_weights
 from lockstep.train.advantages import Learned

@@ -11,9 +11,9 @@ from lockstep.errors import refuse_all
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.weights import biases_and_norms
-from lockstep.recipe.load import resolved
+from lockstep.recipe.loader import resolved
 from lockstep.run.checkpoint import require_disk
-from lockstep.run.environment import describe_environment
+from lockstep.run.folder import describe_environment
 from lockstep.tape.probe import unmatched_patterns
 from lockstep.tape.record import Recorder, Taped, TapeRecorder
 from lockstep.train.advantages import Advantages

@@ -18,9 +18,9 @@ from lockstep.model.policy import Policy
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import Examiner
 from lockstep.run import checkpoint as checkpoints
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
-from lockstep.run.progress import Console
 from lockstep.tape.record import Recorder
 from lockstep.train.build import build_critic, build_learner, build_reference
 from lockstep.train.checkpointer import Checkpointer, Position

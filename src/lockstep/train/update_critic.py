@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from lockstep.algorithms.reduce import aggregation_weights
-from lockstep.algorithms.value import value_loss
-from lockstep.device.transfer import sent
+from lockstep.algorithms.token_losses import value_loss
+from lockstep.device.base import sent
 from lockstep.recipe import Recipe
 from lockstep.train.advantages import Learned
 from lockstep.train.annotate import UpdatePlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lockstep.evaluate.answers import answer_metrics
+from lockstep.evaluate.validation import answer_metrics
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.rollout.generator import Generator

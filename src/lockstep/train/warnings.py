@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lockstep.recipe import Recipe
-from lockstep.recipe.rows import loss_row
+from lockstep.recipe.registry import loss_row
 
 # A warning is said once; it is said again after its sign has been away for this many steps.
 QUIET = 20

@@ -17,7 +17,7 @@ import lockstep
 from lockstep.run.caches import RUNS, cache_home
 from lockstep.run.files import replace_text
 from lockstep.run.folder import RunFolder
-from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS
+from lockstep.run.output import OFFLINE_COLUMNS, ONLINE_COLUMNS
 from lockstep.view.files import Missing, inside, open_inside, read_small
 from lockstep.view.lines import last_line, parsed
 from lockstep.view.recipes import MOST_BYTES, loaded

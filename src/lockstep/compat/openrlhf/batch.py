@@ -25,11 +25,11 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_config, load_tokenizer
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.model import load_reward_model, normalized_by_config
 from lockstep.rollout.generator import Generator
+from lockstep.run.console import Console
 from lockstep.run.folder import refuse_unwritable
-from lockstep.run.progress import Console
 from lockstep.serve.start import stored_dtype
 from lockstep.types import Failure, Message, Origin, Prompt, Question, Row, Sampling, Score
 

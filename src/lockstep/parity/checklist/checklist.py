@@ -22,9 +22,9 @@ from lockstep.parity.replay.replay import replayed_recipe, reserved_name, run_re
 from lockstep.parity.replay.stages import Side
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe.methods import ONLINE
+from lockstep.run.console import Console
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.observer import Observer
 from lockstep.tape.record import weights_of

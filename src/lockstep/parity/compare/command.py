@@ -19,8 +19,8 @@ from lockstep.parity.compare.logs.tensorboard_csv import VALUE
 from lockstep.parity.compare.record import record
 from lockstep.parity.compare.report import write_report
 from lockstep.parity.compare.show import EXIT_CODES, as_strict_json, show
+from lockstep.run.console import Console
 from lockstep.run.output import write
-from lockstep.run.progress import Console
 
 
 @dataclass(frozen=True)

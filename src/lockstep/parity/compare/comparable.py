@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from lockstep.masking import comparable
 from lockstep.parity.compare.comparison import Difference
 from lockstep.parity.compare.log import Evidence, Log
-from lockstep.recipe.effects import Effect
-from lockstep.recipe.facts import facts_of
+from lockstep.recipe.measure import facts_of
 from lockstep.recipe.schema import Recipe
+from lockstep.recipe.section import Effect
 from lockstep.run.metrics import missing_steps
 
 Differences = tuple[list[Difference], list[str]]

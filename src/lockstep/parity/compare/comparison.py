@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lockstep.recipe.effects import Weight
+from lockstep.recipe.section import Weight
 
 Verdict = Literal["in step", "within noise", "cannot tell", "out of step", "not comparable"]
 BarResult = Literal["met", "missed"]

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.parity.compare.comparison import Comparison, Difference, Metric, Power, Throughput, Verdict
 from lockstep.parity.compare.power import DEEP
 from lockstep.parity.compare.report import strict
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 
 EXIT_CODES: dict[Verdict, int] = {
     "in step": 0,

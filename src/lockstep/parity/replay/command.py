@@ -14,10 +14,9 @@ from lockstep.parity.replay.recording import replay_recording
 from lockstep.parity.replay.replay import as_json, replay
 from lockstep.parity.replay.show import show
 from lockstep.recipe.methods import ONLINE
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.output import write
-from lockstep.run.progress import Console
-from lockstep.run.text import OFFLINE_COLUMNS, ONLINE_COLUMNS
+from lockstep.run.output import OFFLINE_COLUMNS, ONLINE_COLUMNS, write
 from lockstep.tape.format import TapeFolder
 
 

@@ -14,9 +14,9 @@ from lockstep.parity.replay.restore import restore_learner
 from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
-from lockstep.recipe.rows import drawn_by
+from lockstep.recipe.registry import drawn_by
 from lockstep.reward.shaping import rescored
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.record import refuse_no_weights, weights_of
 from lockstep.tape.rows import items_of, rollouts_of

@@ -26,9 +26,9 @@ from lockstep.parity.replay.parts import Part, left_out, shared_out
 from lockstep.parity.replay.stages import Side, judge_step
 from lockstep.parity.replay.tolerance import Tolerance, tolerance_of
 from lockstep.recipe import Recipe, load_recipe
+from lockstep.run.console import Console
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.probe import BACKWARD, FORWARD
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.parity.replay.checks import STAGES, Check, worst_of
 from lockstep.parity.replay.replay import Replayed
-from lockstep.run.progress import Console
+from lockstep.run.console import Console
 
 MODES = {
     "forced": "each step from the recorded weights",

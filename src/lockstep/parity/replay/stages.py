@@ -17,7 +17,7 @@ from lockstep.parity.replay.parameters import overall, worst_parameter, worst_sl
 from lockstep.parity.replay.precision import judge_precision, sampled_gradients
 from lockstep.parity.replay.systematic import Limits, line
 from lockstep.parity.replay.tolerance import Tolerance
-from lockstep.recipe.rows import drawn_by
+from lockstep.recipe.registry import drawn_by
 from lockstep.tape.format import StepRecord, TapeFolder
 from lockstep.tape.rows import RECEIVED, rollouts_of
 from lockstep.types import Rollout

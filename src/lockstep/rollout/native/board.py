@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.device.transfer import sent
+from lockstep.device.base import sent
 from lockstep.rollout.native.sequence import Sample
 
 

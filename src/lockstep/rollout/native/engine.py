@@ -18,7 +18,7 @@ from lockstep.kernels.paged import KVCache
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
 from lockstep.parallel.tensor import group_of
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.engine import Further, SharedWeights
 from lockstep.rollout.native.positions import refuse_moving_positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.device.base import Device
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 
 # What one pass may always take, and the share of a device's memory that a longer one may fill.
 USUAL, SHARE = 8192, 1 / 8

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.device.base import Device
-from lockstep.device.transfer import fetched, sent
+from lockstep.device.base import Device, fetched, sent
 from lockstep.errors import first_line
 from lockstep.kernels.generating import GeneratingLayers
 from lockstep.kernels.layout import make_layout

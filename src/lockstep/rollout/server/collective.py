@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.server.dialect import Announced, Dialect, GroupMeeting
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.line import ServerLine

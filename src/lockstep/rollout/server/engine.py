@@ -13,7 +13,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.noise import sequence_keys
 from lockstep.model.policy import Policy
-from lockstep.recipe.rollout import RolloutSettings
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.ending import why_ended
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from lockstep.device.base import Device
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.rows import ENGINES
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.server.collective import first_visible
 from lockstep.rollout.server.dialect import Dialect, Placed
 from lockstep.rollout.server.failed import ServerFailed

@@ -21,8 +21,8 @@ from lockstep.masking import conceal
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.processes.process import FunctionProcess
-from lockstep.recipe.rollout import RolloutSettings
-from lockstep.recipe.rows import ENGINES, imported
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES, imported
 from lockstep.rollout.server.collective import own_address
 from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart
 from lockstep.rollout.server.failed import ServerFailed

@@ -20,8 +20,8 @@ from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.parallel.world import World
-from lockstep.recipe.load import resolved
-from lockstep.recipe.plugins import import_plugins
+from lockstep.recipe.loader import resolved
+from lockstep.recipe.registry import import_plugins
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.worker.group import WeightGroup

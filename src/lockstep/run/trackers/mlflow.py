@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
-from lockstep.run.trackers.common import import_tracker, remember_id, tracker_id
+from lockstep.run.trackers.base import import_tracker, remember_id, tracker_id
 
 
 class MlflowSink:

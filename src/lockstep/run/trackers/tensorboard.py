@@ -6,9 +6,9 @@ import json
 import time
 from typing import Any
 
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
-from lockstep.run.trackers.common import import_tracker
+from lockstep.run.trackers.base import import_tracker
 
 
 class TensorboardSink:

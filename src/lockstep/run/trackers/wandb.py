@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.errors import Refusal
+from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.progress import Console
-from lockstep.run.trackers.common import earlier_steps, import_tracker, remember_id, tracker_id
+from lockstep.run.trackers.base import earlier_steps, import_tracker, remember_id, tracker_id
 
 
 class WandbSink:

@@ -1,0 +1,265 @@
+"""Policy losses of online RL as weighted sums over tokens, minimised.
+
+Shapes: K tokens of a micro-batch of whole sequences. With d = log p - log p_old (bounded at +-20 everywhere; a token
+beyond has no gradient), r = e^d and the advantage A, each function gives a loss at each token; the caller's weights
+hold masks, aggregation and importance weights, and the one division is the step's.
+
+A token of weight 0 is left out of everything, the means of its sequence included, whatever its numbers are. An
+impossible token (log p = -inf) has ratio 1 where it was impossible before, and never a gradient; see `stable`.
+Metrics are sums over the other tokens: `ppo_kl` of -d, `pg_clipfrac` of tokens whose gradient a bound has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from lockstep.algorithms.reduce import floored, log_rest, sequence_mean, sum_by
+from lockstep.errors import Refusal
+from lockstep.types import Sums
+
+LOG_RATIO_BOUND = 20.0
+SEQUENCE_LOG_RATIO_BOUND = 10.0
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What the losses see. `held_K` (0/1) marks the tokens that `clip_cov` and `kl_cov` hold back, over the update."""
+
+    logprobs_K: torch.Tensor
+    old_K: torch.Tensor
+    advantages_K: torch.Tensor
+    weights_K: torch.Tensor
+    sequence_K: torch.Tensor
+    held_K: torch.Tensor | None = None
+
+    @property
+    def counted_K(self) -> torch.Tensor:
+        return self.weights_K > 0
+
+
+def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -> Sums:
+    """PPO (arXiv 1707.06347): max(-A r, -A clip(r, 1 - low, 1 + high)), with separate bounds as in DAPO.
+
+    `dual` bounds the loss of a negative advantage at -A dual (dual clip, arXiv 1912.09729); None leaves it unbounded.
+    """
+    tokens = _counted(tokens)
+    ratio_K = _log_ratio(tokens).exp()
+    loss_K, clipped_K = _clipped(ratio_K, tokens.advantages_K, low, high)
+    over_K = torch.zeros_like(clipped_K)
+    if dual is not None:
+        bound_K = -tokens.advantages_K * dual
+        over_K = (tokens.advantages_K < 0) & (loss_K > bound_K)
+        loss_K = torch.where(over_K, bound_K, loss_K)
+    return _sums(tokens, loss_K, pg_clipfrac=clipped_K, pg_clipfrac_lower=over_K)
+
+
+def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
+    """GSPO in its token form (arXiv 2507.18071): clipped as PPO, with one ratio for a whole sequence.
+
+    The log ratio is the mean of d over the sequence's counted tokens, bounded at 10, with the gradient of the token's
+    own log-probability. The paper's objective is this with `seq_mean_token_mean`.
+    """
+    tokens = _counted(tokens)
+    d_K = _log_ratio(tokens)
+    mean_K = _sequence_mean(tokens, d_K).detach()
+    ratio_K = (mean_K + (d_K - d_K.detach())).clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp()
+    loss_K, clipped_K = _clipped(ratio_K, tokens.advantages_K, low, high)
+    return _sums(tokens, loss_K, pg_clipfrac=clipped_K)
+
+
+def cispo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
+    """CISPO (arXiv 2506.13585): -clip(r, 1 - low, 1 + high) A log p, the clipped ratio a constant weight.
+
+    The paper uses the upper bound only (low = 1). Every token keeps a gradient; `pg_clipfrac` are the bounded weights.
+    """
+    tokens = _counted(tokens)
+    ratio_K = _log_ratio(tokens).exp().detach()
+    weight_K = ratio_K.clamp(1 - low, 1 + high)
+    return _sums(tokens, -weight_K * tokens.advantages_K * tokens.logprobs_K, pg_clipfrac=weight_K != ratio_K)
+
+
+def sapo(tokens: PolicyTokens, *, positive: float, negative: float) -> Sums:
+    """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, the temperature tau by the sign of A.
+
+    A soft gate instead of a clip: at r = 1 the gradient is that of -A r, and `pg_clipfrac` is 0.
+    """
+    tokens = _counted(tokens)
+    ratio_K = _log_ratio(tokens).exp()
+    tau_K = torch.full_like(ratio_K, negative).masked_fill(tokens.advantages_K > 0, positive)
+    loss_K = -tokens.advantages_K * torch.sigmoid(tau_K * (ratio_K - 1)) * 4 / tau_K
+    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))
+
+
+def geo_mean(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
+    """GMPO (arXiv 2507.20673): -A times the geometric mean of the sequence's token ratios, at each of its tokens.
+
+    Each d is bounded before the mean, at `high` where A > 0 and at -`low` where A < 0: the bounds are on the log ratio
+    as in the paper (e^-0.4, e^0.4), not on the ratio. The mean is over counted tokens and carries gradients to all of
+    them. The paper's mean over sequences is this with `seq_mean_token_mean`.
+    """
+    tokens = _counted(tokens)
+    d_K, advantages_K = _log_ratio(tokens), tokens.advantages_K
+    clipped_K = ((advantages_K > 0) & (d_K > high)) | ((advantages_K < 0) & (d_K < -low))
+    ratio_K = _sequence_mean(tokens, torch.where(clipped_K, d_K.clamp(-low, high), d_K)).exp()
+    return _sums(tokens, -advantages_K * ratio_K, pg_clipfrac=clipped_K)
+
+
+def clip_cov(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
+    """Clip-Cov (arXiv 2505.22617): PPO's clip, and no loss at the held tokens; see `covariance.clip_cov_held`."""
+    held_K = _held(tokens)
+    tokens = _counted(tokens)
+    loss_K, clipped_K = _clipped(_log_ratio(tokens).exp(), tokens.advantages_K, low, high)
+    return _sums(tokens, torch.where(held_K, 0.0, loss_K), pg_clipfrac=clipped_K & ~held_K, pg_heldfrac=held_K)
+
+
+def kl_cov(tokens: PolicyTokens, *, weight: float) -> Sums:
+    """KL-Cov (arXiv 2505.22617): -A r without a clip, plus weight |d| at the held tokens; see `covariance`."""
+    held_K = _held(tokens)
+    tokens = _counted(tokens)
+    d_K = _log_ratio(tokens)
+    loss_K = -tokens.advantages_K * d_K.exp() + torch.where(held_K, weight * d_K.abs(), 0.0)
+    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(held_K), pg_heldfrac=held_K)
+
+
+def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
+    """DPPO with the total variation of a coin (arXiv 2602.04879): -min(r, cap) A log p, the weight a constant.
+
+    A token has no loss where it has moved too far the way its advantage pushes: A > 0 and p - p_old > `high`, or A < 0
+    and p - p_old < -`low`. Bounds are on the probability, not on the ratio: rare tokens are free to move.
+    """
+    tokens = _counted(tokens)
+    moved_K = tokens.logprobs_K.detach().exp() - tokens.old_K.exp()
+    beyond_K = torch.where(tokens.advantages_K > 0, moved_K > high, moved_K < -low)
+    return _within(tokens, beyond_K, cap)
+
+
+def dppo_kl(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
+    """DPPO with the divergence of a coin (arXiv 2602.04879), KL((p_old, 1 - p_old), (p, 1 - p)), else as `dppo_tv`.
+
+    The bound is `high` where A > 0 and p has risen, `low` where A < 0 and p has fallen. Probabilities over 1 - 1e-6
+    count as that.
+    """
+    tokens = _counted(tokens)
+    logprobs_K, old_K = tokens.logprobs_K.detach(), tokens.old_K
+    rest_K = log_rest(old_K) - log_rest(logprobs_K)
+    divergence_K = old_K.exp() * (old_K - logprobs_K) + (1 - old_K.exp()) * rest_K
+    risen_K, fallen_K = logprobs_K > old_K, logprobs_K < old_K
+    beyond_K = torch.where(tokens.advantages_K > 0, (divergence_K > high) & risen_K, (divergence_K > low) & fallen_K)
+    return _within(tokens, beyond_K, cap)
+
+
+def dro(tokens: PolicyTokens, *, beta: float) -> Sums:
+    """Direct reward optimisation on tokens (arXiv 2405.19107): -A log p + beta / 2 (log p - log p_old)^2.
+
+    The paper's squared error of the advantage against beta d has this gradient up to the factor beta. Without a clip:
+    the square alone keeps the policy near where it was.
+    """
+    tokens = _counted(tokens)
+    loss_K = -tokens.advantages_K * tokens.logprobs_K + 0.5 * beta * _log_ratio(tokens).square()
+    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))
+
+
+def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
+    """The policy gradient of samples from the old policy: -min(w, cap) A log p, the weight w a constant.
+
+    `of`: `token` is the token's own ratio (IMPALA's truncation, arXiv 1802.01561), `sequence` the product of all of its
+    sequence's, whose logarithm is bounded at +-20. With old log-probabilities of the engine it is verl's `reinforce`.
+    """
+    tokens = _counted(tokens)
+    d_K = _log_ratio(tokens).detach()
+    if of == "sequence":
+        count = int(tokens.sequence_K[-1]) + 1 if len(tokens.sequence_K) else 0
+        totals_S = sum_by(torch.where(tokens.counted_K, d_K, 0.0), tokens.sequence_K, count)
+        d_K = totals_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[tokens.sequence_K]
+    elif of != "token":
+        raise Refusal.at("algorithm.ratio_of", f"{of!r} is not known", "token or sequence")
+    ratio_K = d_K.exp()
+    loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
+    return _sums(tokens, loss_K, pg_clipfrac=ratio_K > cap)
+
+
+def policy_gradient(tokens: PolicyTokens) -> Sums:
+    """-A log p (Williams 1992): no ratio, so it is right only for tokens that the current policy drew."""
+    tokens = _counted(tokens)
+    loss_K = -tokens.advantages_K * tokens.logprobs_K
+    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))
+
+
+def own_loss(tokens: PolicyTokens, *, function: Callable[[PolicyTokens], torch.Tensor]) -> Sums:
+    """A loss at each token by a function of the user's, with the caller's weights and the one division of all."""
+    tokens = _counted(tokens)
+    return _sums(tokens, torch.where(tokens.counted_K, function(tokens), 0.0))
+
+
+LOSSES: dict[str, Callable[..., Sums]] = {
+    "clip": clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "geo_mean": geo_mean,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+    "importance": importance,
+    "policy_gradient": policy_gradient,
+}
+
+
+def _counted(tokens: PolicyTokens) -> PolicyTokens:
+    """The same tokens with zeros where the weight is 0, and no infinities elsewhere: the sum or its gradient would be
+    NaN."""
+    kept_K = tokens.counted_K
+    return replace(
+        tokens,
+        logprobs_K=floored(torch.where(kept_K, tokens.logprobs_K, 0.0)),
+        old_K=floored(torch.where(kept_K, tokens.old_K, 0.0)),
+        advantages_K=torch.where(kept_K, tokens.advantages_K, 0.0),
+    )
+
+
+def _log_ratio(tokens: PolicyTokens) -> torch.Tensor:
+    return (tokens.logprobs_K - tokens.old_K).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _sequence_mean(tokens: PolicyTokens, values_K: torch.Tensor) -> torch.Tensor:
+    count = int(tokens.sequence_K[-1]) + 1 if len(tokens.sequence_K) else 0
+    return sequence_mean(values_K, tokens.counted_K, tokens.sequence_K, count)
+
+
+def _clipped(
+    ratio_K: torch.Tensor, advantages_K: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's pessimistic loss, and where the bound decided it."""
+    free_K = -advantages_K * ratio_K
+    bound_K = -advantages_K * ratio_K.clamp(1 - low, 1 + high)
+    return torch.maximum(free_K, bound_K), bound_K > free_K
+
+
+def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
+    """-min(r, cap) A log p with a constant weight, and nothing at the tokens beyond their bound."""
+    ratio_K = _log_ratio(tokens).exp().detach()
+    loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
+    return _sums(
+        tokens,
+        torch.where(beyond_K, 0.0, loss_K),
+        pg_clipfrac=beyond_K,
+        pg_clipfrac_lower=(ratio_K > cap) & ~beyond_K,
+    )
+
+
+def _held(tokens: PolicyTokens) -> torch.Tensor:
+    if tokens.held_K is None:
+        raise Refusal.at("algorithm.loss", "a covariance loss needs the tokens held back, and the update has none")
+    return tokens.held_K > 0
+
+
+def _sums(tokens: PolicyTokens, loss_K: torch.Tensor, **happened_K: torch.Tensor) -> Sums:
+    counted_K = tokens.counted_K
+    metrics = {name: (flag_K & counted_K).sum().to(loss_K.dtype) for name, flag_K in happened_K.items()}
+    metrics["ppo_kl"] = -_log_ratio(tokens).detach().sum()
+    return Sums(loss=(tokens.weights_K * loss_K).sum(), metrics=metrics)

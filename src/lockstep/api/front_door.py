@@ -1,0 +1,157 @@
+"""`lockstep.load` and `lockstep.compare`: the functions that the package exports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lockstep.api.handle import Handle
+from lockstep.api.losses import checked
+from lockstep.data.template import with_template
+from lockstep.device.base import Device
+from lockstep.device.select import select
+from lockstep.errors import Refusal
+from lockstep.model.load import DTYPES, load_config, load_policy, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.policy import Policy
+from lockstep.model.resolve import model_folder
+from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.model.weights import biases_and_norms
+from lockstep.parallel.world import World
+from lockstep.parity.compare.compare import compare as compare_logs
+from lockstep.parity.compare.comparison import Comparison
+from lockstep.parity.compare.logs import read_log
+from lockstep.recipe.keys_data import Data
+from lockstep.recipe.schema import Lora, Model, Optim
+from lockstep.train.optim import LossScale, Optimizer
+from lockstep.train.step import Learner
+
+# `lockstep.load`: from a folder to a handle on its model.
+
+# Gradients of sums are as many times larger than those of means as an update has tokens.
+_FIRST_SCALE = 2.0**7
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str = "auto",
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    lora: int | Lora | None = None,
+    lr: float = 1e-5,
+    weight_decay: float = 0.0,
+    clip: float | None = 1.0,
+    reference: bool | str | Path = False,
+    template: str | Path = "auto",
+    batch_tokens: int = 4096,
+    gradient_checkpointing: bool = False,
+    activation_offload: bool = False,
+    seed: int = 0,
+) -> Handle:
+    """A handle on the model of a Hugging Face folder (or of a run folder).
+
+    `lora` is a rank, or the settings of a recipe; without, all weights are trained. `clip` bounds the gradient norm.
+    `reference` keeps a frozen copy of the model, or of another folder's, to ask for log-probabilities; with `lora`
+    the model without its adapter is one at no cost, and needs no copy. `template` is the recipe's `data.template`:
+    by `auto` a text is a user's message where the tokenizer has a chat template; `none`, `chatml`, `llama3`, `qwen` or
+    the path of a `.jinja` file. `batch_tokens` bounds the micro-batches, which never change a gradient; nor do
+    `gradient_checkpointing`, by which layers are computed twice, and `activation_offload`, by which what they keep for
+    the backward pass waits on the host.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
+    chosen = select(device)
+    folder = model_folder(str(model))
+    adapter = _adapter(lora)
+    _refuse_dtype(dtype, chosen)
+    settings = checked(
+        Model,
+        path=folder,
+        dtype=dtype,
+        lora=adapter,
+        gradient_checkpointing=gradient_checkpointing,
+        activation_offload=activation_offload,
+    )
+    data = checked(Data, train=["-"], template=str(template))
+    tokenizer, config = with_template(load_tokenizer(folder), data), load_config(folder)
+    refuse_foreign_tokenizer(tokenizer, config.vocab_size, folder)
+    refuse_router_loss(config, folder)
+    refuse_router_noise(config, folder)
+    chosen.use(0)
+    torch_device = chosen.torch_device(0)
+    policy = load_policy(settings, torch_device, chosen.attention, seed)
+    policy.train()
+    frozen = None
+    if reference is not False and not (reference is True and adapter is not None):
+        path = folder if reference is True else str(reference)
+        frozen = _frozen(settings, path, chosen, torch_device, config.vocab_size)
+    optim = checked(Optim, lr=lr, weight_decay=weight_decay, clip=clip)
+    optimizer = Optimizer(
+        policy.trainable(),
+        optim,
+        masters=dtype != "fp32",
+        fused=chosen.fused_optimizer,
+        kernel=chosen.adamw,
+        spared=biases_and_norms(policy.stored),
+    )
+    policy.digits.into(optimizer.masters_held())
+    scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
+    learner = Learner(policy, optimizer, torch_device, World(), scale)
+    return Handle(settings, tokenizer, learner, frozen, chosen, data, lr, batch_tokens, seed)
+
+
+def _adapter(lora: int | Lora | None) -> Lora | None:
+    adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
+    if adapter is not None and adapter.rank is None and adapter.adapter is None:
+        raise Refusal.at("lora.rank", "must be set", "8, say; or name an adapter to start from")
+    if adapter is not None and adapter.alpha is None and adapter.rank is not None:
+        adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
+    return adapter
+
+
+def _refuse_dtype(dtype: str, device: Device) -> None:
+    if dtype not in DTYPES:
+        raise Refusal.at("dtype", f"{dtype!r} is not known", f"one of {', '.join(DTYPES)}")
+    if not device.supports(DTYPES[dtype]):
+        usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
+        raise Refusal.at("dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+
+
+def _frozen(settings: Model, path: str, device: Device, torch_device: torch.device, vocabulary: int) -> Policy:
+    other = load_config(path).vocab_size
+    if other != vocabulary:
+        raise Refusal.at(
+            f"reference {path}", f"has {other:,} tokens, and the model {vocabulary:,}", "use one of its family"
+        )
+    alone = settings.model_copy(update={"path": path, "lora": None, "activation_offload": False})
+    policy = load_policy(alone, torch_device, device.attention, seed=0)
+    policy.requires_grad_(False)
+    return policy
+
+
+# Two runs held against each other from Python: the figures of `lockstep compare`.
+
+__all__ = ["Comparison", "compare"]
+
+
+def compare(
+    a: str | Path,
+    b: str | Path,
+    *,
+    repeats: Sequence[str | Path] = (),
+    metrics: Sequence[str] = (),
+    bars: Mapping[str, float] | None = None,
+    shift: int = 0,
+    steps: tuple[int, int] | None = None,
+) -> Comparison:
+    """Did A and B (run folders, or logs of other frameworks) train in step? `.verdict` says it, `.reason` why.
+    Of each judged metric `.bar_result` and `.test_result` say what the bar and the statistical test say by themselves.
+
+    `repeats` are further runs of one side, the noise floor; `steps` are the first and the last that are compared; the
+    rest are the options of the command.
+    """
+    first, second, *others = (read_log(str(source), {}) for source in (a, b, *repeats))
+    return compare_logs(first, second, others, metrics, bars, shift, steps)

@@ -1,0 +1,136 @@
+"""Validation: answers to questions, and the loss on validation rows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from lockstep.data.batching import run_on
+from lockstep.data.updates import even_groups
+from lockstep.methods.base import MethodModels, Objective
+from lockstep.model.policy import evaluating
+from lockstep.parallel.world import World
+from lockstep.types import FAILED, Failure, Item, Question, Rollout
+
+# Answers to questions, judged and counted.
+
+
+def answer_metrics(
+    answers: Sequence[Rollout], answer_of: Callable[[Question, str], str | None], n: int
+) -> dict[str, float]:
+    """Mean score, and for several answers a question pass@k and maj@k; by data source where there are several.
+
+    An answer is right when its rule, or without a rule its whole reward, gives 1; rewards without a rule that are not
+    0 or 1 call nothing right or wrong. Answers that could not be scored are counted in `val/failed` and left out.
+    """
+    scored = [answer for answer in answers if not isinstance(answer.score, Failure)]
+    sources = sorted({answer.prompt.question.data_source for answer in answers})
+    metrics: dict[str, float] = {}
+    for source in ["", *(sources if len(sources) > 1 else [])]:
+        some = [a for a in scored if not source or a.prompt.question.data_source == source]
+        end = f"/{source}" if source else ""
+        if some:
+            if _can_be_right(some):
+                metrics[f"val/accuracy{end}"] = sum(_right(a) for a in some) / len(some)
+                metrics |= {f"val/{name}{end}": value for name, value in _over_samples(some, answer_of, n).items()}
+            if any(set(a.score.parts) != {"rule"} for a in some if not isinstance(a.score, Failure)):
+                metrics[f"val/reward{end}"] = sum(_total(a) for a in some) / len(some)
+    for source in sources:
+        totals = [_total(a) for a in scored if a.prompt.question.data_source == source]
+        if totals:
+            metrics[f"val-core/{source}/reward/mean@{n}"] = sum(totals) / len(totals)
+    metrics["val/answered"] = sum(a.stop not in ("length", FAILED) for a in answers) / len(answers)
+    if len(scored) < len(answers):
+        metrics["val/failed"] = float(len(answers) - len(scored))
+    return metrics
+
+
+def _can_be_right(answers: Sequence[Rollout]) -> bool:
+    scores = [answer.score for answer in answers if not isinstance(answer.score, Failure)]
+    return all("rule" in score.parts or score.total in (0.0, 1.0) for score in scores)
+
+
+def _right(answer: Rollout) -> bool:
+    assert not isinstance(answer.score, Failure)
+    return answer.score.parts.get("rule", answer.score.total) >= 1
+
+
+def _total(answer: Rollout) -> float:
+    assert not isinstance(answer.score, Failure)
+    return answer.score.total
+
+
+def _over_samples(
+    answers: Sequence[Rollout], answer_of: Callable[[Question, str], str | None], n: int
+) -> dict[str, float]:
+    if n == 1:
+        return {}
+    groups: dict[int, list[Rollout]] = {}
+    for answer in answers:
+        groups.setdefault(answer.prompt_index, []).append(answer)
+    metrics = {}
+    for k in [k for k in (2**i for i in range(1, 20)) if k < n] + [n]:
+        full = [group for group in groups.values() if len(group) >= k]
+        if full:
+            metrics[f"pass@{k}"] = sum(pass_at(len(g), sum(map(_right, g)), k) for g in full) / len(full)
+            votes = [_majority(group[:k], answer_of) for group in full]
+            metrics[f"maj@{k}"] = sum(votes) / len(votes)
+    return metrics
+
+
+def pass_at(n: int, right: int, k: int) -> float:
+    """Chance that k of n answers, drawn without replacement, hold a right one (Chen et al. 2021, arXiv 2107.03374)."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def _majority(group: Sequence[Rollout], answer_of: Callable[[Question, str], str | None]) -> bool:
+    """Whether the most frequent final answer is right; of equally frequent ones the first counts."""
+    finals = [answer_of(a.prompt.question, a.text) for a in group]
+    given = [final for final in finals if final is not None]
+    if not given:
+        return False
+    most = Counter(given).most_common(1)[0][0]
+    return _right(group[finals.index(most)])
+
+
+# Validation on rows: an objective's loss and metrics without an update.
+
+# Rows planned into micro-batches together: enough to pack well, few enough to plan quickly.
+GROUP = 512
+
+
+class Measured(MethodModels, Protocol):
+    """A model in use, and those that its objective asks."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def world(self) -> World: ...
+
+
+@torch.no_grad()
+def measure(items: Sequence[Item], objective: Objective, models: Measured) -> dict[str, float]:
+    """The mean loss over all rows as `loss`, and what the objective reports beside it."""
+    total, divisor = 0.0, 0.0
+    sums: dict[str, float] = {}
+    for group in even_groups(items, GROUP):
+        task = objective.task(models.arrange(group), models)
+        divisor += task.divisor
+        with evaluating(models.module):
+            for batch in task.batches:
+                found = task.loss(run_on(models.module, batch, models.device), batch)
+                total += found.loss.item()
+                for name, value in found.metrics.items():
+                    sums[name] = sums.get(name, 0.0) + value.item()
+    names = sorted(sums)
+    total, *values = models.world.sum([total, *(sums[name] for name in names)])
+    return {"loss": total / divisor, **objective.report(dict(zip(names, values, strict=True)), divisor)}

@@ -1,0 +1,361 @@
+"""The console of a run: one interface, a live progress bar on a terminal, plain lines in a file or pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn
+from rich.progress import Task as Bar
+from rich.text import Text
+
+from lockstep.errors import Refusal
+from lockstep.run.output import OFFLINE_COLUMNS, WIDTH, Column, clock, fit, fit_rows, show, task_summary, visible, write
+from lockstep.run.screen import Screen
+
+# How long the rest will take, judged by the latest steps.
+
+
+class Pace:
+    """Told each time more is done, says how many seconds are left."""
+
+    def __init__(self, total: int | None, done: int = 0):
+        self.total, self.done = total, done
+        self.began = time.monotonic()
+        self._ticks: deque[tuple[float, int]] = deque([(self.began, done)], maxlen=50)
+
+    def reach(self, done: int) -> None:
+        # The first step warms everything up and would spoil the guess: forget it as soon as there is something better.
+        if len(self._ticks) == 2 and self._ticks[0][0] == self.began:
+            self._ticks.popleft()
+        now = time.monotonic()
+        # Ticks that follow quickly become one, so that the guess always looks back over half a minute or 50 steps.
+        if len(self._ticks) > 1 and now - self._ticks[-2][0] < 0.5:
+            self._ticks.pop()
+        self._ticks.append((now, done))
+        self.done = done
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def left(self) -> float | None:
+        """Seconds to go, counting down between steps; None while nothing is known."""
+        (first_time, first), (last_time, last) = self._ticks[0], self._ticks[-1]
+        if self.total is None or last == first:
+            return None
+        guess = (last_time - first_time) / (last - first) * (self.total - last)
+        return max(guess - (time.monotonic() - last_time), 0.0)
+
+
+# What a person sees of a run: one interface, a live bar on a terminal, plain lines in a file or a pipe.
+#
+# Output of the run goes to stdout. What ends it (`problems`) goes to stderr.
+
+
+class TaskProgress:
+    """Long work that is not training steps, such as tokenising."""
+
+    def advance(self, n: int = 1) -> None:
+        """`n` more are done."""
+
+
+class Console:
+    """The interface. This class itself says nothing, for ranks above 0; `Console.open` gives one that speaks."""
+
+    @staticmethod
+    def open(
+        columns: Sequence[Column] = OFFLINE_COLUMNS, plain: bool | None = None, every: int = 1, lines: bool = False
+    ) -> Console:
+        """A live console on a terminal, otherwise a plain one that shows every `every`-th step; `plain` forces it.
+
+        With `lines` the live one leaves a line for every step: for steps that take seconds.
+        """
+        if plain is None:
+            plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
+        if plain:
+            return PlainConsole(columns, every)
+
+        return LiveConsole(columns, lines=lines)
+
+    @staticmethod
+    def silent() -> Console:
+        return Console()
+
+    def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """A title and a table of names and values under it."""
+
+    def say(self, text: str) -> None:
+        """Something worth knowing: a checkpoint saved, a file written."""
+
+    def warn(self, text: str) -> None:
+        """Something the user should look at; the run goes on."""
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
+        """Shows long work; the body calls `advance` on what it gets."""
+        yield TaskProgress()
+
+    def begin(self, total_steps: int, done: int = 0) -> None:
+        """Training starts, with `done` steps behind it. `end` must follow, also after an error."""
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Step number `step` is finished; the last one is `total_steps`."""
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        """The metrics of a validation after `step`."""
+
+    def end(self) -> None:
+        """Training is over, or was cut short. May be called twice."""
+
+    def problems(self, refusal: Refusal) -> None:
+        """Tells what is wrong, why, and what to do, on stderr. A silent console does this too: no error is lost."""
+        self.end()
+        print_problems(refusal)
+
+
+def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
+    """Every problem of a refusal on stderr; `colour` follows the terminal unless given."""
+    from rich.text import Text
+
+    from lockstep.run.screen import Screen
+
+    screen = Screen(stderr=True, force_terminal=colour, no_color=colour is False or None)
+    count = len(refusal.problems)
+    screen.print(Text(f"{count} problems:" if count > 1 else "1 problem:", style="bold"))
+    for problem in refusal.problems:
+        lines = [(problem.where, "bold red"), (f"  {problem.why}", "")]
+        lines += [(f"  -> {problem.remedy}", "green")] if problem.remedy else []
+        screen.print()
+        for text, style in lines:
+            for line in fit(text, min(screen.width, 100)):
+                screen.print(Text(line, style=style), soft_wrap=True)
+
+
+def validation_rows(metrics: dict[str, float]) -> str:
+    """`loss 1.234  accuracy 0.81`: the names without the `val/` they all share."""
+    return "  ".join(f"{name.removeprefix('val/')} {value:.4g}" for name, value in metrics.items())
+
+
+# The console for a terminal: bars at the bottom that stay, lines that scroll by above them.
+
+
+class LiveConsole(Console):
+    """Bars for training and for tasks, the step's metrics under them; with `lines` a line stays for every step."""
+
+    def __init__(self, columns: Sequence[Column], screen: RichConsole | None = None, *, lines: bool = False):
+        self._columns = columns
+        self._lines = lines
+        self._screen = screen or Screen()
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            _TimeColumn(),
+            console=self._screen,
+            expand=True,
+        )
+        self._metrics = ""
+        self._live: Live | None = None
+        self._training: TaskID | None = None
+        self._last = ""
+
+    def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        self._print(title, "bold")
+        for key, value in fit_rows(rows, self._width - 2):
+            self._screen.print(Text.assemble("  ", (visible(key), "cyan"), value), soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {text}", "yellow")
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
+        pace = Pace(total)
+        bar = self._progress.add_task(visible(description), total=total, pace=pace)
+        self._show()
+        try:
+            yield _LiveTask(self._progress, bar, pace)
+        finally:
+            self._progress.remove_task(bar)
+            self._hide_when_idle()
+        self._print(task_summary(description, total, pace.done, pace.elapsed))
+
+    def begin(self, total_steps: int, done: int = 0) -> None:
+        self._pace = Pace(total_steps, done)
+        self._training = self._progress.add_task("training", total=total_steps, completed=done, pace=self._pace)
+        self._show()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        if self._training is None:
+            raise RuntimeError("step before begin")
+        self._pace.reach(step)
+        self._progress.update(self._training, completed=step)
+        if self._lines:
+            head = f"step {step:>{len(str(self._pace.total))}}/{self._pace.total}  "
+            self._print(head + show(self._columns, metrics, self._width - len(head)))
+            return
+        self._metrics = show(self._columns, metrics, self._screen.width)
+        self._last = f"step {step}/{self._pace.total}  {self._metrics}"
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        self._print(f"validation after step {step}: {validation_rows(metrics)}", "green")
+
+    def end(self) -> None:
+        if self._training is None:
+            return
+        self._progress.remove_task(self._training)
+        self._training = None
+        self._metrics = ""
+        self._hide_when_idle()
+        # The bar is gone now; where the run got to stays on the screen.
+        if self._last:
+            self._print(f"{self._last}  {clock(self._pace.elapsed)}")
+        self._last = ""
+
+    @property
+    def _width(self) -> int:
+        return min(self._screen.width, 100)
+
+    def _print(self, text: str, style: str = "") -> None:
+        for line in fit(text, self._width):
+            self._screen.print(Text(line, style=style), soft_wrap=True)
+
+    def _board(self) -> Group:
+        return Group(self._progress, Text(self._metrics, style="cyan")) if self._metrics else Group(self._progress)
+
+    def _show(self) -> None:
+        if self._live is None:
+            self._live = Live(get_renderable=self._board, console=self._screen, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def _hide_when_idle(self) -> None:
+        if self._live is not None and not self._progress.tasks:
+            self._live.stop()
+            self._live = None
+
+
+class _LiveTask(TaskProgress):
+    def __init__(self, progress: Progress, bar: TaskID, pace: Pace):
+        self._progress, self._bar, self._pace = progress, bar, pace
+
+    def advance(self, n: int = 1) -> None:
+        self._pace.reach(self._pace.done + n)
+        self._progress.update(self._bar, completed=self._pace.done)
+
+
+class _TimeColumn(ProgressColumn):
+    # rich's own guess forgets everything after 30 seconds, and a step of reinforcement learning takes longer.
+    def render(self, task: Bar) -> Text:
+        pace: Pace = task.fields["pace"]
+        left = pace.left()
+        return Text(f"{clock(pace.elapsed)} eta {'-:--:--' if left is None else clock(left)}", style="dim")
+
+
+# The console for files and pipes: whole lines, no control characters, nothing rewritten.
+
+
+class PlainConsole(Console):
+    """A line for the first step, for every `every`-th and for the last."""
+
+    def __init__(self, columns: Sequence[Column], every: int = 1):
+        self._columns, self._every = columns, every
+        self._pace: Pace | None = None
+        self._unsaid = ""
+        self._told = float("-inf")
+
+    def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        _print(title)
+        for key, value in fit_rows(rows, WIDTH - 2):
+            write(f"  {key}{value}".rstrip())
+
+    def say(self, text: str) -> None:
+        _print(text)
+
+    def warn(self, text: str) -> None:
+        _print(f"warning: {text}")
+
+    @contextlib.contextmanager
+    def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
+        _print(f"{description} ..." if total is None else f"{description}: {total:,} to do")
+        task = _PlainTask(description, total)
+        yield task
+        _print(task_summary(description, total, task.pace.done, task.pace.elapsed))
+
+    def begin(self, total_steps: int, done: int = 0) -> None:
+        self._pace = Pace(total_steps, done)
+        self._first = done + 1
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        if self._pace is None:
+            raise RuntimeError("step before begin")
+        self._pace.reach(step)
+        total = self._pace.total
+        head = f"step {step:>{len(str(total))}}/{total}  "
+        line = head + show(self._columns, metrics, WIDTH - len(head))
+        if step in (self._first, total) or step % self._every == 0:
+            _print(line + self._eta(line, step))
+            self._unsaid = ""
+        else:
+            self._unsaid = line
+
+    def _eta(self, line: str, step: int) -> str:
+        """The time left behind the numbers, or now and then on a line of its own where they fill theirs."""
+        assert self._pace is not None
+        left = self._pace.left()
+        if left is None or step == self._pace.total:
+            return ""
+        tail = f"eta {clock(left)}"
+        if len(line) + 2 + len(tail) <= WIDTH:
+            return f"  {tail}"
+        if time.monotonic() - self._told < _PlainTask.INTERVAL:
+            return ""
+        self._told = time.monotonic()
+        return f"\n  {tail}"
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        _print(f"validation after step {step}: {validation_rows(metrics)}")
+
+    def end(self) -> None:
+        # A run that stops early still shows the step it stopped at.
+        if self._unsaid:
+            _print(self._unsaid)
+        self._unsaid = ""
+        self._pace = None
+
+    def problems(self, refusal: Refusal) -> None:
+        self.end()
+        print_problems(refusal, colour=False)
+
+
+class _PlainTask(TaskProgress):
+    # Often enough to see that it lives, seldom enough for a log file.
+    INTERVAL = 10.0
+
+    def __init__(self, description: str, total: int | None):
+        self.pace = Pace(total)
+        self._description = description
+        self._said = time.monotonic()
+
+    def advance(self, n: int = 1) -> None:
+        self.pace.reach(self.pace.done + n)
+        if time.monotonic() - self._said < self.INTERVAL:
+            return
+        self._said = time.monotonic()
+        left = self.pace.left()
+        of = "" if self.pace.total is None else f" of {self.pace.total:,}"
+        _print(f"{self._description}: {self.pace.done:,}{of}" + ("" if left is None else f", eta {clock(left)}"))
+
+
+def _print(text: str) -> None:
+    for line in fit(text):
+        write(line)

@@ -1,0 +1,168 @@
+"""Trackers besides metrics.jsonl: opening those that a recipe names, and what they share."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Protocol
+
+from lockstep.errors import Problem, Refusal, missing_extra, refuse_all
+from lockstep.recipe.registry import TRACKERS, imported
+from lockstep.run.console import Console
+from lockstep.run.files import atomic_write_text
+from lockstep.run.folder import RunFolder, read_object
+from lockstep.run.metrics import read_metrics
+
+# What the trackers share: their packages, and their ids for a run.
+
+
+def import_tracker(package: str) -> ModuleType:
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise  # installed and broken: hiding what it misses would send the user the wrong way
+        raise missing_extra(package, "track", f"the sink {package}") from error
+
+
+def tracker_id(folder: RunFolder, tracker: str, resumed_at: int) -> tuple[str, bool]:
+    """The run's id at a tracker, and whether it is an earlier one that goes on."""
+    known = _known_ids(folder).get(tracker) if resumed_at else None
+    return known or uuid.uuid4().hex[:12], known is not None
+
+
+def remember_id(folder: RunFolder, tracker: str, run_id: str) -> None:
+    """Keeps the id in the run folder, for a resume."""
+    ids = _known_ids(folder) | {tracker: run_id}
+    atomic_write_text(folder.trackers, json.dumps(ids, indent=2) + "\n", private=True)
+
+
+def earlier_steps(folder: RunFolder, resumed_at: int) -> Iterator[tuple[int, dict[str, float]]]:
+    """What a resumed run logged before. A tracker that buffers loses its latest steps when the process is killed."""
+    if resumed_at and folder.metrics.exists():
+        yield from ((step, metrics) for step, metrics in read_metrics(folder.metrics) if step <= resumed_at)
+
+
+def _known_ids(folder: RunFolder) -> dict[str, str]:
+    if not folder.trackers.exists():
+        return {}
+    return read_object(folder.trackers, "restore it, or remove it: trackers then begin a new run of theirs")
+
+
+# Where metrics go besides metrics.jsonl: the trackers of `recipe/registry.py`, each through its own package.
+#
+# A sink that cannot start stops the run before training. One that fails later only warns: the run is worth more than
+# its chart, and metrics.jsonl has every number.
+
+
+class Sink(Protocol):
+    """What a tracker must do. It is made of the run's folder, the project's name and the console.
+
+    `resumed_at` is the number of steps already trained, 0 for a fresh run.
+    """
+
+    def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self, ok: bool) -> None: ...
+
+
+def open_sinks(names: list[str], folder: RunFolder, project: str, console: Console) -> list[Sink]:
+    """The named sinks, not yet started. Unknown names and missing packages are refused together."""
+    problems: list[Problem] = []
+    sinks: list[Sink] = []
+    for name in names:
+        try:
+            if name not in TRACKERS:
+                raise _unknown(name)
+            sinks.append(GuardedSink(name, imported(TRACKERS[name])(folder, project, console), console))
+        except Refusal as refusal:
+            problems += refusal.problems
+    refuse_all(problems)
+    return sinks
+
+
+class GuardedSink:
+    """A sink whose failures during the run are told once and counted, and which cannot slow or change the run."""
+
+    # A tracker that is gone may take minutes to say so at each call: it gets a tenth of the time at most.
+    REST = 10.0
+
+    def __init__(self, name: str, sink: Sink, console: Console):
+        self._name, self._sink, self._console = name, sink, console
+        self._lost = 0
+        self._warned = False
+        self._rest_until = 0.0
+
+    def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
+        try:
+            with _same_random_numbers():
+                self._sink.start(name, recipe, resumed_at)
+        except Refusal:
+            raise
+        except Exception as error:
+            remedy = f"check its settings and the network, or take {self._name} out of the sinks"
+            raise Refusal.at(f"sink {self._name}", f"could not start: {_brief(error)}", remedy) from error
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if time.monotonic() < self._rest_until:
+            self._lost += 1
+            return
+        with self._guard(f"step {step}") as failed:
+            self._sink.log(step, metrics)
+        self._lost += bool(failed)
+
+    def note(self, text: str) -> None:
+        with self._guard("a note"):
+            self._sink.note(text)
+
+    def close(self, ok: bool) -> None:
+        with self._guard("closing"):
+            self._sink.close(ok)
+        if self._lost:
+            self._console.warn(f"{self._name} missed {self._lost} steps; metrics.jsonl has them all")
+
+    @contextlib.contextmanager
+    def _guard(self, what: str) -> Iterator[list[Exception]]:
+        failed: list[Exception] = []
+        began = time.monotonic()
+        try:
+            with _same_random_numbers():
+                yield failed
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
+            failed.append(error)
+            now = time.monotonic()
+            self._rest_until = now + self.REST * (now - began)
+            if not self._warned:
+                self._console.warn(f"{self._name} failed at {what}, training goes on: {_brief(error)}")
+                self._warned = True
+
+
+def _unknown(name: str) -> Refusal:
+    near = difflib.get_close_matches(name, TRACKERS, n=1)
+    remedy = (f"did you mean {near[0]}? " if near else "") + f"the sinks are {', '.join(TRACKERS)}"
+    return Refusal.at(f"sink {name}", "no such sink", remedy)
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    # swanlab draws from Python's generator when it starts: watching a run must not change it.
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
