@@ -108,11 +108,11 @@ def test_in_another_thread_a_call_has_only_the_second_clock() -> None:
 
 STUCK = """
 import ctypes, signal
-from lockstep.functions import time_limit
-time_limit.GRACE_SECONDS = 0.3
+import lockstep.functions as functions
+functions.GRACE_SECONDS = 0.3
 # No signal reaches it: as in a library that waits for a device.
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-with time_limit.time_limit(0.3, "algorithm.loss own.py:mine: gave nothing in 0.3 s"):
+with functions.time_limit(0.3, "algorithm.loss own.py:mine: gave nothing in 0.3 s"):
     ctypes.CDLL(None).pause()
 """
 
