@@ -21,9 +21,8 @@ from lockstep.parallel.world import World
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.recipe_checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
-from lockstep.train.build import build_learner, load_reference
 from lockstep.train.logprob_cache import Columns, LogprobCache, Shape, fingerprint, open_cache
-from lockstep.train.models import Models, Packing
+from lockstep.train.models import Models, Packing, build_learner, load_reference
 from lockstep.types import Example, Item, Origin, Ranking
 from sides import Seconds, Stopwatch, Terms, make_clock, train_watched, trainer_settings
 

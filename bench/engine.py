@@ -35,11 +35,11 @@ from lockstep.device.select import select
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.model.policy import Policy
+from lockstep.preflight.cluster import generation_seconds
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler, Work
-from lockstep.train.roofline import generation_seconds
 from lockstep.types import Completion, Request, Sampling
 from report import machine, write_record
 from roofline import BANDWIDTH, FLOPS

@@ -24,11 +24,11 @@ from lockstep.device.select import select
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_config, load_policy
 from lockstep.parallel.world import World
+from lockstep.preflight.memory_plan import MemoryPlan, plan_memory
 from lockstep.recipe.recipe_checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
-from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import Optimizer
-from lockstep.train.plan_memory import MemoryPlan, plan_memory
+from lockstep.train.optim_offload import HostOptimizer
 from lockstep.train.step import Learner
 from lockstep.types import Example, Origin
 

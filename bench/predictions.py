@@ -25,13 +25,12 @@ import memory
 from lockstep.device.chips import CHIPS
 from lockstep.device.select import DEVICES
 from lockstep.model.tiny import write_tiny
+from lockstep.preflight.cluster import OnlineSteps, StepWork, TargetCluster, cluster_named
+from lockstep.preflight.cluster_plan import Outlook
+from lockstep.preflight.step_time import PhaseTime
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.recipe_checks import with_derived_defaults
 from lockstep.recipe.schema import Recipe
-from lockstep.train.cluster import TargetCluster, cluster_named
-from lockstep.train.outlook import Outlook
-from lockstep.train.step_time import PhaseTime
-from lockstep.train.step_work import OnlineSteps, StepWork
 from shapes import SHAPES
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,7 +2,7 @@
 
     python bench/roofline.py --shape qwen2.5-0.5b --batch 256 --context 512
 
-The formulas are those of `lockstep plan --cluster` (`lockstep/train/roofline.py`).
+The formulas are those of `lockstep plan --cluster` (`lockstep/preflight/cluster.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from lockstep.device.chips import CHIPS
-from lockstep.train.roofline import decode_seconds, training_flops
+from lockstep.preflight.cluster import decode_seconds, training_flops
 from shapes import SHAPES
 
 # Measured on one H200 with torch: a large bf16 product, and a copy (read and write counted).

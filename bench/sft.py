@@ -35,8 +35,8 @@ import transformers
 from lockstep.device.select import select
 from lockstep.model.load import DTYPES
 from lockstep.model.tiny import write_tiny
+from lockstep.preflight.cluster import training_flops
 from lockstep.recipe.schema import Optim
-from lockstep.train.roofline import training_flops
 from report import machine, spread, summary
 from shapes import SHAPES, Shape, write_model
 from sides import SIDES, Ours, Seconds, Side, Work, has_trl, sides_for

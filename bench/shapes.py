@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from lockstep.model.tiny import write_tiny
-from lockstep.train.roofline import ModelCost
+from lockstep.preflight.cluster import ModelCost
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def kl_coefficient(value: float) -> Inject:
 
 def kl_estimator(name: str) -> Inject:
     def inject(scene: Scene) -> None:
-        patched(scene, "lockstep.train.policy_loss", "divergence", lambda own, _, *rest: own(name, *rest))
+        patched(scene, "lockstep.train.update_terms", "divergence", lambda own, _, *rest: own(name, *rest))
 
     return inject
 
@@ -56,7 +56,7 @@ def reference_is_policy(scene: Scene) -> None:
 
 
 def value_clip(scene: Scene) -> None:
-    patched(scene, "lockstep.train.update_critic", "value_loss", lambda own, *args, clip: own(*args, clip=1e-4))
+    patched(scene, "lockstep.train.update_terms", "value_loss", lambda own, *args, clip: own(*args, clip=1e-4))
 
 
 def lost_token(scene: Scene) -> None:

@@ -13,7 +13,7 @@ import typer
 from lockstep.commands import answering
 from lockstep.commands.arguments import Overrides, RecipeArgument, named_value
 from lockstep.commands.data import data_app
-from lockstep.parallel.slurm import adopt_slurm
+from lockstep.launch.launcher import adopt_slurm
 from lockstep.run.output import never_fail_to_encode, write
 
 app = typer.Typer(
@@ -73,11 +73,11 @@ def train(
         smoke_test(checked)
         return
 
-    from lockstep.parallel.launch import follow_launcher, is_rank, start_ranks, starts_ranks
+    from lockstep.launch.launcher import follow_launcher, is_rank, start_ranks, starts_ranks
 
     follow_launcher()
     if resume_from is not None and os.environ.get("RANK", "0") == "0":
-        from lockstep.train.adopt import adopt
+        from lockstep.train.resume import adopt
 
         if said := adopt(checked, resume_from):
             write(said)
@@ -386,8 +386,7 @@ def _bar(words: str) -> tuple[str, float]:
 
 def main() -> None:
     """The entry point: refusals become advice on stderr and exit code 2, or 75 where another try is worth it."""
-    from lockstep.errors import Interrupted, LostProcess, Refusal, refusal_of_machine
-    from lockstep.parallel.restarts import STALLED
+    from lockstep.errors import STALLED, Interrupted, LostProcess, Refusal, refusal_of_machine
 
     never_fail_to_encode()
     try:

@@ -112,3 +112,7 @@ def unwritten(path: object, error: Exception, remedy: str = "") -> Refusal:
 
 class Interrupted(Exception):
     """The user asked to stop; the step was finished and saved."""
+
+
+# EX_TEMPFAIL of sysexits.h: the run has stalled, or has lost what it needs (`LostProcess`), and is worth another try.
+STALLED = 75

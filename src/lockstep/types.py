@@ -143,7 +143,7 @@ class Steps(Single):
 
 
 class Divided(Protocol):
-    """How the ranks of a context group divide a micro-batch (`parallel/division.py`)."""
+    """How the ranks of a context group divide a micro-batch (`parallel/context_split.py`)."""
 
     def own(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of the micro-batch, and the targets that they predict."""

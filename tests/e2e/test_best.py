@@ -26,9 +26,9 @@ from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 from lockstep.train import training
+from lockstep.train.monitor import EarlyStop
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
-from lockstep.train.stop_early import EarlyStop
 from runs import facts, stored
 
 # A learning rate that climbs until it ruins the model: the loss falls first and rises then.

@@ -13,14 +13,14 @@ from lockstep.data.batching import micro_batch, run_on
 from lockstep.device.cuda import Cuda
 from lockstep.model.load import load_policy
 from lockstep.model.tiny import write_tiny
-from lockstep.parallel import activations
+from lockstep.parallel import offload as activations
+from lockstep.preflight.memory_plan import waiting_activations
+from lockstep.preflight.model_sizes import LayerKernels, kept_by_layer
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Model
 from lockstep.run.console import Console
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
-from lockstep.train.plan_layers import LayerKernels, kept_by_layer
-from lockstep.train.plan_offload import waiting_activations
 from lockstep.types import Example, Origin
 from runs import facts, samples, stored
 

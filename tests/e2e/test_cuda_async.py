@@ -11,10 +11,10 @@ import torch
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
+from lockstep.preflight.async_worker import refuse_beside
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.train.beside import refuse_beside
 from lockstep.train.online import train_online
 from lockstep.train.online_async import train_online_async
 from runs import close, stored

@@ -12,7 +12,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
-from lockstep.train.build import build_learner, load_reference
+from lockstep.train.models import build_learner, load_reference
 from lockstep.train.offline import train_offline
 from preference_rows import write_recipe
 from runs import facts, stored

@@ -26,8 +26,8 @@ from lockstep.model.resolve import model_folder
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.train.adopt import adopt
 from lockstep.train.offline import train_offline
+from lockstep.train.resume import adopt
 from runs import facts, stored
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])

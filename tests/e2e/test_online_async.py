@@ -19,15 +19,15 @@ from lockstep.commands.plan_cluster import show_cluster_plan
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.parity.replay.loop import Replay
+from lockstep.preflight.async_worker import collective_of, device_of_worker, handed_lines, refuse_beside
+from lockstep.preflight.memory_plan import MemoryPlan
+from lockstep.preflight.prepare import prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.rows import rollouts_of
-from lockstep.train.beside import collective_of, device_of_worker, handed_lines, refuse_beside
 from lockstep.train.online_async import train_online_async
-from lockstep.train.plan_memory import MemoryPlan
-from lockstep.train.prepare import prepare_online
 from runs import facts
 from struck import struck
 

@@ -212,7 +212,7 @@ def test_a_killed_driver_leaves_no_process(own: bool, cluster: Any, recipe: Path
 BUNDLES = """
 import json, sys
 import ray
-from lockstep.parallel.ray_launcher import Cluster
+from lockstep.launch.ray_launcher import Cluster
 from lockstep.recipe import load_recipe
 
 quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}

@@ -27,7 +27,7 @@ from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.digest import relative
 from lockstep.tape.format import StepRecord, TapeFolder
-from lockstep.train.checkpointer import Checkpointer
+from lockstep.train.checkpointing import Checkpointer
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS as ROWS

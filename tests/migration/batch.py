@@ -17,12 +17,11 @@ from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.reward.shaping import shaped
 from lockstep.train.advantages import Learned, estimate_advantages
-from lockstep.train.annotate import Annotated
-from lockstep.train.build import build_critic, build_learner
 from lockstep.train.experience import Experience, experience_of
-from lockstep.train.models import Models, Packing
+from lockstep.train.logprobs import Annotated
+from lockstep.train.models import Models, Packing, build_critic, build_learner
 from lockstep.train.update import update_policy
-from lockstep.train.update_critic import update_critic
+from lockstep.train.update_terms import update_critic
 
 CPU = torch.device("cpu")
 PROMPTS, EACH, LONGEST, TEMPERATURE = 3, 4, 9, 1.0

@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from job_ranks import train
-from lockstep.parallel import activations
+from lockstep.parallel import offload as activations
 
 PROGRAM = Path(__file__)
 KEY = "model.activation_offload=true"

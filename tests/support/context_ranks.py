@@ -26,7 +26,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.kernels.attention import ATTENTION, register_attention
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.context import ContextGroup, with_context
-from lockstep.parallel.division import LAYOUTS, PLACES, Division
+from lockstep.parallel.context_split import LAYOUTS, PLACES, Division
 from lockstep.parallel.world import World, joined
 from lockstep.types import Example, MicroBatch, Origin
 

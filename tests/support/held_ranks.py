@@ -19,9 +19,9 @@ from host_kernels import HOST
 from lockstep.cli import main
 from lockstep.kernels.fused import FUSED
 from lockstep.kernels.fused_modules import plug_in
-from lockstep.parallel import stored
+from lockstep.parallel import sharded_files as stored
 from lockstep.train import offline, training
-from lockstep.train.checkpointer import Checkpointer
+from lockstep.train.checkpointing import Checkpointer
 
 if __name__ == "__main__":
     folder, *sys.argv[1:] = sys.argv[1:]

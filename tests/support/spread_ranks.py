@@ -25,11 +25,10 @@ from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
 from lockstep.rollout.shares import Shares
 from lockstep.train.advantages import Advantages, Learned, estimate_advantages
-from lockstep.train.annotate import Annotated, lay_updates, plan_updates
 from lockstep.train.experience import Experience, experience_of, spread_experience, summarised
+from lockstep.train.logprobs import Annotated, lay_updates, moved, plan_updates
 from lockstep.train.models import Models, Packing
-from lockstep.train.moving import moved
-from lockstep.train.policy_loss import held_tokens
+from lockstep.train.update_terms import held_tokens
 from lockstep.types import Prompt, Rollout, Score
 from object_sizes import sizes_of
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from kills import OPERATIONS, Moment
-from lockstep.processes.descendants import MARK, descendants
+from lockstep.launch.supervisor import MARK, descendants
 
 HERE = Path(__file__).parent
 

@@ -19,7 +19,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda
 from lockstep.device.select import DEVICES
 from lockstep.model.tensor_trial import try_division
-from lockstep.parallel.mesh import sharding_of
+from lockstep.parallel.sharding import sharding_of
 from lockstep.parallel.world import joined
 from lockstep.recipe.keys_parallel import Parallel
 from tensor_ranks import MODELS, check_engine

@@ -33,8 +33,7 @@ from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
 from lockstep.model.tensor_plan import styles_of
 from lockstep.model.tensor_trial import try_division
-from lockstep.parallel.mesh import sharding_of
-from lockstep.parallel.shard import by_mesh, shard, total_norm, whole
+from lockstep.parallel.sharding import by_mesh, shard, sharding_of, total_norm, whole
 from lockstep.parallel.tensor import Style, TensorGroup, divide, with_tensor
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_parallel import Parallel

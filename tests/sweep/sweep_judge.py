@@ -18,8 +18,8 @@ from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_policy
 from lockstep.model.miniature import VOCABULARY, miniature_config, randomise
-from lockstep.model.placeholders import placeholder_ids
 from lockstep.model.policy import Policy
+from lockstep.preflight.model_checks import placeholder_ids
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.check import check_engine

@@ -21,8 +21,8 @@ from lockstep.errors import Refusal
 from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.tiny import write_tiny
-from lockstep.parallel import activations
-from lockstep.parallel.activations import ActivationOffload
+from lockstep.parallel import offload as activations
+from lockstep.parallel.offload import ActivationOffload
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.schema import Lora, Model

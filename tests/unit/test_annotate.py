@@ -17,12 +17,12 @@ from hand_rollouts import FAILED, plans_of, recipe_of, rollout
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
+from lockstep.preflight.batch_plan import old_needed
 from lockstep.recipe import Recipe
 from lockstep.train.advantages import _energy, estimate_advantages
-from lockstep.train.annotate import Annotated, UpdatePlan, annotate, old_needed
-from lockstep.train.build import build_learner, build_reference
 from lockstep.train.experience import Experience, experience_of
-from lockstep.train.models import Models, Packing
+from lockstep.train.logprobs import Annotated, UpdatePlan, annotate
+from lockstep.train.models import Models, Packing, build_learner, build_reference
 from lockstep.types import MicroBatch, Score
 
 # Two prompts, two responses each; K = 2 + 1 + 3 + 1 tokens.

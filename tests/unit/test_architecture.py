@@ -137,12 +137,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__", "cli"),
     ("api",),
     ("commands", "parity", "compat", "view"),
-    ("train",),
+    ("train", "preflight"),
     ("evaluate", "serve"),
     ("methods",),
     ("rollout", "reward"),
     ("tape",),
-    ("data", "model", "run", "processes"),
+    ("data", "model", "run", "launch"),
     ("parallel",),
     ("kernels",),
     ("device", "doctor"),
@@ -354,7 +354,7 @@ def test_the_loops_say_their_first_line_before_heavy_packages_are_imported() -> 
 def test_a_process_that_calls_functions_starts_in_a_moment() -> None:
     """Every run that rewards by a function starts some of them, and what they import is imported by each."""
     brought = heavy_imports(
-        "lockstep.processes.warden, lockstep.reward.worker", HOUSE.parent, (*HEAVY, "numpy", "asyncio", "yaml")
+        "lockstep.launch.supervisor, lockstep.reward.worker", HOUSE.parent, (*HEAVY, "numpy", "asyncio", "yaml")
     )
     assert brought == []
 
@@ -376,7 +376,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("run/trackers/tensorboard.py", "parity/compare/logs/tensorboard.py"),
     "datasets": ("data/read.py",),
     "gguf": ("model/gguf.py",),
-    "ray": ("parallel/ray_*.py",),
+    "ray": ("launch/ray_*.py",),
     "vllm": ("rollout/server/plugin/lockstep_vllm.py", "rollout/server/plugin/lockstep_samples.py"),
     "sglang": ("rollout/server/plugin/*.py",),
     "torch_npu": ("device/npu.py", "kernels/npu_*.py"),

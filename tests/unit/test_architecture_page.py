@@ -80,7 +80,7 @@ def test_the_way_of_a_step_is_real(page: Path) -> None:
     assert len(told) == len(set(told))
     assert set(told) <= reached("train/start.py")
     direct = set(re.findall(r"from lockstep\.train\.(\w+) import", (SOURCE / "train" / "online.py").read_text()))
-    assert {f"train/{name}.py" for name in direct} <= set(told) | {"train/warnings.py"}
+    assert {f"train/{name}.py" for name in direct} <= set(told) | {"train/monitor.py"}
 
 
 def test_the_imports_of_a_small_house(tool: ModuleType, tmp_path: Path) -> None:

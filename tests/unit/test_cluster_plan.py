@@ -17,15 +17,13 @@ from lockstep.commands.plan_cluster import show_cluster_plan
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
+from lockstep.preflight.cluster import Members, OnlineSteps, TargetCluster, cluster_named
+from lockstep.preflight.cluster_plan import Outlook, _tensors, fitting, refuse_over, refuse_uncounted, with_keys
+from lockstep.preflight.step_time import PhaseTime
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.section import Field
 from lockstep.rollout.native.prefill import prefill_bytes
-from lockstep.train.cluster import Members, TargetCluster, cluster_named
-from lockstep.train.fitting import _tensors, fitting, with_keys
-from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
-from lockstep.train.step_time import PhaseTime
-from lockstep.train.step_work import OnlineSteps
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hang import HANG
-from lockstep.parallel.watch import Watch
+from lockstep.parallel.watchdog import Watch
 from lockstep.parallel.world import World
 from lockstep.rollout.collect import collect
 from lockstep.types import Completion, Failure, Origin, Prompt, Question, Request, Sampling, Score

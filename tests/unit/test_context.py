@@ -23,16 +23,15 @@ from lockstep.kernels.partial import PLAIN
 from lockstep.kernels.parts import merge, sections
 from lockstep.kernels.varlen import varlen_attention
 from lockstep.model.policy import Policy
+from lockstep.parallel.all_gather_attention import GatheredLayout, _GatheredAttention
 from lockstep.parallel.context import ContextGroup, refuse_ranks
-from lockstep.parallel.division import LAYOUTS, PLACES, Division
-from lockstep.parallel.fits import refuse_undivided
-from lockstep.parallel.gathered import GatheredLayout, _GatheredAttention
-from lockstep.parallel.ring import RingLayout, _RingAttention
+from lockstep.parallel.context_split import LAYOUTS, PLACES, Division, refuse_undivided
+from lockstep.parallel.ring_attention import RingLayout, _RingAttention
 from lockstep.parallel.world import World
+from lockstep.preflight.batch_plan import OnlinePlan
+from lockstep.preflight.memory_plan import plan_memory
+from lockstep.preflight.model_sizes import activation_bytes, head_bytes
 from lockstep.recipe import load_recipe
-from lockstep.train.plan import OnlinePlan
-from lockstep.train.plan_layers import activation_bytes, head_bytes
-from lockstep.train.plan_memory import plan_memory
 from lockstep.types import Example, MicroBatch, Origin, Ranking
 from recipe_files import keys, refused, write
 from thread_group import on_every_rank

@@ -167,8 +167,8 @@ def test_the_life_of_a_sample_has_the_real_numbers(embedded: Path, tmp_path: Pat
     from lockstep.data.dataset import Dataset, load_rows
     from lockstep.data.examples import SupervisedRows
     from lockstep.model.load import load_policy, load_tokenizer
+    from lockstep.preflight.batch_plan import make_loader
     from lockstep.recipe import load_recipe
-    from lockstep.train.plan import make_loader
 
     page = ROOT / "docs" / "life-of-a-sample.md"
     files = {block.mark.removeprefix("file: "): block.text for block in blocks(page) if block.mark.startswith("file")}

@@ -15,7 +15,7 @@ from lockstep.model.load import load_policy
 from lockstep.parallel.context import ContextGroup
 from lockstep.parallel.world import World
 from lockstep.recipe.schema import Lora, Model
-from lockstep.train.draws import generator_states, restore_generators, seed_generators
+from lockstep.run.runtime import generator_states, restore_generators, seed_generators
 
 DEVICE = Cpu()
 

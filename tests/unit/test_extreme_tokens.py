@@ -29,7 +29,7 @@ from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights, sum_by
 from lockstep.algorithms.token_losses import good_probability, nll, step_loss, value_loss
 from lockstep.kernels.logprob import Head, Scores, token_scores
 from lockstep.recipe.keys_online import Kl
-from lockstep.train.policy_loss import PolicyLoss, loss_of
+from lockstep.train.update_terms import PolicyLoss, loss_of
 from loss_settings import SETTINGS
 
 CASES, TOGETHER = 10_000, 250

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.algorithms.token_selection import drawn_times
 from lockstep.errors import Refusal
-from lockstep.train.draws import generator_of
+from lockstep.run.runtime import generator_of
 
 
 def shares(scores: list[float], method: str, power: float = 2.0) -> list[float]:

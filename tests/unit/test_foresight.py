@@ -16,12 +16,11 @@ from lockstep.kernels.logprob import Scores, foreseen_token_scores, token_scores
 from lockstep.model import policy as policies
 from lockstep.parallel.world import World
 from lockstep.recipe.registry import loss_row
-from lockstep.train import policy_loss
+from lockstep.train import update_terms as policy_loss
 from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.annotate import Annotated
-from lockstep.train.build import build_learner
 from lockstep.train.experience import Experience, experience_of
-from lockstep.train.models import Models, Packing
+from lockstep.train.logprobs import Annotated
+from lockstep.train.models import Models, Packing, build_learner
 from lockstep.train.update import update_policy
 
 SEQUENCES = {"gspo", "geo_mean", "importance"}

@@ -21,7 +21,7 @@ from lockstep.data.own_reader import OwnReader
 from lockstep.data.read import read_rows
 from lockstep.errors import LostProcess, Refusal
 from lockstep.functions import TimeUp, give, time_limit
-from lockstep.train.own_functions import try_advantage, try_loss
+from lockstep.preflight.function_trials import try_advantage, try_loss
 
 SHORT = 0.3
 

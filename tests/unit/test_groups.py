@@ -22,12 +22,11 @@ from lockstep.data.updates import arrange
 from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.annotate import Annotated, annotate
-from lockstep.train.build import build_critic, build_learner, build_reference
 from lockstep.train.experience import Experience, experience_of
-from lockstep.train.models import Models, Packing
+from lockstep.train.logprobs import Annotated, annotate
+from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.update import update_policy
-from lockstep.train.update_critic import update_critic
+from lockstep.train.update_terms import update_critic
 from lockstep.types import Example, MicroBatch, Origin
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.train import offline
-from lockstep.train.caching import add_cache
 from lockstep.train.models import Models
 from lockstep.train.offline import train_offline
+from lockstep.train.reference_logprobs import add_cache
 from preference_rows import write_recipe
 
 QUICK = ["run.steps=2", "run.export=false", "data.val=[]"]

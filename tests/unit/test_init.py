@@ -16,11 +16,11 @@ from lockstep.commands.init import Wishes, needs_teacher, rewarded, write_recipe
 from lockstep.commands.smoke import smoke_test
 from lockstep.device.select import select
 from lockstep.errors import Refusal
+from lockstep.preflight.prepare import PreparedOnline, prepare, prepare_online
 from lockstep.recipe.loader import load_recipe
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.reward.rules import rule_for
 from lockstep.run.console import Console
-from lockstep.train.prepare import PreparedOnline, prepare, prepare_online
 
 OFF = re.compile(r"^( *)#(\w+:)", re.MULTILINE)
 

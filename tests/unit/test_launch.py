@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.parallel.launch import refuse_other_count
-from lockstep.parallel.slurm import adopt_slurm, first_host
+from lockstep.launch.launcher import adopt_slurm, first_host, refuse_other_count
 
 STEP = {
     "SLURM_JOB_ID": "41007",

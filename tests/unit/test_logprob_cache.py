@@ -20,7 +20,8 @@ from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
-from lockstep.train import caching, logprob_cache, offline
+from lockstep.train import logprob_cache, offline
+from lockstep.train import reference_logprobs as caching
 from lockstep.train.logprob_cache import MANIFEST, Columns, Shape, fingerprint, open_cache
 from lockstep.train.offline import train_offline
 from lockstep.types import Example, Item, Origin, Probe, Ranking

@@ -17,6 +17,7 @@ from conftest import question_rows, write_jsonl
 from hang import HANG
 from lockstep import masking
 from lockstep.errors import Problem, Refusal
+from lockstep.launch.worker_process import FunctionProcess
 from lockstep.masking import (
     Unresolved,
     comparable,
@@ -29,7 +30,6 @@ from lockstep.masking import (
     variables,
 )
 from lockstep.parity.compare.comparable import _unlike
-from lockstep.processes.process import FunctionProcess
 from lockstep.recipe import load_recipe
 from lockstep.reward.remote import RemotePart
 from lockstep.rollout.server.line import is_address
@@ -209,7 +209,7 @@ def test_started_processes_show_no_arguments(tmp_path: Path) -> None:
         line = b""
         while not line and process.alive:  # empty for a moment while the program is being loaded
             line = Path(f"/proc/{process._process.pid}/cmdline").read_bytes()
-        assert b"lockstep.processes.warden" in line
+        assert b"lockstep.launch.supervisor" in line
         assert SECRET.encode() not in line
     finally:
         process.kill()

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
-from lockstep.parallel.mesh import grid_of, sharding_of
+from lockstep.parallel.sharding import grid_of, sharding_of
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_parallel import Parallel
 

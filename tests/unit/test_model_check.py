@@ -26,8 +26,8 @@ from lockstep.kernels.layout import make_layout
 from lockstep.model import verified
 from lockstep.model.check import LENGTHS, Unfit, check_architecture, own_logprobs
 from lockstep.model.miniature import LIMIT, VOCABULARY, miniature_config
-from lockstep.model.placeholders import placeholder_ids, refuse_placeholders
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.preflight.model_checks import placeholder_ids, refuse_placeholders
 from lockstep.rollout.trial import check_engine_architecture
 from lockstep.types import Example, Origin
 

@@ -14,6 +14,8 @@ from conftest import write_jsonl
 from lockstep.algorithms import preference as pair_losses
 from lockstep.device.select import select
 from lockstep.errors import Problem, Refusal
+from lockstep.preflight.model_checks import refuse_other_tokenizer
+from lockstep.preflight.prepare import prepare
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
@@ -21,9 +23,7 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.loader import dump_recipe
 from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, reference_folder, reference_kind, sections_read
 from lockstep.run.console import Console
-from lockstep.train.build import refuse_other_tokenizer
 from lockstep.train.offline import train_offline
-from lockstep.train.prepare import prepare
 from preference_rows import judged_rows, write_recipe
 from recipe_files import BASE, keys, refused, write
 

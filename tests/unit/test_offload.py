@@ -19,10 +19,10 @@ from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Model, Optim
 from lockstep.reward.model import ModelPart
 from lockstep.run.console import Console
-from lockstep.train import host_optim
-from lockstep.train.host_optim import HostOptimizer
+from lockstep.train import optim_offload as host_optim
 from lockstep.train.offline import train_offline
 from lockstep.train.optim import Optimizer
+from lockstep.train.optim_offload import HostOptimizer
 from preference_rows import write_recipe
 from runs import facts, stored
 

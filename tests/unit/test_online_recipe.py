@@ -18,6 +18,7 @@ from lockstep.cli import app
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.methods import METHODS
+from lockstep.preflight.prepare import prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.recipe import registry as rows
 from lockstep.recipe.keys_online import Algorithm
@@ -25,7 +26,6 @@ from lockstep.recipe.loader import dump_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.registry import estimator_row
 from lockstep.run.console import Console
-from lockstep.train.prepare import prepare_online
 from loss_settings import SETTINGS
 from recipe_files import BASE, keys, refused, write
 

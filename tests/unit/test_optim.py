@@ -14,8 +14,8 @@ from lockstep.parity.replay.adamw import follow
 from lockstep.recipe.schema import Optim
 from lockstep.run.checkpoint import State
 from lockstep.tape.format import StepRecord
-from lockstep.train.host_optim import HostOptimizer
 from lockstep.train.optim import LossScale, Optimizer, learning_rate, warmup_steps
+from lockstep.train.optim_offload import HostOptimizer
 from lockstep.train.resume import changed_decay
 
 

@@ -17,9 +17,9 @@ from lockstep.data.own_reader import OwnReader
 from lockstep.data.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.functions import own_function
+from lockstep.preflight.function_trials import try_advantage, try_loss
 from lockstep.recipe import load_recipe
 from lockstep.recipe.loader import dump_recipe, recipe_with
-from lockstep.train.own_functions import try_advantage, try_loss
 
 SIGNALS = Signals(
     rewards_K=torch.tensor([0.0, 0.0, 1.0, 0.25, 0.0, -0.5]),

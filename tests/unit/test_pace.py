@@ -18,9 +18,9 @@ from lockstep.device.cpu import Cpu
 from lockstep.device.process_setup import quota
 from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.load import load_config
+from lockstep.preflight.prepare import prepare, prepare_online
 from lockstep.recipe.loader import checked_recipe
 from lockstep.run.console import Console
-from lockstep.train.prepare import prepare, prepare_online
 
 
 def test_the_ratio_is_of_the_best_rounds_and_the_first_does_not_count() -> None:

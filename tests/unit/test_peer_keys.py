@@ -26,10 +26,10 @@ from lockstep.reward.remote import RemotePart, scores_in
 from lockstep.reward.shaping import shaped
 from lockstep.rollout.sampling import validation_sampling
 from lockstep.train.advantages import estimate_advantages
-from lockstep.train.annotate import Annotated
-from lockstep.train.dynamic_sampling import teaches as worth_a_place
 from lockstep.train.experience import experience_of, summarised
+from lockstep.train.logprobs import Annotated
 from lockstep.train.optim import Optimizer
+from lockstep.train.rollout_checks import teaches as worth_a_place
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 
 

@@ -366,7 +366,7 @@ def test_a_key_is_declared_and_read() -> None:
     assert reading(SOURCE, "free_cache") == {
         "recipe/keys_rollout.py",
         "rollout/native/engine.py",
-        "train/plan_memory.py",
+        "preflight/memory_plan.py",
     }
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from hang import HANG, wait_until
 from lockstep.errors import Refusal
-from lockstep.parallel import ray_launcher
-from lockstep.parallel.meeting import told_wait
-from lockstep.parallel.ray_launcher import refuse_unreachable
-from lockstep.parallel.ray_rank import RankHeard, RankProcess
+from lockstep.launch import ray_launcher
+from lockstep.launch.ray_launcher import refuse_unreachable
+from lockstep.launch.ray_rank import RankHeard, RankProcess
+from lockstep.parallel.rendezvous import told_wait
 from ranks import assert_none_left, ranks_of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep import cli
-from lockstep.errors import LostProcess, Refusal
-from lockstep.parallel.restarts import STALLED, status_of, with_restarts, worst
+from lockstep.errors import STALLED, LostProcess, Refusal
+from lockstep.launch.restarts import status_of, with_restarts, worst
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.errors import Refusal
 from lockstep.functions import give
-from lockstep.processes.output_tail import KEPT_BYTES
+from lockstep.launch.supervisor import KEPT_BYTES
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.reads import read_by_rewards

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LostProcess
-from lockstep.processes.descendants import any_stopped
-from lockstep.processes.output_tail import KEPT_BYTES, OutputTail
+from lockstep.launch.supervisor import KEPT_BYTES, OutputTail, any_stopped
 from lockstep.reward.answers import Given, Raised, line_of, read_line
 from lockstep.reward.function import FunctionPart
 from lockstep.types import Failure
@@ -391,7 +390,7 @@ def test_a_stopped_process_is_told_from_one_that_is_slow() -> None:
 
 @pytest.mark.parametrize("stopped", ["worker", "warden"])
 def test_stopped_processes_are_ended_too(file, stopped, monkeypatch) -> None:
-    monkeypatch.setattr("lockstep.processes.process.ENDING_SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.launch.worker_process.ENDING_SECONDS", 0.5)
     part = FunctionPart(f"{file}:score", settings())
     pids = {name: int(part.submit(question(), name).result(GUARD)["function"]) for name in ("pid", "warden")}
     os.kill(pids["pid" if stopped == "worker" else "warden"], signal.SIGSTOP)

@@ -21,9 +21,9 @@ from hang import HANG, wait_until
 from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
 from lockstep.errors import LostProcess, Refusal
+from lockstep.launch.supervisor import NOBODY, descendants
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy, evaluating
-from lockstep.processes.descendants import NOBODY, descendants
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import engine as engine_module
 from lockstep.rollout.worker.engine import WorkerEngine

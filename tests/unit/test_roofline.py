@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from lockstep.train.roofline import (
-    decode_seconds,
-    forward_flops,
-    generation_seconds,
-    model_cost,
-    training_flops,
-)
+from lockstep.preflight.cluster import decode_seconds, forward_flops, generation_seconds, model_cost, training_flops
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 

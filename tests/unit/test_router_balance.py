@@ -17,9 +17,8 @@ from lockstep.model.load import load_policy
 from lockstep.model.router import refuse_router_loss
 from lockstep.parallel.world import World
 from lockstep.recipe.schema import Model, Optim
-from lockstep.train.balance import Balance, token_weights
 from lockstep.train.optim import Optimizer
-from lockstep.train.step import Learner
+from lockstep.train.step import Balance, Learner, token_weights
 from lockstep.types import Example, MicroBatch, Origin
 
 ROWS = [

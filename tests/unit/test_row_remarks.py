@@ -16,9 +16,9 @@ from lockstep.data.prompts import PromptRows
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
+from lockstep.preflight.prepare import prepare, prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
-from lockstep.train.prepare import prepare, prepare_online
 
 
 def remarks(path: Path, *words: str) -> list[str]:

@@ -21,6 +21,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.parallel.world import World
+from lockstep.preflight.batch_plan import logprob_limit
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.place import RunPlace
@@ -30,7 +31,6 @@ from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.run.metrics import read_metrics
-from lockstep.train.annotate import logprob_limit
 from lockstep.train.start import train
 from lockstep.types import Request, Sampling
 from recipe_files import keys, refused

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from lockstep.errors import Refusal
-from lockstep.parallel import stored
+from lockstep.parallel import sharded_files as stored
 from lockstep.parallel.world import World
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.sharded_checkpoint import ShardedWriter

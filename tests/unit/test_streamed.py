@@ -33,11 +33,11 @@ from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_config, load_policy, load_transformers, spread, stream_transformers, with_lora
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
-from lockstep.parallel.shard import Sharding
+from lockstep.parallel.sharding import Sharding
 from lockstep.parallel.world import World
 from lockstep.recipe.loader import load_recipe
 from lockstep.recipe.schema import Lora, Model
-from lockstep.train.build import build_learner
+from lockstep.train.models import build_learner
 
 RANKS = 4
 DEEP = 8

@@ -26,8 +26,8 @@ from lockstep.model.load import divide_model, stream_transformers, with_lora
 from lockstep.model.miniature import miniature_config, randomise
 from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_plan import styles_of
-from lockstep.parallel.shard import Sharding
-from lockstep.parallel.stored import StoredTensors
+from lockstep.parallel.sharded_files import StoredTensors
+from lockstep.parallel.sharding import Sharding
 from lockstep.parallel.tensor import TensorGroup
 from lockstep.recipe.schema import Lora, Model
 

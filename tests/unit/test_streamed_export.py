@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.errors import Refusal
 from lockstep.model.export import export_model
-from lockstep.parallel.stored import StoredTensors
+from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.recipe.schema import Model
 from lockstep.run import tensor_file
 

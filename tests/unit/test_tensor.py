@@ -21,9 +21,9 @@ from lockstep.errors import Refusal
 from lockstep.model.miniature import miniature_config
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.model.tiny import write_tiny
+from lockstep.preflight.memory_plan import plan_memory
+from lockstep.preflight.model_sizes import count_parameters
 from lockstep.recipe.loader import load_recipe
-from lockstep.train.plan_counts import count_parameters
-from lockstep.train.plan_memory import plan_memory
 
 SIZES = {
     "vocab_size": 100,

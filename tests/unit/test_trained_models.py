@@ -10,8 +10,8 @@ from small_models import SIZES, write_model
 from transformers import MixtralConfig
 
 from conftest import run
+from lockstep.preflight.model_checks import trained_folders
 from lockstep.recipe import load_recipe
-from lockstep.train.trained import trained_folders
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 

@@ -17,16 +17,13 @@ from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train import update as updates
-from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.annotate import Annotated, UpdatePlan
-from lockstep.train.build import build_critic, build_learner
+from lockstep.train.advantages import Advantages, Learned, next_coefficient
 from lockstep.train.experience import Experience, experience_of
-from lockstep.train.kl_coefficient import next_coefficient
-from lockstep.train.models import Models, Packing
+from lockstep.train.logprobs import Annotated, UpdatePlan
+from lockstep.train.models import Models, Packing, build_critic, build_learner
 from lockstep.train.step import Outcome
 from lockstep.train.update import update, update_policy
-from lockstep.train.update_critic import update_critic
-from lockstep.train.update_metrics import policy_metrics, refuse_disagreement
+from lockstep.train.update_terms import policy_metrics, refuse_disagreement, update_critic
 
 CPU = torch.device("cpu")
 BETA, ENTROPY, TEMPERATURE = 0.2, 0.05, 0.7

@@ -9,10 +9,10 @@ import torch
 
 from hand_rollouts import recipe_of, rollout
 from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.annotate import Annotated
 from lockstep.train.experience import experience_of
-from lockstep.train.stop_early import no_signal
-from lockstep.train.warnings import QUIET, Warnings
+from lockstep.train.logprobs import Annotated
+from lockstep.train.monitor import STEPS_BETWEEN_WARNINGS as QUIET
+from lockstep.train.monitor import Warnings, no_signal
 
 FINE = {"actor/entropy": 1.0}
 

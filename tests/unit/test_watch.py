@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from hang import wait_until
-from lockstep.parallel import stacks
+from lockstep.parallel import stall as stacks
 from lockstep.parallel.stall import Stall, tell_address
-from lockstep.parallel.watch import Told, Watch
+from lockstep.parallel.watchdog import Told, Watch
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks at processes in /proc")
 

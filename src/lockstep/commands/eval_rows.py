@@ -19,13 +19,13 @@ from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_config, load_policy, load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
+from lockstep.preflight.prepare import shared_and_moving
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_kind
 from lockstep.recipe.schema import Model
 from lockstep.reward.process import PROCESS, read_judging
 from lockstep.run.console import Console
 from lockstep.train.models import Models, Packing
-from lockstep.train.prepare import shared_and_moving
 
 TOKENS = 8192
 

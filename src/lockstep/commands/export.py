@@ -17,7 +17,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.run.files import written_aside
 from lockstep.run.folder import RunFolder
 from lockstep.run.output import write
-from lockstep.train.export import write_export
+from lockstep.train.checkpointing import write_export
 
 
 @dataclass(frozen=True)

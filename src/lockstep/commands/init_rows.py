@@ -118,8 +118,8 @@ def _sizes(recipe: Recipe, rows: int) -> dict[str, tuple[Any, str]]:
 
 def _encoded(values: Mapping[str, Any], recipe: Recipe, keys: dict[str, tuple[Any, str]]) -> RowsSeen:
     from lockstep.device.select import select
+    from lockstep.preflight.prepare import prepare_shown
     from lockstep.run.console import Console
-    from lockstep.train.prepare import prepare_shown
 
     first: Refusal | None = None
     for more in _ways(recipe):

@@ -11,15 +11,15 @@ from lockstep.commands.plan_engines import engine_lines
 from lockstep.data.dataset import Dataset
 from lockstep.data.prompts import PromptSet
 from lockstep.device.select import explain
+from lockstep.preflight.async_worker import handed_lines
+from lockstep.preflight.batch_plan import make_loader
+from lockstep.preflight.memory_plan import MemoryPlan, refuse_misfit
+from lockstep.preflight.prepare import PreparedOnline, prepare, prepare_online
+from lockstep.preflight.reward_trial import try_rewards_here
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
-from lockstep.train.beside import handed_lines
-from lockstep.train.plan import make_loader
-from lockstep.train.plan_memory import MemoryPlan, refuse_misfit
-from lockstep.train.prepare import PreparedOnline, prepare, prepare_online
-from lockstep.train.scoring import try_rewards_here
 
 
 def show_plan(recipe: Recipe, devices: int) -> None:

@@ -9,19 +9,17 @@ from rich.table import Table
 from lockstep.device.cpu import Cpu
 from lockstep.device.select import DEVICES
 from lockstep.errors import Refusal
+from lockstep.preflight.async_worker import handed_lines, refuse_beside
+from lockstep.preflight.cluster import OfflineSteps, OnlineSteps, StepSource, StepWork, TargetCluster, cluster_named
+from lockstep.preflight.cluster_plan import Outlook, fitting, refuse_over, refuse_uncounted
+from lockstep.preflight.memory_plan import Phase
+from lockstep.preflight.prepare import Prepared, PreparedOnline, prepare, prepare_online
+from lockstep.preflight.step_time import PhaseTime
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
-from lockstep.train.beside import handed_lines, refuse_beside
-from lockstep.train.cluster import TargetCluster, cluster_named
-from lockstep.train.fitting import fitting
-from lockstep.train.outlook import Outlook, refuse_over, refuse_uncounted
-from lockstep.train.plan_memory import Phase
-from lockstep.train.prepare import Prepared, PreparedOnline, prepare, prepare_online
-from lockstep.train.step_time import PhaseTime
-from lockstep.train.step_work import OfflineSteps, OnlineSteps, StepSource, StepWork
 
 
 def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) -> None:

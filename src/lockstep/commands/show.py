@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from lockstep.device.select import select
+from lockstep.preflight.prepare import prepare_shown
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.output import visible
 from lockstep.run.screen import Screen, shown
-from lockstep.train.prepare import prepare_shown
 from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from lockstep.commands.smoke_models import local_folder, small_judge, small_mode
 from lockstep.data.prepare.arithmetic import write_arithmetic
 from lockstep.data.prepare.preferences import write_preferences
 from lockstep.errors import Refusal, unwritten
+from lockstep.launch.launcher import is_rank
 from lockstep.model.pretrained import pretrained
-from lockstep.parallel.launch import is_rank
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import checked_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE, PAIR_COLUMNS, STEP_COLUMNS, SUPERVISED_COLUMNS

@@ -29,7 +29,7 @@ from lockstep.data.reader_process import (
 from lockstep.data.rowset import FileInfo, Problems, RowSet, ShapeGroups, TextFile, disagreements, merged
 from lockstep.errors import LostProcess, Refusal
 from lockstep.functions import given, located, own_function
-from lockstep.processes.process import FunctionProcess
+from lockstep.launch.worker_process import FunctionProcess
 from lockstep.recipe.keys_data import Data
 from lockstep.run.output import write
 from lockstep.types import Origin, Row

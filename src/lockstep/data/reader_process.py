@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.functions import Unloadable, load_by_position, told
-from lockstep.processes.memory_limit import limit_memory
+from lockstep.launch.worker_process import limit_memory
 
 ROW, BAD_ROW, UNLOADABLE, NO_ROWS, RAISED, OUT_OF_MEMORY, END = b"r", b"b", b"u", b"n", b"x", b"m", b"e"
 CALL = ("path",)

@@ -45,7 +45,7 @@ class Device(ABC):
     adamw: ClassVar[str] = "torch"
     """Name of the step of AdamW with fp32 masters; see `train/optim.py`."""
     lean_layers: ClassVar[bool] = False
-    """Whether its fused norms and feed-forwards (`kernels/fused.py`) keep only what `train/plan.py` counts for them."""
+    """Whether its fused norms and feed-forwards (`kernels/fused.py`) keep only what the memory plan counts for them."""
     graph_capture: ClassVar[bool]
     attention: str
     """Name of the attention kernel for packed rows; `kernels/varlen.py` maps it to a function."""

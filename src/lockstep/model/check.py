@@ -26,7 +26,7 @@ from lockstep.model.kernel_trial import PLAIN, refuse_unless_replayed, wrong_ker
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
-from lockstep.parallel.shard import unit_gathered
+from lockstep.parallel.sharding import unit_gathered
 from lockstep.types import MicroBatch
 
 # How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.parallel.shard import held_part
-from lockstep.parallel.stored import StoredTensors
+from lockstep.parallel.sharded_files import StoredTensors
+from lockstep.parallel.sharding import held_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

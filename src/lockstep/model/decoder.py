@@ -15,7 +15,7 @@ from lockstep.kernels.divided import DividedLayout
 from lockstep.kernels.layout import Layout, make_layout, padded_layout
 from lockstep.kernels.masks import SHAPE, BeyondCausal, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
-from lockstep.parallel.activations import ActivationOffload
+from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch
 
 if TYPE_CHECKING:

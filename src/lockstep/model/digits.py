@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep.model.conversion import InFiles, fill_from, stored_bytes
 from lockstep.model.streamed import Streamed, places_of, weight_files
-from lockstep.parallel.stored import StoredTensors
+from lockstep.parallel.sharded_files import StoredTensors
 
 
 class Trained(Protocol):

@@ -20,7 +20,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.model.saved_names import SavedNames, saved_names
 from lockstep.model.streamed import stored_buffers
 from lockstep.model.weights import refuse_other_weights, restore_weights
-from lockstep.parallel.stored import shapes_of
+from lockstep.parallel.sharded_files import shapes_of
 from lockstep.recipe.schema import Model
 from lockstep.run.checkpoint import Checkpoint
 from lockstep.run.files import written_aside

@@ -28,7 +28,7 @@ from lockstep.model.load import (
 from lockstep.model.resolve import model_folder
 from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_trial import check_division
-from lockstep.parallel.shard import Sharding
+from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Model
 from lockstep.types import MicroBatch
 

@@ -22,9 +22,9 @@ from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.tokenizer import tokenizer_of
-from lockstep.parallel.refused import refused_together
-from lockstep.parallel.shard import Sharding, shard, unit_gathered
+from lockstep.parallel.sharding import Sharding, shard, unit_gathered
 from lockstep.parallel.tensor import Style, divide
+from lockstep.parallel.world import refused_together
 from lockstep.recipe.schema import Lora, Model
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from lockstep.model.conversion import (
     refuse_operations,
 )
 from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite, unused_weights
-from lockstep.parallel.shard import Sharding, held_part, materialise, shard
-from lockstep.parallel.stored import StoredTensors
+from lockstep.parallel.sharded_files import StoredTensors
+from lockstep.parallel.sharding import Sharding, held_part, materialise, shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,7 @@ from lockstep.model.miniature import VOCABULARY
 from lockstep.model.policy import Policy
 from lockstep.model.tensor_plan import KEY, REMEDY, Indivisible, styles_of
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
-from lockstep.parallel.shard import Sharding, whole
+from lockstep.parallel.sharding import Sharding, whole
 from lockstep.parallel.tensor import TensorGroup, divide
 
 # In fp32: log-probs absolutely, gradients beside the norm of the parameter's own, or of the largest one's thousandth.

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import Refusal
-from lockstep.parallel.shard import whole
-from lockstep.parallel.stored import fill_all, shapes_of
+from lockstep.parallel.sharded_files import fill_all, shapes_of
+from lockstep.parallel.sharding import whole
 
 # Of a parameter that its module holds beside others: a norm's scale, an expert's bias.
 _BIAS = re.compile(r"(^|_)bias(_|$)")

@@ -1,14 +1,10 @@
-"""Context parallelism: neighbouring ranks that share the tokens of the same micro-batches.
-
-With N of them, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. A group has one share of the rows
-between them, and its ranks divide every line of it. `division.py` says who has which tokens, and `ring.py`,
-`gathered.py` and `ulysses.py` how they attend to each other. Collectives go through `ContextGroup` alone.
-"""
+"""Context parallelism: ranks that share the tokens of the same micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,6 +13,40 @@ import torch.distributed as dist
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.parallel.world import HOST_COLLECTIVE, TIMEOUT, World
+
+# Lines of packed sequences cut into the tokens of each rank.
+
+
+def cut(length: int, parts: int) -> list[int]:
+    """Bounds of `parts` stretches that differ by a token at most; a short sequence leaves some of them empty."""
+    return [length * part // parts for part in range(parts + 1)]
+
+
+def zigzag(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
+    """Of every sequence, cut into twice as many chunks as there are ranks, rank r has chunk r and the r-th last: as
+    much work for each, since a late chunk sees more than an early one."""
+    parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    for first, length in zip(_starts(lengths), lengths, strict=True):
+        chunks = [torch.arange(first + start, first + stop) for start, stop in pairwise(cut(length, 2 * ranks))]
+        for rank, part in enumerate(parts):
+            part += [chunks[rank], chunks[-1 - rank]]
+    return [torch.cat(part) for part in parts]
+
+
+def contiguous(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
+    """A stretch of the line for each rank, wherever its sequences begin and end."""
+    return [torch.arange(start, stop) for start, stop in pairwise(cut(sum(lengths), ranks))]
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *accumulate(lengths)][:-1]
+
+
+# Context parallelism: neighbouring ranks that share the tokens of the same micro-batches.
+#
+# With N of them, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. A group has one share of the
+# rows between them, and its ranks divide every line of it. `division.py` says who has which tokens, and `ring.py`,
+# `gathered.py` and `ulysses.py` how they attend to each other. Collectives go through `ContextGroup` alone.
 
 # torch 2.13 gave them new names and warns of the old ones.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint's reader of safetensors files, for files that are named one by one.
 
-Apart from `stored.py` because importing that package takes a second, which only a run that reads slices needs.
+Apart from `sharded_files.py` because importing that package takes a second, which only a run that reads slices needs.
 """
 
 from __future__ import annotations

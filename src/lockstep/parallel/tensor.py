@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 from weakref import ref
 
 import torch
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import Refusal
-from lockstep.parallel.shard import is_sliced
 from lockstep.parallel.world import HOST_COLLECTIVE, TIMEOUT, World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 # What a group does with a module: its outputs, its inputs or its experts are divided, or it is whole and sees a part of
 # the heads.
@@ -240,3 +240,10 @@ def with_tensor(world: World, tensor: int) -> World:
     columns = [tuple(range(first, world.size, tensor)) for first in range(tensor)]
     across = [dist.new_group(members, backend=HOST_COLLECTIVE, timeout=TIMEOUT) for members in columns]
     return replace(world, tensor=tensor, column=across[world.rank % tensor])
+
+
+def is_sliced(tensor: object) -> TypeGuard[DTensor]:
+    """Whether ranks hold slices of a tensor. What these are is imported late: it takes a second."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)

@@ -1,4 +1,4 @@
-"""The processes of a run: who we are, and the few collectives the loops need. One process needs none of them."""
+"""The processes of a run: this rank, its groups, and the collectives that the loops need."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 
 from lockstep.device.base import Device
-from lockstep.parallel.meeting import connected_store, launcher_holds_store, told_wait
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.parallel.rendezvous import connected_store, launcher_holds_store, told_wait
 from lockstep.parallel.stall import Stall
-from lockstep.parallel.watch import Watch, watching
+from lockstep.parallel.watchdog import Watch, watching
 
 if TYPE_CHECKING:
     from lockstep.parallel.context import ContextGroup
+
+
+# The processes of a run: who we are, and the few collectives the loops need. One process needs none of them.
 
 T = TypeVar("T")
 
@@ -215,3 +219,21 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
             yield World(rank, size, local_rank, watch, turn=next(_turns))
         finally:
             dist.destroy_process_group()
+
+
+# What one rank refuses, refused by all: the others would wait for it in their next collective.
+
+
+@contextmanager
+def refused_together(what: str) -> Iterator[None]:
+    """Every rank of the run does what is inside; all raise the problems with `what` that any of them found there (a
+    collective)."""
+    problems: list[Problem] = []
+    try:
+        yield
+    except Refusal as refusal:
+        problems = refusal.problems
+    every: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, problems)
+    # Of a tensor that several have slices of, each may say the same.
+    refuse_all(list(dict.fromkeys(problem for found in every for problem in found)), what)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import Problem, refuse_all, with_secrets
 from lockstep.masking import comparable, conceal, secrets_in
-from lockstep.parallel.meeting import TELL_SECONDS, say
+from lockstep.parallel.rendezvous import TELL_SECONDS, say
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.answers import number
 from lockstep.reward.batch_function import prompt_text

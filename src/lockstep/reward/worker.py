@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.functions import LONGEST_WHY, Unloadable, function_of, refuse_signature, run_file, told
-from lockstep.processes.memory_limit import limit_memory
+from lockstep.launch.worker_process import limit_memory
 from lockstep.reward.answers import LOADING, Given, Loaded, Raised, Unusable, line_of, number
 from lockstep.reward.awaited import awaited
 from lockstep.reward.batch_function import BATCH_CALL, BatchFunction

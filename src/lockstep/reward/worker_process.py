@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.functions import LOAD_SECONDS
-from lockstep.processes.process import FunctionProcess
+from lockstep.launch.worker_process import FunctionProcess
 from lockstep.reward.answers import LOADING, LONGEST_LINE, Given, Loaded, Raised, Reply, Unusable, read_line
 from lockstep.reward.worker import HEADER
 

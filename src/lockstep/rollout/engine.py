@@ -11,8 +11,8 @@ from lockstep.types import Completion, Request, Sampling
 
 
 class Engine(Protocol):
-    """A file with `open_engine(policy, device, settings, tokenizer)`, and a row of `recipe/registry.py` that names it and
-    says what is known of it before it is opened."""
+    """A file with `open_engine(policy, device, settings, tokenizer)`, and an entry of `recipe/registry.py` that
+    names it and states its properties before it is opened."""
 
     instead: str
     """What to do about a model that this engine does not generate from as the trainer scores it."""

@@ -15,7 +15,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.base import Device
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy
-from lockstep.parallel.shard import gathered
+from lockstep.parallel.sharding import gathered
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lockstep.errors import Refusal
-from lockstep.parallel.stored import StoredTensors
+from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.recipe.measure import Measure
 from lockstep.run.files import checksum, write_private, written_aside
 from lockstep.run.folder import read_object

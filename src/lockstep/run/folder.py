@@ -22,6 +22,7 @@ import yaml
 import lockstep
 from lockstep.errors import Refusal, unwritten
 from lockstep.masking import masked_tree, masked_words
+from lockstep.recipe import Recipe
 from lockstep.run.files import atomic_write_text
 
 # What a run ran on, told without importing any of it.
@@ -281,3 +282,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 def worker_output(folder: Path, rank: int) -> Path:
     """As `RunFolder.reward_output`, in a folder of any name."""
     return folder / ("worker" if rank == 0 else f"rank{rank}-worker")
+
+
+def run_folder(recipe: Recipe) -> RunFolder:
+    return RunFolder(Path(recipe.run.folder) / recipe.run.name)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, async_save
 
 from lockstep.errors import first_line
-from lockstep.parallel.stored import files_of, writer_of
+from lockstep.parallel.sharded_files import files_of, writer_of
 from lockstep.parallel.world import World
 from lockstep.run.checkpoint import (
     SHARDED_VERSION,

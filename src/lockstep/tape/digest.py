@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from lockstep.parallel.shard import whole
+from lockstep.parallel.sharding import whole
 
 BLOCKS, SKETCH = 8, 4
 STATISTICS = ("norm", "mean", "largest", "not_finite")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.device.base import fetched
-from lockstep.parallel.shard import whole
+from lockstep.parallel.sharding import whole
 from lockstep.parallel.world import World
 from lockstep.tape.digest import digests
 from lockstep.tape.probe import on_host

@@ -1,4 +1,4 @@
-"""From scores to advantages: the divergence in the reward, the estimator, and the correction of rollouts."""
+"""From scores to advantages: KL in the reward, the estimator, rollout correction, and the KL coefficient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from lockstep.algorithms.advantage import Estimate, Signals, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
-from lockstep.algorithms.divergence import divergence
+from lockstep.algorithms.divergence import adapted, divergence
 from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
 from lockstep.algorithms.token_selection import drawn_times
 from lockstep.algorithms.user_functions import estimator
@@ -17,9 +17,11 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Algorithm, Correction
 from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import active_weights
-from lockstep.train.annotate import Annotated
-from lockstep.train.draws import generator_of
+from lockstep.run.runtime import generator_of
 from lockstep.train.experience import Experience, part_of
+from lockstep.train.logprobs import Annotated
+
+# From scores to advantages: the divergence in the reward, the estimator, and the correction of rollouts.
 
 # Relative error of a return: single precision, added up over a response.
 ROUNDING = 1e-5
@@ -202,3 +204,18 @@ def _spread(name: str, values: torch.Tensor, whole: WholeStep) -> dict[str, floa
         f"{name}/max": whole.greatest(values),
         f"{name}/min": -whole.greatest(-values),
     }
+
+
+# The weight of the divergence from the reference, from one step to the next.
+
+
+def next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], sequences: int) -> float:
+    """The next step's, after a step of `sequences` responses; writes the one that was used into the metrics."""
+    kl = recipe.algorithm.kl
+    if kl.where == "none":
+        return beta
+    metrics["actor/kl_coef"] = beta
+    measured = metrics.get("actor/kl" if kl.where == "loss" else "actor/reward_kl_penalty")
+    if kl.target is None or measured is None:  # a critic's warm-up does not look at the policy
+        return beta
+    return adapted(beta, measured, kl.target, kl.horizon, sequences)

@@ -1,8 +1,4 @@
-"""The models of a run: who answers for log-probs and values, and what learns.
-
-Answers are on the host. They cover all targets of an update, the same on every rank, each of which fills in its share;
-or, of responses that are spread over the ranks, those that this one has.
-"""
+"""The models of a run: loaded, sharded, with optimizers; who computes log-probs and values."""
 
 from __future__ import annotations
 
@@ -17,16 +13,37 @@ from torch import nn
 from lockstep.data.batching import micro_batch, plan_micro_batches, run_on
 from lockstep.data.groups import Laid, LaidLine, Outline, lay_groups
 from lockstep.data.updates import Update, arrange
-from lockstep.device.base import fetched
-from lockstep.kernels.divergence import Likeliest
-from lockstep.model.policy import Policy, Teacher, evaluating
-from lockstep.parallel.division import Division
-from lockstep.parallel.offload import resident
+from lockstep.device.base import Device, fetched
+from lockstep.kernels.divergence import Likeliest, TeacherDivergence
+from lockstep.kernels.truncate import Truncation
+from lockstep.methods import METHODS
+from lockstep.model.heads import ValueModel, load_value_model
+from lockstep.model.load import load_policy
+from lockstep.model.policy import Policy, Scoring, Teacher, evaluating
+from lockstep.model.pretrained import told_unused
+from lockstep.model.router import experts_of_token
+from lockstep.model.weights import biases_and_norms
+from lockstep.parallel.context_split import Division, refuse_undivided
+from lockstep.parallel.offload import keep_on_host, resident
+from lockstep.parallel.sharding import let_go, sharding_of
 from lockstep.parallel.world import World
+from lockstep.preflight.model_checks import has_critic, refuse_other_tokenizer, refuse_other_vocabulary
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_parallel import Offload
+from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.registry import estimator_row
+from lockstep.recipe.schema import Optim
+from lockstep.run.output import write
 from lockstep.train.logprob_cache import LogprobCache
-from lockstep.train.step import Learner
+from lockstep.train.optim import LossScale, Optimizer
+from lockstep.train.optim_offload import HostOptimizer
+from lockstep.train.step import Balance, Learner
 from lockstep.types import Example, Item, MicroBatch
+
+# The models of a run: who answers for log-probs and values, and what learns.
+#
+# Answers are on the host. They cover all targets of an update, the same on every rank, each of which fills in its
+# share; or, of responses that are spread over the ranks, those that this one has.
 
 T = TypeVar("T", bound=Item)
 
@@ -203,3 +220,128 @@ class _Cached:
     def __call__(self, batch: MicroBatch) -> Likeliest:
         rows, device = self.rows_K[batch.index_K.numpy()], batch.targets_K.device
         return Likeliest(self.cache.take("ids", rows).long().to(device), self.cache.take("logprobs", rows).to(device))
+
+
+# The models of a run, loaded, sharded and with their optimizers.
+
+
+def scoring_of(recipe: Recipe) -> Scoring:
+    """Responses are scored under the distribution they are sampled from."""
+    if recipe.distill.teacher is not None:
+        settings = recipe.distill
+        return Scoring(comparison=TeacherDivergence(settings.divergence, settings.mix, settings.temperature))
+    if recipe.method not in ONLINE:
+        return Scoring(alike=METHODS[recipe.method].alike)
+    rollout = recipe.rollout
+    truncation = Truncation(rollout.top_k, rollout.top_p, rollout.min_p) if rollout.truncated == "mask" else None
+    squares = estimator_row(recipe.algorithm.advantage).energy
+    return Scoring(rollout.temperature, truncation, entropy=True, squares=squares)
+
+
+def build_learner(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Learner:
+    """What the run trains: a policy, or a reward model."""
+    settings, seed = recipe.model, recipe.run.seed
+    offload = recipe.parallel.offload
+    sharding = sharding_of(recipe.parallel, device, world, on_host=offload in ("params", "all"))
+    if recipe.method not in ONLINE and METHODS[recipe.method].model == "value":
+        where = (settings, settings.path, torch_device, device.attention, seed)
+        model = load_value_model(*where, key="model.path", sharding=sharding)
+        refuse_undivided(model, world.context, settings.path)
+        _tell_unused(model, settings.path, world)
+        return _learner(model, recipe, recipe.optim, device, world, torch_device, "train", offload)
+    policy = load_policy(settings, torch_device, device.attention, seed, scoring_of(recipe), sharding)
+    refuse_undivided(policy, world.context, settings.path)
+    _tell_unused(policy, settings.path, world)
+    name = "actor" if recipe.method in ONLINE else "train"
+    return _learner(policy, recipe, recipe.optim, device, world, torch_device, name, offload)
+
+
+def _tell_unused(module: Policy | ValueModel, path: str, world: World) -> None:
+    if module.unused and world.main:
+        write(f"warning: {told_unused(module.unused, path)}", error=True)
+
+
+def build_critic(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Learner | None:
+    if not has_critic(recipe):
+        return None
+    path = recipe.critic.path or recipe.model.path
+    refuse_other_vocabulary(recipe, "critic.path", path)
+    offload = recipe.parallel.offload_critic
+    sharding = sharding_of(recipe.parallel, device, world, on_host=offload in ("params", "all"))
+    seed = recipe.run.seed
+    critic = load_value_model(recipe.model, path, torch_device, device.attention, seed, sharding=sharding)
+    refuse_undivided(critic, world.context, path)
+    if path != recipe.model.path:
+        _tell_unused(critic, path, world)
+    settings = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
+    return _learner(critic, recipe, settings, device, world, torch_device, "critic", offload)
+
+
+def _learner(
+    module: Policy | ValueModel,
+    recipe: Recipe,
+    settings: Optim,
+    device: Device,
+    world: World,
+    torch_device: torch.device,
+    name: str,
+    offload: Offload,
+) -> Learner:
+    # The optimizer steps the slices, not what a pass over the model left whole.
+    let_go(module)
+    masters = bool(recipe.model.master_weights)
+    optimizer: Optimizer
+    how: dict[str, Any] = {"masters": masters, "fused": device.fused_optimizer, "kernel": device.adamw}
+    how["spared"] = biases_and_norms(module.stored)
+    if offload == "none":
+        optimizer = Optimizer(module.trainable(), settings, **how)
+    else:
+        on_host = offload in ("optimizer", "all")
+        optimizer = HostOptimizer(module.trainable(), settings, **how, device=torch_device, state_on_host=on_host)
+    if masters:
+        module.digits.into(optimizer.masters_held())
+    scale = LossScale() if recipe.model.dtype == "fp16" else None
+    return Learner(module, optimizer, torch_device, world, scale, name, _balance(module, recipe, world))
+
+
+def _balance(module: Policy | ValueModel, recipe: Recipe, world: World) -> Balance | None:
+    """Where experts are to be kept busy alike. A critic may be of another architecture, without experts."""
+    decoder = module.decoder if isinstance(module, Policy) else module.runner
+    chosen = experts_of_token(decoder.model.config)
+    if not recipe.model.aux_loss_coef or chosen is None:
+        return None
+    return Balance(module, decoder, recipe.model.aux_loss_coef, chosen, world)
+
+
+def build_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy | None:
+    """A frozen model of its own, where the run keeps one beside the policy."""
+    return load_reference(recipe, device, world, torch_device) if reference_kind(recipe) == "model" else None
+
+
+def load_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy:
+    key = "algorithm.kl.reference" if recipe.method in ONLINE else "preference.reference"
+    on_host = recipe.parallel.offload_reference
+    return _frozen(recipe, key, reference_folder(recipe), device, world, torch_device, on_host)
+
+
+def load_teacher(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Teacher:
+    path = str(recipe.distill.teacher)
+    refuse_other_tokenizer(recipe, "distill.teacher", path)
+    on_host = recipe.parallel.offload_teacher
+    return Teacher(_frozen(recipe, "distill.teacher", path, device, world, torch_device, on_host)).eval()
+
+
+def _frozen(
+    recipe: Recipe, key: str, path: str, device: Device, world: World, torch_device: torch.device, on_host: bool
+) -> Policy:
+    settings = recipe.model.model_copy(update={"path": path, "lora": None})
+    refuse_other_vocabulary(recipe, key, path)
+    sharding = sharding_of(recipe.parallel, device, world, on_host=on_host)
+    seed, scoring = recipe.run.seed, replace(scoring_of(recipe), squares=False)
+    policy = load_policy(settings, torch_device, device.attention, seed, scoring, sharding, frozen=True)
+    refuse_undivided(policy, world.context, path)
+    if path != recipe.model.path:
+        _tell_unused(policy, path, world)
+    if on_host and sharding is None:
+        keep_on_host(policy, torch_device)
+    return policy

@@ -1,27 +1,117 @@
-"""The offline loop: rows in, updates out. Every offline method is this loop with another row of `methods/`."""
+"""The offline loop, and the check of the initial loss."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep.data.dataset import Loader
+from lockstep.data.updates import Update
+from lockstep.errors import Problem
 from lockstep.evaluate.validation import measure
 from lockstep.methods import METHODS
 from lockstep.methods.base import Objective
+from lockstep.model.check import CHECK_TOLERANCE
+from lockstep.model.kernel_trial import refuse_unless_replayed
+from lockstep.model.load import DTYPES
+from lockstep.model.resolve import model_folder
+from lockstep.preflight.batch_plan import BatchPlan, make_loader
+from lockstep.preflight.prepare import prepare
 from lockstep.recipe import Recipe
+from lockstep.recipe.methods import reference_folder, reference_kind
 from lockstep.reward.rule_judge import judged_by
 from lockstep.run.console import Console
-from lockstep.train.caching import add_cache
-from lockstep.train.identity import assert_identity
+from lockstep.run.runtime import open_runtime
+from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
-from lockstep.train.plan import BatchPlan, make_loader
-from lockstep.train.prepare import prepare
-from lockstep.train.runtime import open_runtime
-from lockstep.train.taping import record_rows
+from lockstep.train.reference_logprobs import add_cache
+from lockstep.train.tape_hooks import record_rows
 from lockstep.train.training import Training, open_training
+from lockstep.types import Item
+
+# Before the first update policy and reference are the same model, so the loss is a number known beforehand.
+#
+# Where it is not, something is wrong that no curve shows later: another dtype or file, an adapter that does not start
+# at zero, a log-prob cache of another run, a reference that is scored in another way.
+
+# A log-probability of the same weights in the same micro-batches. Libraries may still choose another order of sums, so
+# half precision is held only to what tells another model from rounding.
+SAME_BATCHES = {**CHECK_TOLERANCE, torch.float32: 1e-4}
+LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+CAUSES = {
+    "adapter": "the adapter does not start at zero: it must not change the model before it is trained",
+    "model": "the two were loaded differently (files that changed meanwhile, dtype)",
+    "disk": "the log-prob cache under the run folder's `tables/` was made by another model; remove it",
+}
+
+
+def assert_identity(
+    items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
+) -> None:
+    """Refuse to train when the first update does not see policy and reference agree. A replay continues and locates."""
+    kind, wanted = reference_kind(recipe), objective.start()
+    if kind == "none":
+        return
+    lora = recipe.model.lora
+    if lora is not None and lora.adapter is not None:
+        console.say(f"training starts from an adapter ({lora.adapter}): the first loss may be any")
+        return
+    other = Path(model_folder(reference_folder(recipe))) != Path(model_folder(recipe.model.path))
+    if other:
+        console.say(f"the reference is another model ({reference_folder(recipe)}): the first loss may be any")
+        return
+    update = models.arrange(items)
+    own, reference = models.logprobs(update), models.reference_logprobs(update)
+    dtype = DTYPES[recipe.model.dtype]
+    # A cache was made in other micro-batches.
+    tolerance = (CHECK_TOLERANCE if kind == "disk" else SAME_BATCHES)[dtype]
+    if not _agree(update, own, reference, tolerance, kind):
+        return
+    if wanted is None or (kind == "disk" and dtype != torch.float32):
+        return  # the sum of a cache's rounding in half precision moves the loss at will
+    found = measure(items, objective, models)
+    loss = found["loss"] - recipe.preference.nll * found.get("nll", 0.0)
+    # A large loss, such as IPO's, has a slope as large.
+    if abs(loss - wanted) > (tolerance if kind == "disk" else LOSS_TOLERANCE[dtype]) * max(1.0, abs(wanted)):
+        refuse_unless_replayed(
+            Problem(
+                "step 0",
+                f"the loss is {loss:.6f} where equal models give {wanted:.6f}, although their log-probabilities agree",
+                "an operator of the loss is wrong on this device: record the first step on another device (tape=true), "
+                "and replay it here to see which number differs first",
+            )
+        )
+        return
+    console.say(f"before the first step policy and reference agree: loss {loss:.6f}")
+
+
+def _agree(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
+    """Whether all log-probabilities do. Where they do not, training is refused and a replay continues."""
+    difference = (own - reference).abs()
+    worst = int(difference.argmax())
+    if float(difference[worst]) <= most:
+        return True
+    example = update.examples[int(update.sequence_K[worst])]
+    differing = int((~(difference <= most)).sum())
+    refuse_unless_replayed(
+        Problem(
+            f"step 0, {example.origin}",
+            f"policy and reference must be the same model before the first update, and {differing:,} of "
+            f"{len(difference):,} log-probabilities differ; the worst is {float(own[worst]):.6f} against "
+            f"{float(reference[worst]):.6f}",
+            CAUSES[kind],
+        )
+    )
+    return False
+
+
+# The offline loop: rows in, updates out. Every offline method is this loop with another row of `methods/`.
 
 
 def train_offline(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:

@@ -8,25 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lockstep.data.dataset import Loader
+from lockstep.preflight.batch_plan import make_loader
+from lockstep.preflight.prepare import prepare_online
+from lockstep.preflight.reward_trial import open_scorer
 from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
 from lockstep.run.console import Console
-from lockstep.train.advantages import Learned, estimate_advantages
-from lockstep.train.annotate import annotate, check_engine_logprobs, lay_updates, plan_updates
-from lockstep.train.failures import failure_warning
-from lockstep.train.kl_coefficient import next_coefficient
-from lockstep.train.moving import moved
-from lockstep.train.plan import make_loader
-from lockstep.train.prepare import prepare_online
+from lockstep.run.runtime import open_runtime
+from lockstep.train.advantages import Learned, estimate_advantages, next_coefficient
+from lockstep.train.logprobs import annotate, check_engine_logprobs, lay_updates, moved, plan_updates
+from lockstep.train.monitor import Warnings, no_signal
+from lockstep.train.rollout_checks import failure_warning
 from lockstep.train.rollouts import Rollouts, take_rollouts
-from lockstep.train.runtime import open_runtime
-from lockstep.train.samples import store_samples
-from lockstep.train.scoring import open_scorer
-from lockstep.train.stop_early import no_signal
-from lockstep.train.taping import record_rollouts
+from lockstep.train.run_writer import store_samples
+from lockstep.train.tape_hooks import record_rollouts
 from lockstep.train.training import Training, open_training
 from lockstep.train.update import update
-from lockstep.train.warnings import Warnings
 from lockstep.types import Prompt
 
 

@@ -16,12 +16,12 @@ import torch
 from lockstep.device.process_setup import each_of
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
+from lockstep.preflight.async_worker import collective_of, device_of_worker
 from lockstep.recipe import Recipe
 from lockstep.rollout.sampling import training_sampling
 from lockstep.rollout.shares import AskedAhead
 from lockstep.rollout.worker.engine import WorkerEngine
 from lockstep.run.console import Console
-from lockstep.train.beside import collective_of, device_of_worker
 from lockstep.train.online import Online, open_online, train_step
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.types import Request

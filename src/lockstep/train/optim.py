@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.parallel.shard import by_mesh, total_norm, whole
-from lockstep.parallel.stored import fill_all
+from lockstep.parallel.sharded_files import fill_all
+from lockstep.parallel.sharding import by_mesh, total_norm, whole
 from lockstep.recipe.schema import Optim
 
 

@@ -1,23 +1,34 @@
-"""May this run go on from that checkpoint? Said with the difference when it may not."""
+"""Resuming: whether a run may continue from a checkpoint, and `--resume-from` another run."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lockstep.errors import Problem, refuse_all
+from lockstep.errors import Problem, Refusal, refuse_all, unwritten
 from lockstep.masking import comparable
 from lockstep.model.fingerprint import differing_files, folder_fingerprint
 from lockstep.model.resolve import adapter_folder, model_folder
+from lockstep.preflight.model_checks import has_critic
 from lockstep.recipe import Recipe
+from lockstep.recipe.loader import resolved
 from lockstep.recipe.measure import facts_of
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.schema import Optim
+from lockstep.run import checkpoint as checkpoints
 from lockstep.run.checkpoint import State
-from lockstep.train.build import has_critic
+from lockstep.run.files import checksum, written_aside
+from lockstep.run.folder import RunFolder, read_object
+from lockstep.run.metrics import rewind_lines
 from lockstep.train.optim import Optimizer, learning_rate
+
+# May this run go on from that checkpoint? Said with the difference when it may not.
 
 Fingerprints = dict[str, dict[str, Any]]
 """By the key that names a model: its `path` as the recipe has it, and a digest of each of its `files`."""
@@ -267,3 +278,85 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
     if len(before) != len(now):
         found.append(f"the checkpoint was trained on {len(before)} files, now there are {len(now)}")
     return found or ["the files are in another order or grouping"]
+
+
+# `lockstep train --resume-from`: a new run that begins as a copy of another one up to one of its checkpoints.
+#
+# The other run stays as it is. What the new folder begins with is what a run that got this far leaves: the
+# checkpoint, the metrics and samples up to it, and the recipes that trained it; from there on it is resumed like any
+# run.
+
+ORIGIN = "resumed_from.json"
+"""In a run folder that began as a copy: of which run, and after which step."""
+
+
+def adopt(recipe: Recipe, path: Path) -> str | None:
+    """Prepare the recipe's run folder; what to say of it, or None where it has gone on from there already."""
+    found = checkpoint_at(path)
+    step, target = int(found.name.removeprefix("step_")), RunFolder(Path(recipe.run.folder) / recipe.run.name)
+    source = RunFolder(found.parent.parent)
+    if target.path.exists() and target.path.samefile(source.path):
+        newer = [other for other in checkpoints.steps_in(target.checkpoints) if other > step]
+        if newer:
+            why = f"the run has gone on to step {newer[-1]}: going back would throw away what it trained since"
+            raise Refusal.at(f"--resume-from {path}", why, "give the new run another run.name")
+        return None
+    origin = {"run": str(source.path), "step": step, "manifest": checksum(found / checkpoints.MANIFEST)}
+    if target.path.exists():
+        file = target.path / ORIGIN
+        if file.is_file() and read_object(file).get("manifest") == origin["manifest"]:
+            return None
+        why = f"{target.path} is there already, and did not begin with this checkpoint"
+        raise Refusal.at(f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out")
+    refuse_changed_recipe(checkpoints.read(found).state, resolved(recipe), model_paths(recipe))
+    try:
+        target.path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(target.path) as aside:
+            _copy(source, found, step, RunFolder(aside))
+            (aside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise unwritten(target.path, error) from error
+    return f"{target.path} begins with {found}"
+
+
+def checkpoint_at(path: Path) -> Path:
+    """A whole checkpoint: the one that the path is, or the newest of the run that it is."""
+    where = f"--resume-from {path}"
+    if (path / checkpoints.STATE).is_file() and path.name.startswith("step_"):
+        found = path
+    else:
+        steps = checkpoints.steps_in(RunFolder(path).checkpoints)
+        if not steps:
+            why = "is no checkpoint, and no run folder that has one"
+            raise Refusal.at(where, why, "name runs/NAME, or runs/NAME/checkpoints/step_N; for weights: --init-from")
+        found = checkpoints.folder_of(RunFolder(path).checkpoints, steps[-1])
+    damage = checkpoints.damage_of(found)
+    if damage is not None:
+        raise Refusal.at(where, f"{found} is damaged: {damage}", "name another checkpoint")
+    return found.resolve()
+
+
+def _copy(source: RunFolder, found: Path, step: int, target: RunFolder) -> None:
+    target.checkpoints.mkdir(parents=True)
+    shutil.copytree(found, checkpoints.folder_of(target.checkpoints, step), copy_function=_linked)
+    for file in (source.metrics, source.samples, source.env):
+        if file.is_file():
+            shutil.copyfile(file, target.path / file.name)
+    for file in (target.metrics, target.samples):
+        rewind_lines(file, step)
+    # Each recipe by the last step that it trained; the one that held at the checkpoint is the present one.
+    parts = {last: file for last, file in source.earlier_recipes().items() if last < step}
+    for last, file in parts.items():
+        shutil.copyfile(file, target.earlier_recipe(last))
+    later = [file for last, file in source.earlier_recipes().items() if last >= step]
+    held = later[0] if later else source.recipe
+    if held.is_file():
+        shutil.copyfile(held, target.recipe)
+
+
+def _linked(source: str, target: str) -> None:
+    """A checkpoint's files are never written again, so both folders may have the same ones."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

@@ -16,10 +16,15 @@ from lockstep.rollout.collect import everyone
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.sampling import training_sampling
 from lockstep.run.metrics import PhaseTimer
-from lockstep.train.dynamic_sampling import teaches
 from lockstep.train.experience import Experience, spread_experience, summarised
-from lockstep.train.failures import Unscored, refuse_failures, refuse_nothing_left
-from lockstep.train.rollout_metrics import rollout_metrics, straggler_metrics
+from lockstep.train.rollout_checks import (
+    Unscored,
+    refuse_failures,
+    refuse_nothing_left,
+    rollout_metrics,
+    straggler_metrics,
+    teaches,
+)
 from lockstep.types import FAILED, Failure, Prompt, Rollout, Sampling, Score, Summary
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.errors import Refusal
 from lockstep.functions import file_being_run
-from lockstep.parallel.launch import refuse_other_count, refuse_unread
+from lockstep.launch.launcher import refuse_other_count, refuse_unread
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import recipe_with
 from lockstep.recipe.methods import ONLINE

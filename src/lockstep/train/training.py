@@ -1,38 +1,129 @@
-"""A run in progress: what it trains, where it stands, and what happens when a step is done."""
+"""A run in progress: opened, stepped, validated, finished."""
 
 from __future__ import annotations
 
+import difflib
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from shlex import quote
 from types import FrameType
 
-from lockstep.errors import Interrupted, Refusal
+from lockstep.errors import Interrupted, Problem, Refusal, refuse_all
+from lockstep.evaluate.validation import answer_metrics
 from lockstep.kernels.fused import replaced
 from lockstep.methods import METHODS
 from lockstep.methods.base import Method
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
+from lockstep.parallel.world import World
+from lockstep.preflight.prepare import Prepared, PreparedOnline
+from lockstep.recipe import Recipe
+from lockstep.recipe.measure import Measure, measure_of
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.questions import Examiner
+from lockstep.rollout.questions import Examiner, asked_as, encode_questions, validation_keys
+from lockstep.rollout.sampling import validation_sampling
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
-from lockstep.run.folder import RunFolder
+from lockstep.run.folder import RunFolder, run_folder
 from lockstep.run.metrics import read_metrics
+from lockstep.run.runtime import Runtime, seed_generators
 from lockstep.tape.record import Recorder
-from lockstep.train.build import build_critic, build_learner, build_reference
-from lockstep.train.checkpointer import Checkpointer, Position
-from lockstep.train.draws import seed_generators
-from lockstep.train.measured import refuse_unmeasured
-from lockstep.train.models import Models, Packing
-from lockstep.train.prepare import Prepared, PreparedOnline
-from lockstep.train.run import Run, folder_of
-from lockstep.train.runtime import Runtime
-from lockstep.train.stop_early import EarlyStop, IdleUpdates
-from lockstep.train.taping import recorder_of
-from lockstep.train.validator import Validator
+from lockstep.train.checkpointing import Checkpointer, Position
+from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
+from lockstep.train.monitor import EarlyStop, IdleUpdates
+from lockstep.train.run_writer import Run
+from lockstep.train.tape_hooks import recorder_of
+from lockstep.types import Prompt, Question, Rollout
+
+# Validation of a run: the loss on its validation rows, and the answers to its questions.
+
+# Answers of a validation that are stored in samples.jsonl.
+STORED_ANSWERS = 20
+
+
+class Validator:
+    """`loss_on_rows` gives the metrics of the validation rows, where there are some."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        questions: Sequence[Question] = (),
+        generator: Generator | None = None,
+        judge: Examiner | None = None,
+        loss_on_rows: Callable[[], dict[str, float]] | None = None,
+    ):
+        self.recipe, self.world, self.generator, self.judge = recipe, world, generator, judge
+        self.loss_on_rows = loss_on_rows
+        self.prompts: list[Prompt] = []
+        if generator is not None:
+            data = asked_as(recipe)
+            self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system, data)
+
+    def validate(self, step: int) -> tuple[dict[str, float], list[Rollout]]:
+        """Metrics, and the answers to store."""
+        with self.world.stage(f"validation after step {step}"):
+            metrics: dict[str, float] = {}
+            if self.loss_on_rows is not None:
+                metrics |= {f"val/{name}": value for name, value in self.loss_on_rows().items()}
+            if not self.prompts:
+                return metrics, []
+            answers = self._answers()
+            assert self.judge is not None
+            return metrics | answer_metrics(answers, self.judge.answer_of, self.recipe.val.n), answers[:STORED_ANSWERS]
+
+    def _answers(self) -> list[Rollout]:
+        assert self.generator is not None
+        assert self.judge is not None
+        sampling = validation_sampling(self.recipe, self.generator.stop_ids)
+        keys = validation_keys(len(self.prompts))
+        return self.generator.generate(self.prompts, keys, self.recipe.val.n, sampling, self.judge)
+
+
+# Metrics that the recipe names, held against those that the first step gave: a typing error costs one step.
+
+# What answers to questions may be measured by (`evaluate/validation.py`): of all, or of one data source.
+_ANSWERS = re.compile(r"val/(accuracy|reward|answered|failed|(pass|maj)@\d+)(/.+)?|val-core/.+")
+
+
+def refuse_unmeasured(recipe: Recipe, metrics: Collection[str]) -> None:
+    """Refuse names that no step and no validation of this run is going to have. `metrics` are the names of a step's, of
+    the first process: all come to the same answer."""
+    refuse_all(list(_unmeasured(recipe, metrics)))
+
+
+def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
+    named = {"checkpoint.best": recipe.checkpoint.best}
+    if recipe.run.stop_early is not None:
+        named["run.stop_early.metric"] = recipe.run.stop_early.metric
+    for key, words in named.items():
+        measure = None if words is None else measure_of(words)
+        if measure is None or _expected(measure, recipe, metrics):
+            continue
+        known = [name for name in sorted(metrics) if not name.startswith(("timing_s/", "perf/"))]
+        known += [f"val/{name.removeprefix('train/')}" for name in known if name.startswith("train/")]
+        known += ["val/accuracy", "val/reward"] if recipe.val.questions else []
+        near = difflib.get_close_matches(measure.name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "the names are those of metrics.jsonl"
+        if not recipe.val.questions and _ANSWERS.fullmatch(measure.name):
+            remedy = "set val.questions: it is measured on answers"
+        yield Problem(key, f"the run does not measure {measure.name}", remedy)
+
+
+def _expected(measure: Measure, recipe: Recipe, metrics: Collection[str]) -> bool:
+    if not measure.validated:
+        # Undefined, and so missing, in a step whose returns are all the same.
+        sometimes = measure.name == "critic/vf_explained_var" and "critic/values/mean" in metrics
+        return sometimes or measure.name in metrics
+    # Rows are measured by what their method reports of an update too.
+    on_rows = bool(recipe.data.val) and f"train/{measure.name.removeprefix('val/')}" in metrics
+    return on_rows or bool(recipe.val.questions and _ANSWERS.fullmatch(measure.name))
+
+
+# A run in progress: what it trains, where it stands, and what happens when a step is done.
 
 
 class Training:
@@ -184,7 +275,7 @@ def open_training(
 ) -> Iterator[Training]:
     """A run that is fresh or resumed, and closed whatever happens. `accept_changed`: also where files of a model have
     changed since the checkpoint."""
-    folder, world, console = folder_of(prepared), runtime.world, runtime.console
+    folder, world, console = run_folder(prepared.recipe), runtime.world, runtime.console
     if world.main:
         _claim(folder, prepared)
     with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:

@@ -9,12 +9,18 @@ from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.recipe import Recipe
 from lockstep.run.metrics import PhaseTimer
 from lockstep.train.advantages import Learned
-from lockstep.train.annotate import UpdatePlan
+from lockstep.train.logprobs import UpdatePlan
 from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
-from lockstep.train.policy_loss import PolicyLoss, held_tokens, loss_of
-from lockstep.train.update_critic import update_critic
-from lockstep.train.update_metrics import over_updates, policy_metrics, refuse_disagreement
+from lockstep.train.update_terms import (
+    PolicyLoss,
+    held_tokens,
+    loss_of,
+    over_updates,
+    policy_metrics,
+    refuse_disagreement,
+    update_critic,
+)
 
 
 def update(

@@ -40,9 +40,8 @@ from lockstep.tape.observer import answers_of
 from lockstep.tape.probe import BACKWARD
 from lockstep.tape.record import short
 from lockstep.tape.rows import fed_examples
-from lockstep.train.build import build_critic, build_learner
-from lockstep.train.models import Models
-from lockstep.train.run import Run
+from lockstep.train.models import Models, build_critic, build_learner
+from lockstep.train.run_writer import Run
 from lockstep.train.step import Learner
 from lockstep.types import MicroBatch
 

@@ -21,14 +21,13 @@ from lockstep.tape.format import TapeFolder
 from lockstep.tape.record import refuse_no_weights, weights_of
 from lockstep.tape.rows import items_of, rollouts_of
 from lockstep.train.experience import spread_experience, summarised
-from lockstep.train.failures import Unscored
 from lockstep.train.offline import Offline, open_offline
 from lockstep.train.offline import train_step as offline_step
 from lockstep.train.online import Online, open_online
 from lockstep.train.online import train_step as online_step
-from lockstep.train.rollout_metrics import rollout_metrics
+from lockstep.train.rollout_checks import Unscored, rollout_metrics
 from lockstep.train.rollouts import Rollouts
-from lockstep.train.run import Run
+from lockstep.train.run_writer import Run
 from lockstep.train.training import Training
 from lockstep.types import Failure, Rollout
 

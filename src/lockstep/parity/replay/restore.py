@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.model.weights import restore_weights
-from lockstep.parallel.shard import fill, let_go
+from lockstep.parallel.sharding import fill, let_go
 from lockstep.train.step import Learner
 
 

@@ -12,7 +12,7 @@ from lockstep.device.base import Device
 from lockstep.errors import LostProcess, Refusal, with_secrets
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
-from lockstep.parallel.meeting import TELL_AGAIN_SECONDS, TELL_SECONDS, say
+from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.place import RunPlace
 from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts, ServerNeeds

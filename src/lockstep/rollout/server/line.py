@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from lockstep.errors import with_secrets
 from lockstep.masking import comparable, conceal
-from lockstep.parallel.meeting import say
+from lockstep.parallel.rendezvous import say
 from lockstep.reward.exchange import HttpAnswer, TooLong, Trouble, answers, exchanged, open_client, short
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.together import MOST_BYTES, Together

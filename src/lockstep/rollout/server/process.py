@@ -17,10 +17,10 @@ from pathlib import Path
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal, with_secrets
+from lockstep.launch.worker_process import FunctionProcess
 from lockstep.masking import conceal
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
-from lockstep.processes.process import FunctionProcess
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES, imported
 from lockstep.rollout.server.collective import own_address
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 300.0
 
 
 class ServerProcess:
-    """One process with all that it starts, which a warden watches over (`processes/warden.py`)."""
+    """One process with all that it starts, which a warden watches over (`launch/supervisor.py`)."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, key_file: Path | None = None):
         self._command, self._environment, self.log, self._key_file = command, environment, log, key_file

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from lockstep.errors import LostProcess, Refusal
+from lockstep.launch.worker_process import FunctionProcess
 from lockstep.model.policy import Policy
-from lockstep.parallel.meeting import TELL_AGAIN_SECONDS, TELL_SECONDS, say
-from lockstep.parallel.shard import let_go, whole_on
-from lockstep.processes.process import FunctionProcess
+from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
+from lockstep.parallel.sharding import let_go, whole_on
 from lockstep.recipe import Recipe
 from lockstep.rollout.worker.group import BroadcastFailed, WeightGroup
 from lockstep.rollout.worker.memory import Place, WeightMemory

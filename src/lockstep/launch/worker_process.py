@@ -1,0 +1,139 @@
+"""A worker process that runs a user's function: started, limited, connected and killed with its children."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch.supervisor import MARK, NOBODY, any_stopped, end_descendants
+
+# A limit of memory for a process that runs a function of the user's.
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Bound the address space to what the loaded file has mapped and `memory_bytes` more.
+
+    Libraries reserve far more addresses than they use memory; counting those would forbid to import them.
+    A system that does not tell what is mapped (no /proc) has no limit.
+    """
+    told_by = Path("/proc/self/statm")
+    if not told_by.exists():
+        return
+    mapped = int(told_by.read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = mapped + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+# A process that runs a user's function, as the run sees it: started, connected, killed with all that it started.
+
+# For a warden to end all that the function started.
+ENDING_SECONDS = 10.0
+
+# What stands behind it is for whoever looks at the list of processes.
+_START = (
+    "import sys; sys.path[:] = {path!r}; from lockstep.launch.supervisor import started; started({words})  # {shown!r}"
+)
+
+
+class FunctionProcess:
+    """One process and the connection to it. Any thread may kill it."""
+
+    def __init__(self, serve: str, arguments: tuple[Any, ...], log: Path | None = None):
+        """Runs `serve` (`module:function`) with a connection and the arguments, which are plain values.
+
+        The last lines that it prints are kept in `log`; without one they are thrown away.
+        """
+        self._mark = secrets.token_hex(16)
+        self._leashing, self._killing = threading.Lock(), threading.Lock()
+        self._gone = False
+        self.connection, childs = socket.socketpair()
+        end, leash = os.pipe()
+        self._leash: int | None = leash
+        output = None if log is None else str(log.absolute())
+        # The arguments may hold secrets, and everybody sees a command line: that has the user's file and the log alone.
+        file = arguments[0] if arguments and isinstance(arguments[0], str) else None
+        shown = " ".join(filter(None, [serve, file, output]))
+        words = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the other ends
+        words.write(repr((childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)).encode())
+        words.seek(0)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START.format(path=sys.path, words=words.fileno(), shown=shown)],
+                pass_fds=[childs.fileno(), end, words.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # Out of reach of the terminal's Ctrl-C.
+                start_new_session=True,
+                # The order of a set must not depend on which process looks at it.
+                env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
+            )
+        except BaseException:
+            os.close(leash)
+            self.connection.close()
+            raise
+        finally:
+            os.close(end)
+            childs.close()
+            words.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether somebody has killed or stopped it, as one who lacks memory does: no fault of the function's."""
+        ended = self._process.poll()
+        return ended == -signal.SIGKILL if ended is not None else any_stopped(self._process.pid, self._mark)
+
+    def release(self) -> None:
+        """Ask for the end, without waiting for it."""
+        with self._leashing:
+            if self._leash is not None:
+                # A word besides: a process that the run has forked may hold the pipe open.
+                with suppress(BrokenPipeError):
+                    os.write(self._leash, b".")
+                os.close(self._leash)
+                self._leash = None
+
+    def kill(self) -> None:
+        """End the process and everything it started. Safe to call twice, and from another thread."""
+        self.release()
+        with self._killing:
+            if self._gone:
+                return
+            try:
+                self._process.wait(ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                end_descendants(self._process.pid, self._mark)
+                self._process.kill()
+                self._process.wait()
+            # Once more from here, by the mark: the function may have killed the warden.
+            end_descendants(NOBODY, self._mark)
+            self._gone = True
+
+    def ended(self) -> str:
+        """How a process ended that closed its connection."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        self.kill()
+        status = self._process.returncode
+        return f"was killed ({_signal(-status)})" if status < 0 else f"ended with status {status}"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # those between SIGRTMIN and SIGRTMAX have no name
+        return f"signal {number}"

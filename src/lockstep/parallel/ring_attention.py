@@ -1,0 +1,207 @@
+"""Ring attention: keys and values travel from rank to rank, and every rank attends to those that pass by.
+
+In zigzag order rank r has chunk r and the r-th last of 2N chunks of every sequence. Of the keys of rank j it sees
+
+    j = r: its own, causally        j < r: all queries, j's first chunk        j > r: its second chunk, all of j's
+
+and, but for its own, all of those keys. Parts are merged by their log of sums in fp32 (`kernels/parts.py`). In the
+backward pass keys and values travel the same way again, and their gradients one hop behind them, until they are home.
+Keys and values are one tensor on their way.
+
+After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the order of Megatron's and
+ring-flash-attention's zigzag. Deviation: chunks need not be of one size, so nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from lockstep.device.base import sent
+from lockstep.kernels.divided import DividedLayout
+from lockstep.kernels.partial import partial_kernel
+from lockstep.kernels.parts import Sections, merge, sections
+from lockstep.kernels.sinks import sink_gradient, with_sinks
+from lockstep.parallel.context import ContextGroup, cut
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Keys of one rank as this one sees them: which of its queries, which of those keys. None for all of them."""
+
+    where: Sections
+    queries: torch.Tensor | None
+    keys: torch.Tensor | None
+
+
+class RingLayout(DividedLayout):
+    def __init__(self, lengths: Sequence[int], group: ContextGroup, device: torch.device, kernel: str):
+        self.group, self.kernel = group, kernel
+        # Of every sequence, the sizes of the two chunks that each rank has.
+        bounds = [cut(length, 2 * group.size) for length in lengths]
+        sizes = [[stop - start for start, stop in pairwise(b)] for b in bounds]
+        self.chunks = [[(size[rank], size[-1 - rank]) for size in sizes] for rank in range(group.size)]
+        self.counts = [sum(map(sum, chunks)) for chunks in self.chunks]
+        self.hops = [self._hop((group.rank - hop) % group.size, device) for hop in range(group.size)]
+
+    def _hop(self, source: int, device: torch.device) -> Hop | None:
+        """None where no query sees a key of the source, as with sequences too short to have all chunks."""
+        rank, own, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
+        # Whether the first and the second chunk take part.
+        asking, asked = (True, True), (True, True)
+        if source < rank:
+            asked = (True, False)
+        elif source > rank:
+            asking = (False, True)
+        queries = [sum(size for size, taken in zip(sizes, asking, strict=True) if taken) for sizes in own]
+        keys = [sum(size for size, taken in zip(sizes, asked, strict=True) if taken) for sizes in theirs]
+        met = [bool(query and key) for query, key in zip(queries, keys, strict=True)]
+        if not any(met):
+            return None
+        return Hop(
+            sections(
+                [query for query, both in zip(queries, met, strict=True) if both],
+                [key for key, both in zip(keys, met, strict=True) if both],
+                source == rank,
+                device,
+            ),
+            _chosen(own, asking, met, device),
+            _chosen(theirs, asked, met, device),
+        )
+
+    def attend(
+        self,
+        query_THD: torch.Tensor,
+        key_TGD: torch.Tensor,
+        value_TGD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+        softcap: float | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if window is not None or dropout or softcap is not None or len(query_THD) != self.counts[self.group.rank]:
+            raise NotImplementedError(
+                "ring attention is of this rank's tokens, without a window, a soft cap or dropout"
+            )
+        return _RingAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale)
+
+
+def _chosen(
+    chunks: Sequence[tuple[int, int]], taken: tuple[bool, bool], met: Sequence[bool], device: torch.device
+) -> torch.Tensor | None:
+    """Places of the tokens of the chunks that are taken, in the sequences that have any on both sides."""
+    flags = [part and both for both in met for part in taken]
+    sizes = [size for pair in chunks for size in pair]
+    flag_T = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))
+    return None if bool(flag_T.all()) else sent(flag_T.nonzero()[:, 0], device)
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return tensor if index is None else tensor.index_select(0, index)
+
+
+def _put(target: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor) -> None:
+    if index is None:
+        target.copy_(rows)
+    else:
+        target.index_copy_(0, index, rows)
+
+
+def _add(target: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor) -> None:
+    if index is None:
+        target.add_(rows)
+    else:
+        target.index_add_(0, index, rows.to(target.dtype))
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        layout: RingLayout,
+        scale: float,
+    ) -> torch.Tensor:
+        group, size = layout.group, key.shape[-1]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        passing = torch.cat([key, value], -1)
+        out = lse_HT = None
+        for number, hop in enumerate(layout.hops):
+            arriving = None
+            if number + 1 < group.size:
+                count = layout.counts[(group.rank - number - 1) % group.size]
+                arriving = group.pass_on(passing, (count, *passing.shape[1:]))
+            if hop is not None:
+                kernel = partial_kernel(layout.kernel, query, value, hop.where)
+                seen = _rows(passing, hop.keys)
+                k, v = seen[..., :size].contiguous(), seen[..., size:].contiguous()
+                part, part_lse_HT = kernel.forward(_rows(query, hop.queries).contiguous(), k, v, hop.where, scale)
+                if out is None or lse_HT is None:  # its own tokens, all of them
+                    out, lse_HT = part.to(wide), part_lse_HT.to(wide)
+                else:
+                    before_HT = _rows(lse_HT.t(), hop.queries).t()
+                    both, both_HT = merge(_rows(out, hop.queries), before_HT, part, part_lse_HT)
+                    _put(out, hop.queries, both)
+                    _put(lse_HT.t(), hop.queries, both_HT.t())
+            if arriving is not None:
+                passing = arriving()
+        assert out is not None
+        assert lse_HT is not None
+        if sinks_H is not None:
+            out, lse_HT = with_sinks(out, lse_HT, sinks_H)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks_H, out, lse_HT)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        upstream = grads[0].contiguous()
+        query, key, value, sinks_H, out, lse_HT = ctx.saved_tensors
+        layout: RingLayout = ctx.layout
+        group, size = layout.group, key.shape[-1]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        passing = torch.cat([key, value], -1)
+        dq = torch.zeros_like(query, dtype=wide)
+        travelling = None
+        for number, hop in enumerate(layout.hops):
+            source = (group.rank - number) % group.size
+            before = (source - 1) % group.size
+            arriving = None
+            if number + 1 < group.size:
+                arriving = group.pass_on(passing, (layout.counts[before], *passing.shape[1:]))
+            found = torch.zeros_like(passing, dtype=wide)
+            if hop is not None:
+                kernel = partial_kernel(layout.kernel, query, value, hop.where)
+                seen = _rows(passing, hop.keys)
+                queries, gradients, outputs = (_rows(one, hop.queries).contiguous() for one in (query, upstream, out))
+                part_q, part_k, part_v = kernel.backward(
+                    gradients,
+                    queries,
+                    seen[..., :size].contiguous(),
+                    seen[..., size:].contiguous(),
+                    outputs,
+                    _rows(lse_HT.t(), hop.queries).t(),
+                    hop.where,
+                    ctx.scale,
+                )
+                _add(dq, hop.queries, part_q)
+                _add(found, hop.keys, torch.cat([part_k, part_v], -1))
+            # The gradients of these keys from the ranks that they passed before.
+            found = found if travelling is None else found.add_(travelling())
+            travelling = group.pass_on(found, (layout.counts[before], *found.shape[1:]))
+            if arriving is not None:
+                passing = arriving()
+        assert travelling is not None
+        dk, dv = travelling().to(key.dtype).split([size, value.shape[-1]], -1)
+        sinks = None if sinks_H is None else sink_gradient(upstream, out, lse_HT, sinks_H)
+        return dq.to(query.dtype), dk, dv, sinks, None, None

@@ -1,0 +1,133 @@
+"""Generation beside training: on which device, by which way the weights go there, and what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.model.load import DTYPES
+from lockstep.preflight.memory_plan import MemoryPlan, Phase
+from lockstep.preflight.model_sizes import kv_bytes
+from lockstep.recipe import Recipe
+from lockstep.rollout.native.engine import FREE_SHARE
+from lockstep.rollout.native.prefill import prefill_bytes
+
+KEY = "rollout.max_staleness"
+WORKER = "rollout worker"
+"""The phase of a plan in which one generates that has a device of its own."""
+DEVICE_KEY = "rollout.worker_device"
+_TURNS = "remove the key: generation and training then take turns"
+
+
+def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, seen: int | None) -> None:
+    """Where it cannot be: `ranks` of this machine, which sees so many devices; None where these are not looked at."""
+    rollout = recipe.rollout
+    if rollout.max_staleness is None:
+        return
+    if recipe.parallel.tensor > 1:
+        raise Refusal.at(
+            KEY,
+            f"a process that generates beside training holds the whole model on one device, and parallel.tensor="
+            f"{recipe.parallel.tensor} divides it",
+            "remove parallel.tensor: the weights are divided over the ranks without it too; or " + _TURNS,
+        )
+    there = rollout.worker_device or 0
+    if there and seen is not None:
+        _refuse_devices(there, ranks, seen, device.name)
+    if not there and not device.generates_beside:
+        raise Refusal.at(
+            KEY,
+            f"two processes on one {device.name} device, one of which trains and one generates, are not supported",
+            f"set {DEVICE_KEY} to another device, or {_TURNS}",
+        )
+    if not there and rollout.hand_over == "collective" and not device.meets_itself:
+        raise Refusal.at(
+            "rollout.hand_over",
+            f"{device.collective} does not join two processes on one {device.name} device",
+            f"set it to memory, or {DEVICE_KEY} to another device",
+        )
+
+
+def _refuse_devices(first: int, ranks: int, seen: int, name: str) -> None:
+    """The worker of the r-th rank of a machine has the r-th device from the first one on."""
+    asked = f"device {first} is" if ranks == 1 else f"devices {first} to {first + ranks - 1} are"
+    if first < ranks:
+        raise Refusal.at(
+            DEVICE_KEY,
+            f"{name} {asked} asked for, and the {ranks} ranks of this machine train on 0 to {ranks - 1}",
+            f"use {ranks} or more, or remove the key: each worker then shares its rank's device",
+        )
+    if first + ranks > seen:
+        raise Refusal.at(
+            DEVICE_KEY,
+            f"{name} {asked} asked for, and {seen} can be seen, counted from 0",
+            "choose among these, or remove the key: a worker then shares the device that trains",
+        )
+
+
+def device_of_worker(recipe: Recipe, local_rank: int) -> int:
+    """The number of the device of a rank's worker: the rank's own, or as far from the first worker's as its rank."""
+    return (recipe.rollout.worker_device or 0) + local_rank
+
+
+def collective_of(recipe: Recipe, device: Device) -> str | None:
+    """The collective by which weights are handed over; None where they go through the host's memory."""
+    way = recipe.rollout.hand_over
+    own_device = bool(recipe.rollout.worker_device)
+    return device.collective if way == "collective" or (way == "auto" and own_device) else None
+
+
+def with_worker(
+    plan: MemoryPlan,
+    recipe: Recipe,
+    config: Any,
+    ranks: int,
+    longest: int,
+    prefill_tokens: int,
+    *,
+    on_host: bool,
+    memory: int,
+) -> MemoryPlan:
+    """A worker's copy of the model, its cache and its pass over prompts: beside every phase of its rank where it is on
+    the same device, for itself where it has its own. `on_host`: the device's memory is the host's, in which weights
+    that are handed over lie once more. The cache takes a share of what is free of a device's `memory`."""
+    rollout, size = recipe.rollout, DTYPES[recipe.model.dtype].itemsize
+    if rollout.max_staleness is None:
+        return plan
+    asked = (rollout.max_staleness + 1) * -(-recipe.batch.prompts // ranks)
+    sequences = min(rollout.max_sequences, asked * rollout.n)
+    cached = sequences * longest * kv_bytes(config, size)
+    standing = next(phase for phase in plan.phases if phase.name == "validation")
+    held = 0 if rollout.worker_device else standing.total - standing.activations
+    room = int(FREE_SHARE * max(0, memory - held - plan.parameters * size))
+    cache = min(
+        cached, int(rollout.cache_gb * 1e9) if rollout.cache_gb else max(room, longest * kv_bytes(config, size))
+    )
+    prompts = asked * max(0, longest - rollout.max_tokens)
+    passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
+    worker = Phase(WORKER, plan.parameters * size, activations=cache + passes)
+    through_memory = rollout.hand_over == "memory" or (rollout.hand_over == "auto" and not rollout.worker_device)
+    plan = replace(plan, handed_bytes=plan.trained * size if through_memory else 0)
+    if rollout.worker_device:
+        return replace(plan, phases=(*plan.phases, worker))
+    handed = plan.handed_bytes if on_host else 0
+    beside = tuple(
+        # The worker is started when the run's own models are there.
+        phase
+        if phase.name == "load"
+        else replace(
+            phase, weights=phase.weights + worker.weights + handed, activations=phase.activations + worker.activations
+        )
+        for phase in plan.phases
+    )
+    return replace(plan, phases=(*beside, worker))
+
+
+def handed_lines(plan: MemoryPlan, ranks: int) -> list[str]:
+    """What hand-overs take of the memory of a host with so many ranks, where they take some."""
+    if not plan.handed_bytes:
+        return []
+    each = f"{plan.handed_bytes / 2**20:,.1f} MiB of the host's memory"
+    return [f"weights for the rollout worker take {each}" + (f", for each of {ranks} ranks" if ranks > 1 else "")]

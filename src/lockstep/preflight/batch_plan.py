@@ -1,0 +1,178 @@
+"""What a run will do, told before a weight is loaded: rows or prompts into updates into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.data.batching import plan_micro_batches
+from lockstep.data.dataset import Dataset, Loader, steps_and_rows
+from lockstep.data.prompts import PromptSet
+from lockstep.data.updates import row_size
+from lockstep.recipe import Recipe
+from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
+
+# Updates whose packing is tried out for the plan; the rest look alike.
+SAMPLED_UPDATES = 100
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Rows into updates into micro-batches."""
+
+    rows: int
+    rows_per_update: int
+    steps: int
+    total_rows: int
+    devices: int
+    fewest: int
+    most: int
+    fill: float
+    group: int = 1
+    """Devices that have one share of the rows between them."""
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.rows / self.rows_per_update
+
+    def epoch(self, step: int) -> float:
+        return step / self.steps_per_epoch
+
+    def lines(self) -> list[tuple[str, str]]:
+        each = f"{self.fewest}" if self.fewest == self.most else f"{self.fewest} to {self.most}"
+        return [
+            ("rows", f"{self.rows:,} an epoch, {self.total_rows:,} in all"),
+            ("updates", f"{self.steps:,} of {self.rows_per_update} rows ({self.steps_per_epoch:,.1f} an epoch)"),
+            (
+                "micro-batches",
+                f"{each} an update on each of {_places(self.devices, self.group)}, {self.fill:.0%} full",
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class OnlinePlan:
+    """Prompts into sequences into updates."""
+
+    rows: int
+    prompts: int
+    samples: int
+    prompts_per_update: int
+    epochs: int
+    steps: int
+    devices: int
+    tokens: int | None
+    longest: int
+    group: int = 1
+    """Devices that have one share of the rows between them."""
+
+    @property
+    def updates(self) -> int:
+        return self.prompts // self.prompts_per_update * self.epochs
+
+    def lines(self) -> list[tuple[str, str]]:
+        sequences = self.prompts * self.samples
+        each = self.prompts_per_update * self.samples
+        # A sequence is never cut in two: as many of the longest as fit into one.
+        shares = self.devices // self.group
+        most = -(-each // (self.tokens // self.longest * shares)) if self.tokens else None
+        places = _places(self.devices, self.group)
+        packed = "" if most is None else f", at most {most} micro-batches on each of {places}"
+        return [
+            ("steps", f"{self.steps:,} of {self.prompts} prompts ({self.rows / self.prompts:,.1f} an epoch)"),
+            ("sequences", f"{self.prompts} prompts x {self.samples} = {sequences} a step, up to {self.longest} tokens"),
+            ("updates", f"{self.updates} a step of {each} sequences{packed}"),
+        ]
+
+
+def _places(devices: int, group: int) -> str:
+    return f"{devices} device(s)" if group == 1 else f"{devices // group} group(s) of {group} devices"
+
+
+def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
+    batch, rollout = recipe.batch, recipe.rollout
+    rows = sum(len(source) for source in prompts.sources)
+    steps, _ = _steps(recipe, rows, batch.prompts)
+    per_update = batch.prompts_per_update or batch.prompts
+    longest = prompts.counts.longest + rollout.max_tokens
+    epochs = recipe.algorithm.epochs
+    tokens, group = recipe.line_tokens, recipe.parallel.group
+    return OnlinePlan(rows, batch.prompts, rollout.n, per_update, epochs, steps, devices, tokens, longest, group)
+
+
+def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
+    batch, context, group = recipe.batch, recipe.parallel.context, recipe.parallel.group
+    rows = sum(len(source) for source in dataset.sources)
+    steps, total = _steps(recipe, rows, batch.rows_per_update)
+    loader = make_loader(recipe, dataset)
+    counts, used, room = [], 0, 0
+    for step in range(min(steps, SAMPLED_UPDATES)):
+        lengths = [row_size(item, packed=batch.tokens is not None, shared=context == 1) for item in loader.take(step)]
+        bins = plan_micro_batches(lengths, devices=devices // group, tokens=recipe.line_tokens, rows=batch.rows)
+        counts.append(len(bins[0]))
+        used += sum(lengths)
+        room += sum(_room(members, lengths, recipe.line_tokens) for share in bins for members in share)
+    most, fill = max(counts), used / room
+    return BatchPlan(rows, batch.rows_per_update, steps, total, devices, min(counts), most, fill, group)
+
+
+def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
+    """Rows of the whole run. Prompts have no end: dynamic sampling takes as many as it needs."""
+    batch = recipe.batch
+    if isinstance(read, PromptSet):
+        each, total = batch.prompts, None
+    else:
+        rows, each = sum(len(source) for source in read.sources), batch.rows_per_update
+        _, total = _steps(recipe, rows, each)
+    return Loader(
+        read.sources,
+        read.weights,
+        rows_per_update=each,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        total_rows=total,
+        drop_last=recipe.data.drop_last,
+    )
+
+
+def _steps(recipe: Recipe, rows: int, rows_per_update: int) -> tuple[int, int]:
+    run, drop_last = recipe.run, recipe.data.drop_last
+    return steps_and_rows(rows, rows_per_update, epochs=run.epochs, steps=run.steps, drop_last=drop_last)
+
+
+def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) -> int:
+    if tokens is not None:
+        return tokens
+    return max((lengths[i] for i in members), default=1) * max(1, len(members))
+
+
+# Mean |log p_trainer - log p_engine| that a serving engine may have, by the dtype of both. Rounding alone, with other
+# attention kernels and with experts that are chosen otherwise, stays well below; a response that has another one's
+# log-probs is off by a nat. k3 has half of it: it weighs the few tokens that are far off.
+LOGPROB_LIMITS = {"fp32": 0.005, "fp16": 0.03, "bf16": 0.1}
+
+
+def old_needed(recipe: Recipe, updates: int) -> bool:
+    """Whether the trainer scores responses before the first update of a step.
+
+    With one update a step the old log-probs are the current ones, unless something before it needs them; with bypass
+    they are the engine's, and only what compares the two needs the trainer's.
+    """
+    algorithm = recipe.algorithm
+    if algorithm.correction.compares or estimator_row(algorithm.advantage).energy:
+        return True
+    chosen_before = loss_row(algorithm.loss).held is not None
+    needed = updates * algorithm.epochs > 1 or algorithm.kl.in_reward() or chosen_before
+    return needed and not algorithm.correction.bypass
+
+
+def logprob_limit(recipe: Recipe) -> float | None:
+    """The largest mean difference of the engine's log-probs from the trainer's; None: they are not compared."""
+    rollout = recipe.rollout
+    if rollout.max_logprob_diff != "auto":
+        return rollout.max_logprob_diff
+    if not ENGINES[rollout.engine].served:
+        return None
+    # Dividing logits by a temperature below 1 scales their rounding too.
+    return LOGPROB_LIMITS[recipe.model.dtype] / min(1.0, rollout.temperature)

@@ -1,0 +1,344 @@
+"""A recipe on a cluster: memory per phase, step time, and the fastest layout that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from lockstep.device.select import DEVICES
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.model.load import DTYPES, load_config
+from lockstep.model.tensor_plan import Indivisible, refuse_heads
+from lockstep.parallel.sharding import grid_of
+from lockstep.preflight.async_worker import WORKER, refuse_beside, with_worker
+from lockstep.preflight.cluster import StepSource, TargetCluster, model_cost
+from lockstep.preflight.memory_plan import MemoryPlan, Phase, on_device, plan_memory
+from lockstep.preflight.model_sizes import count_parameters, kernels_of, kv_bytes
+from lockstep.preflight.step_time import ModelCosts, PhaseTime, StepTimes
+from lockstep.recipe import Recipe
+from lockstep.recipe.keys_parallel import Parallel
+from lockstep.recipe.loader import value_text
+from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.recipe_checks import combination_problems
+from lockstep.recipe.registry import estimator_row
+from lockstep.rollout.native.engine import kept_cache
+from lockstep.rollout.native.prefill import fitting_prefill
+
+# A recipe on a cluster that need not be here: the memory of each phase and the time of a step.
+
+# Keys of `parallel` that the reckoning follows, or that change nothing in it.
+RECKONED = {
+    *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "tensor"),
+    *(
+        "context",
+        "context_layout",
+        "offload",
+        "offload_critic",
+        "offload_reference",
+        "offload_teacher",
+        "offload_reward",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A recipe, its models and its steps. Another recipe may have other keys, but the same models and rows."""
+
+    recipe: Recipe
+    models: ModelCosts
+    steps: StepSource
+
+    @classmethod
+    def of(cls, recipe: Recipe, config: Any, steps: StepSource) -> Outlook:
+        cost, other = model_cost(config), _other_model(recipe)
+        frozen = cost if other is None else model_cost(load_config(other))
+        return cls(recipe, ModelCosts(config, cost, count_parameters(recipe, config), frozen), steps)
+
+    def with_recipe(self, recipe: Recipe) -> Outlook:
+        return replace(self, recipe=recipe)
+
+    def memory(self, cluster: TargetCluster) -> MemoryPlan:
+        device, recipe, config = DEVICES[cluster.chip.kind], self.recipe, self.models.config
+        size, text = DTYPES[recipe.model.dtype].itemsize, config.get_text_config()
+        prefill = recipe.rollout.prefill_tokens or fitting_prefill(device.prefill_tokens, cluster.memory, text, size)
+        longest, memory = self.steps.longest(recipe), cluster.memory
+
+        def planned(cache_room: int | None) -> MemoryPlan:
+            return plan_memory(
+                recipe,
+                config,
+                cluster.devices,
+                longest,
+                self.steps.rows(recipe),
+                prefill,
+                device=device,
+                keeps_cache=kept_cache(memory) if device.graph_capture else 0,
+                counted=self.models.counted,
+                cache_room=cache_room,
+            )
+
+        plan = on_device(recipe, memory, planned)
+        if recipe.method not in ONLINE:
+            return plan
+        # The table has no memory of a device that is the host.
+        on_host = cluster.chip.memory is None
+        return with_worker(plan, recipe, config, cluster.devices, longest, prefill, on_host=on_host, memory=memory)
+
+    def held(self, cluster: TargetCluster) -> int | None:
+        """Sequences of a mean length that the KV cache of a device holds at once; None where it holds all, or where
+        not even the least cache fits."""
+        plan, work = self.memory(cluster), self.steps.work(self.recipe)
+        fits = all(phase.name != "generation" or phase.total <= cluster.memory for phase in plan.phases)
+        if plan.cache >= plan.wanted_cache or not fits:
+            return None
+        size = DTYPES[self.recipe.model.dtype].itemsize
+        each = kv_bytes(self.models.config, size) / self.recipe.parallel.tensor
+        return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
+
+    def divided_over(self, tensor: int) -> Outlook:
+        """The same with tensor groups of this size. Raises Indivisible where the model has no such parts."""
+        refuse_heads(self.models.config, tensor)
+        parallel = self.recipe.parallel.model_copy(update={"tensor": tensor})
+        recipe = self.recipe.model_copy(update={"parallel": parallel})
+        counted = count_parameters(recipe, self.models.config)
+        return replace(self, recipe=recipe, models=replace(self.models, counted=counted))
+
+    def phases(self, cluster: TargetCluster) -> list[Phase]:
+        """Those of a step and around it: load, generate, reference, update, save."""
+        named = {phase.name: phase for phase in self.memory(cluster).phases}
+        update = max((named["forward and backward"], named["optimizer step"]), key=lambda phase: phase.total)
+        found = [named["load"]]
+        if "generation" in named:
+            found.append(replace(named["generation"], name="generate"))
+        if reference_kind(self.recipe) in ("model", "adapter"):
+            found.append(replace(named.get("reference", named["validation"]), name="reference"))
+        # A checkpoint is copied to the host from where it stands.
+        standing = replace(named["validation"], name="save", activations=0)
+        worker = [named[WORKER]] if WORKER in named else []
+        return [*found, replace(update, name="update"), standing, *worker]
+
+    def over(self, cluster: TargetCluster) -> list[Phase]:
+        """The phases that a device does not hold, the largest first."""
+        found = [phase for phase in self.phases(cluster) if phase.total > cluster.memory]
+        return sorted(found, key=lambda phase: -phase.total)
+
+    def times(self, cluster: TargetCluster) -> list[PhaseTime] | None:
+        """None where the table has no figure for the chip and the number format."""
+        if cluster.chip.flops(DTYPES[self.recipe.model.dtype].itemsize) is None:
+            return None
+        recipe, held = self.recipe, self.held(cluster) if self.recipe.method in ONLINE else None
+        kernels = kernels_of(recipe, self.models.counted, DEVICES[cluster.chip.kind], cluster.devices)
+        if held is not None and held < recipe.rollout.max_sequences:
+            rollout = recipe.rollout.model_copy(update={"max_sequences": held})
+            recipe = recipe.model_copy(update={"rollout": rollout})
+        return StepTimes(recipe, self.models, self.steps.work(recipe), cluster, kernels).phases()
+
+
+def _other_model(recipe: Recipe) -> str | None:
+    """The folder of a reference or teacher that is another model than the policy."""
+    if recipe.method not in ONLINE and recipe.distill.teacher is not None:
+        return recipe.distill.teacher
+    if reference_kind(recipe) == "model" and reference_folder(recipe) != recipe.model.path:
+        return reference_folder(recipe)
+    return None
+
+
+def refuse_uncounted(settings: Parallel) -> None:
+    """A key that the reckoning does not know would make it wrong without a word."""
+    unknown = {name: field for name, field in type(settings).model_fields.items() if name not in RECKONED}
+    changed = [name for name, field in unknown.items() if getattr(settings, name) != field.default]
+    why, remedy = "is not in the cost model of --cluster", "plan without it"
+    refuse_all([Problem(f"parallel.{name}", why, remedy) for name in changed])
+
+
+def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) -> None:
+    """Every phase that does not fit, by its bytes; and what does."""
+    remedy = proposal or "no keys make it fit: take larger devices, a smaller model, or an adapter (model.lora)"
+    problems: list[Problem] = []
+    for phase in outlook.over(cluster):
+        why = f"needs about {phase.total / 2**30:,.1f} GiB ({phase.total:,} bytes) on each device"
+        room = f"and {cluster.chip.name} has {cluster.memory / 2**30:,.1f} GiB"
+        problems.append(Problem(f"{phase.name} on {cluster}", f"{why}, {room}", "" if problems else remedy))
+    refuse_all(problems)
+
+
+# Keys that make a recipe fit on a cluster: of all that do, those with the shortest step.
+
+KeyValues = dict[str, Any]
+# Up to so many times as many nodes are tried where no keys help.
+MOST_TIMES = 64
+# Keys that save less time than this are not worth saying.
+WORTH = 0.05
+
+
+@dataclass(frozen=True)
+class Fit:
+    cluster: TargetCluster
+    keys: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items()) or "the recipe as it is"
+
+
+def fitting(outlook: Outlook, cluster: TargetCluster) -> Fit | None:
+    """What fits on that cluster, or on more nodes of its kind; None where nothing was found."""
+    nodes, most = cluster.nodes, min(MOST_TIMES * cluster.nodes, cluster.chip.most_nodes or MOST_TIMES * cluster.nodes)
+    while nodes <= most:
+        larger = replace(cluster, nodes=nodes)
+        keys = _fastest(outlook, larger)
+        if keys is not None:
+            return Fit(larger, keys)
+        nodes *= 2
+    return None
+
+
+def with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
+    for key, value in keys.items():
+        section, name = key.split(".")
+        recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={name: value})})
+    return recipe
+
+
+def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
+    """By the time of a step, rounded, so that a change that gains next to nothing is left out. Tensor groups only where
+    nothing else fits: what their sums wait for is not known."""
+    found = list(_timed(outlook, cluster))
+    if not found:
+        found = [
+            (seconds, count + 1, {"parallel.tensor": divided.recipe.parallel.tensor, **keys})
+            for divided in _tensors(outlook, cluster)
+            for seconds, count, keys in _timed(divided, cluster)
+        ]
+    if not found:
+        return None
+    least = min(seconds for seconds, _, _ in found)
+    return min((one for one in found if one[0] <= (1 + WORTH) * least), key=lambda one: (one[1], one[0]))[2]
+
+
+def _timed(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[float, int, KeyValues]]:
+    """What fits: the seconds of a step, the number of keys, and the keys."""
+    for keys, changed in _candidates(outlook, cluster):
+        times = changed.times(cluster)
+        yield sum(time.open for time in times) if times is not None else 0.0, len(keys), keys
+
+
+def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
+    """Larger tensor groups inside a node, of a model that can be divided so."""
+    recipe = outlook.recipe
+    for size in (2, 4, 8, 16):
+        if size <= recipe.parallel.tensor or cluster.each % size:
+            continue
+        try:
+            divided = outlook.divided_over(size)
+            refuse_beside(divided.recipe, DEVICES[cluster.chip.kind], cluster.each, None)
+        except (Indivisible, Refusal):
+            continue
+        yield divided
+
+
+def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyValues, Outlook]]:
+    """All combinations that the recipe may have and that fit, with as many sequences at once as have room then."""
+    recipe = outlook.recipe
+    for parts in product(
+        *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
+    ):
+        shared: KeyValues = {key: value for part in parts for key, value in part.items()}
+        context = shared.get("parallel.context", recipe.parallel.context)
+        for micro in _micro_batches(outlook, context):
+            keys = {**shared, **micro}
+            if not _possible(outlook, cluster, keys):
+                continue
+            for sequences in _sequences(recipe, cluster):
+                changed = outlook.with_recipe(with_keys(recipe, {**keys, **sequences}))
+                over = changed.over(cluster)
+                if not over:
+                    yield {**keys, **sequences}, changed
+                if all(phase.name not in ("generate", WORKER) for phase in over):
+                    break
+
+
+def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool:
+    """Whether the recipe may have these keys, and a micro-batch still holds the longest row."""
+    recipe = with_keys(outlook.recipe, keys)
+    try:
+        grid_of(recipe.parallel, cluster.devices)
+    except Refusal:
+        return False
+    held = recipe.line_tokens is None or recipe.line_tokens >= outlook.steps.longest(recipe)
+    return held and cluster.devices % recipe.parallel.context == 0 and not list(combination_problems(recipe))
+
+
+# -- what may be changed: for each, nothing first, then the keys
+
+
+def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
+    try:
+        whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
+    except Refusal:  # of the recipe's own keys, on more devices than it was written for
+        whole = False
+    return (
+        [{}] if whole else [{}, {"parallel.shard": cluster.devices // recipe.parallel.tensor, "parallel.replicate": 1}]
+    )
+
+
+def _hosts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
+    kinds = ["optimizer"] if cluster.devices == 1 else ["optimizer", "all"]
+    critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
+    keys = ["parallel.offload", *(["parallel.offload_critic"] if critic else [])]
+    return [{}, *(dict.fromkeys(keys, kind) for kind in kinds)]
+
+
+def _references(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
+    absent = reference_kind(recipe) != "model" or recipe.parallel.offload_reference
+    return [{}] if absent else [{}, {"parallel.offload_reference": True}]
+
+
+def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
+    absent = recipe.method not in ONLINE or not (recipe.reward.model or recipe.reward.process)
+    return [{}] if absent or recipe.parallel.offload_reward else [{}, {"parallel.offload_reward": True}]
+
+
+def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
+    """Activations wait on the host only where layers keep no more than their inputs: all that a layer keeps would take
+    a host's memory, which nobody counts here, and its link."""
+    whole: KeyValues = {} if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
+    moved: KeyValues = {} if recipe.model.activation_offload else {"model.activation_offload": True}
+    return [{}, *([whole] if whole else []), *([{**whole, **moved}] if moved else [])]
+
+
+def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
+    """Only inside a node: keys and values travel in every layer."""
+    if recipe.batch.tokens is None:
+        return [{}]
+    counts = (2, 4, 8, 16)
+    return [{}, *({"parallel.context": n} for n in counts if n > recipe.parallel.context and cluster.each % n == 0)]
+
+
+def _micro_batches(outlook: Outlook, context: int) -> Iterator[KeyValues]:
+    batch = outlook.recipe.batch
+    yield {}
+    if batch.tokens is None:
+        rows = batch.rows or 1
+        while rows > 1:
+            rows //= 2
+            yield {"batch.rows": rows}
+        return
+    recipe = with_keys(outlook.recipe, {"parallel.context": context})
+    least, tokens = -(-outlook.steps.longest(recipe) // context), batch.tokens
+    while tokens > least:
+        tokens = max(least, tokens // 2)
+        yield {"batch.tokens": tokens}
+
+
+def _sequences(recipe: Recipe, cluster: TargetCluster) -> Iterator[KeyValues]:
+    yield {}
+    if recipe.method not in ONLINE:
+        return
+    share = -(-recipe.batch.prompts // (cluster.devices // recipe.parallel.tensor)) * recipe.rollout.n
+    count = min(recipe.rollout.max_sequences, share)
+    while count > 1:
+        count //= 2
+        yield {"rollout.max_sequences": count}

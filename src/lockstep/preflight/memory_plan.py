@@ -1,0 +1,381 @@
+"""Planned memory of a device by phase, computed before weights load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.model.load import DTYPES
+from lockstep.parallel.offload import TOGETHER
+from lockstep.parallel.sharding import grid_of
+from lockstep.preflight.model_sizes import (
+    Counted,
+    activation_bytes,
+    count_parameters,
+    head_bytes,
+    kept_by_layer,
+    kernels_of,
+    kv_bytes,
+    loaded_beside,
+)
+from lockstep.recipe import Recipe
+from lockstep.recipe.keys_parallel import Offload, Parallel
+from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.registry import ENGINES, estimator_row
+from lockstep.rollout.native.engine import FREE_SHARE
+from lockstep.rollout.native.prefill import prefill_bytes
+from lockstep.rollout.native.scheduler import Scheduler
+
+# What `parallel.offload` and its kin take off a device, and what stays for the passes that need it.
+
+if TYPE_CHECKING:
+    pass
+
+# Master, moments and gradient in fp32, of a number that an update brings to the device.
+UPDATED_BYTES = 16
+STEP = "optimizer step"
+# Of the layers whose activations wait on the host: the one that computes, and the one whose are on their way.
+LAYERS_HERE = 2
+
+
+@dataclass(frozen=True)
+class TrainedBytes:
+    """Bytes on one device of a model that is trained: its state, and its weights and gradients. `layer` are those of
+    the weights that are gathered at a time, `largest` the numbers of its largest tensor, which an update takes whole.
+    """
+
+    state: int
+    weights: int
+    gradients: int
+    layer: int
+    largest: int
+
+    @property
+    def updated(self) -> int:
+        """Bytes of the state that are on the device together, where it lives on the host."""
+        return min(self.state, UPDATED_BYTES * max(TOGETHER, self.largest))
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What a key takes off each device, whether the recipe has set it or not."""
+
+    setting: str
+    bytes: int
+    chosen: bool
+
+    def line(self) -> str:
+        return f"{self.setting} {'frees' if self.chosen else 'would free'} {self.bytes / 2**20:,.1f} MiB of each device"
+
+
+def freed_by(
+    settings: Parallel, ranks: int, policy: TrainedBytes, critic: TrainedBytes | None, frozen: dict[str, int]
+) -> list[Freed]:
+    """`frozen` are the weights of reference, teacher and reward models by the key that moves them."""
+    found = []
+    for key, chosen, part in (
+        ("offload", settings.offload, policy),
+        ("offload_critic", settings.offload_critic, critic),
+    ):
+        if part is None:
+            continue
+        sizes: dict[Offload, int] = {"optimizer": part.state}
+        if ranks > 1:
+            params = max(0, part.weights + part.gradients - part.layer)
+            sizes |= {"params": params, "all": part.state + params}
+        found += [Freed(f"parallel.{key}={kind}", size, chosen == kind) for kind, size in sizes.items()]
+    found += [Freed(f"parallel.{key}=true", size, bool(getattr(settings, key))) for key, size in frozen.items() if size]
+    return found
+
+
+def waiting_activations(layers: int, each: int) -> int:
+    """Bytes on the host, with `model.activation_offload`, of layers that keep `each` for the backward pass."""
+    return max(0, layers - LAYERS_HERE) * each
+
+
+def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: bool = False) -> Phase:
+    """A phase of a model that lives on the host in part. `gathered`: its weights are whole on the device in it."""
+    if phase.name == "load":
+        # Slices come from the files to where they live. What an optimizer keeps is made later.
+        return replace(phase, weights=phase.weights - (part.weights if offload in ("params", "all") else 0))
+    if offload in ("optimizer", "all"):
+        stays = part.updated if phase.name == STEP else 0
+        phase = replace(phase, optimizer=phase.optimizer - part.state + stays)
+    if offload in ("params", "all"):
+        gone = 0 if gathered else max(0, part.weights - part.layer)
+        gradients = phase.gradients if phase.name == STEP else max(0, phase.gradients - part.gradients)
+        phase = replace(phase, weights=phase.weights - gone, gradients=gradients)
+    return phase
+
+
+def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[str, int]) -> tuple[Phase, ...]:
+    """A reference is on the device for its own pass, without anything that is kept for a backward pass; a teacher
+    answers in the middle of the student's, a reward model while others of its responses are still generated."""
+    reference = frozen.get("offload_reference", 0) * int(settings.offload_reference)
+    teacher = frozen.get("offload_teacher", 0) * int(settings.offload_teacher)
+    reward = frozen.get("offload_reward", 0) * int(settings.offload_reward)
+    validation = next(phase for phase in phases if phase.name == "validation")
+    found = []
+    for phase in phases:
+        gone = 0 if phase.name == "load" else reference
+        if phase.name in (STEP, "generation"):
+            gone += teacher
+        if phase.name != "generation":
+            gone += reward  # also while the policy is loaded: the rewards are tried before, and have left
+        found.append(replace(phase, weights=phase.weights - gone))
+    own_pass = replace(validation, name="reference", weights=validation.weights - reward)
+    return (*found, own_pass) if reference else tuple(found)
+
+
+# What a run will take of a device's memory, phase by phase, told before a weight is loaded.
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes on one device while something happens."""
+
+    name: str
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    parameters: int
+    trained: int
+    phases: tuple[Phase, ...]
+    checkpoint_bytes: int
+    freed: tuple[Freed, ...] = ()
+    """What could be kept on the host, or is."""
+    remarks: tuple[str, ...] = ()
+    handed_bytes: int = 0
+    """Of the host's memory, for each rank that hands its rollout worker weights through it."""
+    cache: int = 0
+    """Bytes of the KV cache."""
+    wanted_cache: int = 0
+    """Bytes with which every sequence that may be generated at once would have its place."""
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def plan_memory(
+    recipe: Recipe,
+    config: Any,
+    devices: int,
+    longest: int,
+    rows: int,
+    prefill_tokens: int = 0,
+    *,
+    device: Device | type[Device] = Device,
+    keeps_cache: int = 0,
+    counted: Counted | None = None,
+    cache_room: int | None = None,
+) -> MemoryPlan:
+    """Estimates from shapes alone; `counted` saves counting again. `cache_room` bounds the KV cache (`on_device`).
+
+    A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
+    `prefill_tokens` are those of one pass of the engine over prompts, `keeps_cache` up to how many bytes of KV cache
+    the engine keeps while the device trains. Only what holds for all devices of its kind is asked of `device`.
+    """
+    grid = grid_of(recipe.parallel, devices)
+    shards, tensor = grid.shard * grid.tensor, grid.tensor
+    counted = counted or count_parameters(recipe, config)
+    parameters, trained = counted.parameters, counted.trained
+    size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
+    tokens = _micro_batch_tokens(recipe, rows, longest)
+    # Slices are divided over the devices of a copy; a layer at a time is gathered, which the spare share covers.
+    weights = parameters * size // shards
+    moments = trained * 2 * (4 if masters else size) // shards
+    master_bytes = trained * 4 // shards if masters else 0
+    single = _one_micro_batch(recipe, rows, longest)
+    # A step of AdamW of the device's own takes the gradients of a single micro-batch as they are.
+    in_half = masters and device.adamw != Device.adamw and devices == 1 and single
+    gradients = trained * (4 if masters and not in_half else size) // shards
+    kernels = kernels_of(recipe, counted, device, devices)
+    checkpointing = recipe.model.gradient_checkpointing
+    layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor)
+    last, each = (kept_by_layer(config, tokens, size, one, kernels, tensor=tensor) for one in (False, checkpointing))
+    waiting = waiting_activations(config.num_hidden_layers, each)
+    here = layers - waiting * int(recipe.model.activation_offload)
+    head = head_bytes(config, tokens, recipe.model.lora is None)
+    kept = Phase("", weights, 0, moments + master_bytes)
+    # Gradients of a micro-batch grow while its activations go. Beside those of the micro-batches before, which masters
+    # have in fp32, they are all there at its end, and with few activations that is the larger end.
+    on_host = recipe.parallel.offload in ("params", "all")
+    arriving = trained * size // shards if masters and not single and not on_host else 0
+    ends = (
+        Phase("forward and backward", kept.weights, gradients, kept.optimizer, here + head),
+        Phase("forward and backward", kept.weights, gradients + arriving, kept.optimizer, last),
+    )
+    beside = loaded_beside(counted, config, grid) * size if devices > 1 else 0
+    phases = (
+        Phase("load", weights + beside),
+        max(ends, key=lambda phase: phase.total),
+        Phase("optimizer step", kept.weights, gradients, kept.optimizer),
+        Phase("validation", kept.weights, 0, kept.optimizer, layers // max(1, config.num_hidden_layers) + head),
+    )
+    state = size + 2 * (4 if masters else size) + (4 if masters else 0)
+    plan = MemoryPlan(parameters, trained, phases, trained * state, remarks=_read_whole(recipe, counted, devices))
+    frozen = {key: count * size // shards for key, count in counted.frozen.items()} | {"offload_reward": counted.reward}
+    plan = _with_weights(plan, sum(frozen.values()))
+    layer = parameters * size // max(1, config.num_hidden_layers)
+    largest = counted.largest // shards
+    policy, critic = TrainedBytes(moments + master_bytes, weights, phases[1].gradients, layer, largest), None
+    if recipe.method in ONLINE:
+        gathered = parameters - counted.divided + counted.divided // tensor
+        before = plan.phases[-1]
+        engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
+        plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
+        after = plan.phases[len(phases) - 1]
+        if after.weights > before.weights:
+            state, critic_weights = after.optimizer - before.optimizer, after.weights - before.weights
+            critic = TrainedBytes(state, critic_weights, 0, layer, largest)
+    plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
+    activations = Freed("model.activation_offload=true", waiting, recipe.model.activation_offload)
+    return replace(plan, freed=(*plan.freed, *([activations] if waiting else [])))
+
+
+def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
+    """Of the largest micro-batch: those of one device, where several divide it."""
+    most = min(recipe.batch.rows or rows, rows) * longest
+    return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context)
+
+
+def _one_micro_batch(recipe: Recipe, rows: int, longest: int) -> bool:
+    """Whether an update surely is one, however long its rows are."""
+    fits_rows = recipe.batch.rows is None or recipe.batch.rows >= rows
+    return fits_rows and (recipe.line_tokens is None or recipe.line_tokens >= rows * longest)
+
+
+def _with_offload(
+    plan: MemoryPlan,
+    settings: Parallel,
+    devices: int,
+    policy: TrainedBytes,
+    critic: TrainedBytes | None,
+    frozen: dict[str, int],
+) -> MemoryPlan:
+    """What lives on the host is on a device only where a phase needs it there."""
+    phases = tuple(without(one, settings.offload, policy, gathered=one.name == "generation") for one in plan.phases)
+    if critic is not None:
+        phases = tuple(without(one, settings.offload_critic, critic) for one in phases)
+    phases = without_frozen(phases, settings, frozen)
+    return replace(plan, phases=phases, freed=tuple(freed_by(settings, devices, policy, critic, frozen)))
+
+
+def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
+    return replace(plan, phases=tuple(replace(phase, weights=phase.weights + weights) for phase in plan.phases))
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What of the engine's memory follows from: the devices that share the prompts, the longest sequence, the tokens of
+    a pass over prompts, and up to how many bytes of cache are kept while something else happens."""
+
+    devices: int
+    longest: int
+    prefill_tokens: int
+    keeps_cache: int
+    cache_room: int | None = None
+    """Bytes that the cache may take; None where it takes all that it can use."""
+
+    def prompts(self, recipe: Recipe) -> int:
+        """Those that one device answers."""
+        return -(-recipe.batch.prompts // self.devices)
+
+    def cache(self, recipe: Recipe, wanted: int, longest: int) -> int:
+        """Bytes of the cache: what all sequences want, within the room, and no less than the longest one takes."""
+        if recipe.rollout.cache_gb:
+            return min(wanted, int(recipe.rollout.cache_gb * 1e9))
+        return wanted if self.cache_room is None else min(wanted, max(self.cache_room, longest))
+
+    def kept(self, recipe: Recipe, cache: int) -> int:
+        """Bytes of the cache that stay on the device between two generations."""
+        free = recipe.rollout.free_cache
+        return 0 if (cache > self.keeps_cache if free is None else free) else cache
+
+
+def _with_online_parts(
+    plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, engine: EnginePlan
+) -> MemoryPlan:
+    """What else stands beside the policy in an online run: a critic with its optimizer, the cache, a prefill pass.
+
+    `gathered` are the parameters that a device has while it generates.
+    """
+    size = DTYPES[recipe.model.dtype].itemsize
+    masters = bool(recipe.model.master_weights)
+    lora = recipe.model.lora
+    has_critic = estimator_row(recipe.algorithm.advantage).critic
+    # With an adapter the critic trains one too, and its head.
+    trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
+    weights = plan.parameters * int(has_critic) * size // shards
+    state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
+    asked = engine.prompts(recipe)
+    sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
+    token = kv_bytes(config, size)
+    cached = sequences * engine.longest * token // recipe.parallel.tensor
+    block = recipe.rollout.block_tokens
+    least = Scheduler.least_blocks(engine.longest, block) * block * token // recipe.parallel.tensor
+    cache = engine.cache(recipe, cached, least)
+    phases = tuple(
+        replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases
+    )
+    standing = phases[-1]
+    kept = engine.kept(recipe, cache)
+    phases = tuple(
+        phase if phase.name == "load" else replace(phase, activations=phase.activations + kept) for phase in phases
+    )
+    # The policy's weights are gathered to generate; what stands beside them stays divided.
+    beside = standing.weights - plan.parameters * size // shards
+    prompts = asked * max(0, engine.longest - recipe.rollout.max_tokens)
+    passes = prefill_bytes(config.get_text_config(), min(engine.prefill_tokens, prompts), size)
+    generation = Phase("generation", gathered * size + beside, 0, standing.optimizer, cache + passes)
+    own = trained * (size + 2 * (4 if masters else size) + (4 if masters else 0))
+    stored = plan.checkpoint_bytes + own
+    return replace(plan, phases=(*phases, generation), checkpoint_bytes=stored, cache=cache, wanted_cache=cached)
+
+
+def on_device(recipe: Recipe, memory: int, plan_of: Callable[[int | None], MemoryPlan]) -> MemoryPlan:
+    """The plan on a device of this memory: the built-in engine takes a share of what is free beside all else for its KV
+    cache, and lets sequences wait that have no place in it. `plan_of` is asked with the bound of the cache."""
+    plan = plan_of(None)
+    standing = next((phase for phase in plan.phases if phase.name == "generation"), None)
+    if standing is None or recipe.rollout.cache_gb is not None or not ENGINES[recipe.rollout.engine].paged:
+        return plan
+    room = int(FREE_SHARE * max(0, memory - standing.total + standing.activations))
+    return plan if plan.cache <= room else plan_of(room)
+
+
+def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
+    """Say it now rather than after the model is loaded."""
+    peak = memory.peak
+    if peak.total > available:
+        raise Refusal.at(
+            "memory",
+            f"{peak.name} needs about {peak.total / 2**30:.1f} GiB on each device, "
+            f"and {device} has {available / 2**30:.1f} GiB",
+            "lower batch.tokens, set model.gradient_checkpointing or model.activation_offload, train a LoRA adapter "
+            "(model.lora.rank), use model.dtype=bf16, keep the optimizer on the host (parallel.offload=optimizer), or "
+            "shard over more devices (parallel.devices, torchrun)",
+        )
+
+
+def _read_whole(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ...]:
+    if counted.whole is None or devices == 1:
+        return ()
+    size = counted.parameters * DTYPES[recipe.model.dtype].itemsize
+    return (
+        f"every process reads all of {recipe.model.path} into the host's memory ({size / 2**30:.1f} GiB each) before "
+        f"it keeps its slices: {counted.whole}",
+    )

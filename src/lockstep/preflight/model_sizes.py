@@ -1,0 +1,193 @@
+"""Parameter counts and activation sizes of the models of a run, from their configurations alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.device.base import Device
+from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
+from lockstep.kernels.plain_modules import fused_feed_forwards
+from lockstep.model.decoder import decoder_layers, inner_decoder
+from lockstep.model.load import DTYPES, load_config, with_lora
+from lockstep.model.streamed import loaded_whole
+from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
+from lockstep.parallel.sharding import Grid
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.reward.model import reward_config
+from lockstep.reward.process import process_config
+
+# What reward models take of a device, told from their config alone.
+
+
+def reward_bytes(recipe: Recipe) -> int:
+    """The weights of `reward.model` and `reward.process`, each in the precision it is stored in. Every device has all
+    of them: they are not sliced."""
+    if recipe.method not in ONLINE:
+        return 0
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    named = recipe.reward.model or []
+    found = [
+        (AutoModelForSequenceClassification, reward_config(path))
+        for path in ([named] if isinstance(named, str) else named)
+    ]
+    if recipe.reward.process is not None:
+        found.append((AutoModelForCausalLM, process_config(recipe.reward.process)))
+    return sum(_weights(kind, config) for kind, config in found)
+
+
+def _weights(kind: Any, config: Any) -> int:
+    with torch.device("meta"):
+        model = kind.from_config(config, trust_remote_code=False)
+    # A config that does not say it: transformers then looks into the files, which hold no more than fp32.
+    size = (getattr(config, "dtype", None) or torch.float32).itemsize
+    return sum(parameter.numel() for parameter in model.parameters()) * int(size)
+
+
+# How many numbers the models of a run have, from shapes alone.
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Numbers of parameters: of the policy, those that are trained, and of what is frozen beside it, by the key that
+    keeps it on the host."""
+
+    parameters: int
+    trained: int
+    divided: int
+    """Those that the ranks of a tensor group divide."""
+    largest: int
+    """Those of the largest tensor that is trained."""
+    layer: int
+    """Those of the largest layer, whole."""
+    outside: int
+    """Those that no layer has: the embedding, the output head, the last norm."""
+    whole: str | None
+    """Why every process loads the whole model into the host's memory, where that is so."""
+    fused: bool
+    """Whether every feed-forward is one that devices with lean layers have fused, where no adapter is in it."""
+    frozen: dict[str, int]
+    reward: int = 0
+    """Bytes of the reward models, which have a precision of their own and are whole on every device."""
+
+
+def count_parameters(recipe: Recipe, config: Any) -> Counted:
+    """From shapes alone: the models are built without storage."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        # The norms, biases and adapters of a tensor group are too small to count apart.
+        divided = divided_parameters(base, recipe.parallel.tensor)
+        styles = styles_of(base, recipe.parallel.tensor) if recipe.parallel.tensor > 1 else {}
+        layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
+        fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == config.num_hidden_layers
+        model = with_lora(base, recipe.model.lora, seed=0)
+        with_adapters(inner_decoder(base), styles)  # refuses layers that cannot be divided with an adapter
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    frozen = _frozen(recipe, parameters - (sum(trained) if recipe.model.lora is not None else 0))
+    each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    outside, largest = parameters - sum(each), max(trained, default=0)
+    sizes = (parameters, sum(trained), divided, largest, max(each, default=0), outside)
+    return Counted(*sizes, whole, fused, frozen, reward_bytes(recipe))
+
+
+def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
+    """Numbers that a device has for a moment beside its slices, while a sharded model is loaded: in the pass that
+    enters it, what no layer has is gathered, and of the layers one, in the buffer that it came in, while that of the
+    layer before it is there still. Fused operators, which are tried one layer at a time, hold less."""
+    kept = counted.divided // grid.tensor
+    layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)
+    entered = counted.outside + 2 * layer + max(counted.outside, layer)
+    # What every process has whole on the host is divided over a tensor group before it is sliced.
+    parted = kept - kept // grid.shard if counted.whole and grid.tensor > 1 else 0
+    return max(entered, parted)
+
+
+def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
+    """Parameters of a reference or a teacher beside what is trained; `own` are those of a reference that is the policy
+    at its start."""
+    if reference_kind(recipe) == "model":
+        folder = reference_folder(recipe)
+        return {"offload_reference": own if folder == recipe.model.path else _parameters_of(folder)}
+    if recipe.distill.teacher is not None and recipe.distill.top_k is None:
+        return {"offload_teacher": _parameters_of(recipe.distill.teacher)}
+    return {}
+
+
+def _parameters_of(folder: str) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(folder), trust_remote_code=False)
+    return sum(p.numel() for p in model.parameters())
+
+
+# What the layers and the head of a model keep on a device, from shapes alone.
+
+
+class LayerKernels(NamedTuple):
+    """By which kernels a device computes the layers, as far as it decides what they keep."""
+
+    lean: bool = False
+    """Norms, rotary and attention of the device's own."""
+    fused: bool = False
+    """And its own feed-forward."""
+
+
+def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], devices: int) -> LayerKernels:
+    model = recipe.model
+    # In fp32 attention is torch's own, which copies what it is given.
+    half = DTYPES[model.dtype].itemsize < 4
+    lean = device.lean_layers and devices == 1 and counted.fused and half and not (model.lora and model.lora.dropout)
+    return LayerKernels(lean, lean and model.lora is None)
+
+
+def activation_bytes(
+    config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels | None = None, *, tensor: int = 1
+) -> int:
+    """What the decoder layers keep for the backward pass, counted over the tensors of a Llama-like layer.
+
+    Per token: the inputs of two norms and of the projections, queries, keys, values, the attention's output, and
+    four tensors as wide as the feed-forward; the norms also keep fp32 copies of their input. Lean layers keep no such
+    copies, and queries, keys and values once; a fused feed-forward keeps two tensors of its width.
+    """
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", heads) or heads
+    head_size = getattr(config, "head_dim", None) or hidden // heads
+    lean, fused = kernels or LayerKernels()
+    attention = (1 if lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
+    copies = 0 if lean else 2 * 2 * 4 * hidden
+    # Heads and feed-forward are divided over a tensor group, the stream between them is not.
+    layer = tokens * (size * (4 * hidden + (attention + (2 if fused else 4) * inner) // tensor) + copies)
+    if checkpointing:
+        return config.num_hidden_layers * tokens * hidden * size + layer
+    return config.num_hidden_layers * layer
+
+
+def kept_by_layer(
+    config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels, *, tensor: int = 1
+) -> int:
+    """Of what the layers keep until the backward pass reaches them, the part of one: with checkpointing its input."""
+    if checkpointing:
+        return tokens * int(config.hidden_size) * size
+    return activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // max(1, config.num_hidden_layers)
+
+
+def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
+    """A chunk of logits with its working copies, and the head's fp32 gradient."""
+    chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * config.vocab_size * tokens)
+    return chunk + (4 * config.vocab_size * config.hidden_size if head_trained else 0)
+
+
+def kv_bytes(config: Any, size: int) -> int:
+    """Keys and values of one token in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size * size

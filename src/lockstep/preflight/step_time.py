@@ -1,0 +1,318 @@
+"""How long a step takes on a cluster: floors by arithmetic and memory, what our kernels reach of them, and the links.
+
+A phase is told as three times: of computing, of collectives over the links between devices, and of copies to and from
+the host. What of the latter two hides behind computing is not known before it was run, so a step has two ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from lockstep.model.load import DTYPES
+from lockstep.parallel.sharding import grid_of
+from lockstep.preflight.batch_plan import logprob_limit, old_needed
+from lockstep.preflight.cluster import (
+    Members,
+    ModelCost,
+    StepWork,
+    TargetCluster,
+    attention_flops,
+    cache_seconds,
+    weights_seconds,
+)
+from lockstep.preflight.model_sizes import Counted, LayerKernels, activation_bytes, kept_by_layer
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE, reference_kind
+from lockstep.recipe.registry import estimator_row
+
+# Of a parameter with an fp32 master: its gradient and the new weight, and master and moments read and written; and of
+# one that is its own master, all in fp32.
+MASTER_BYTES, PLAIN_BYTES = 4 + 2 + 6 * 4, 4 + 6 * 4
+
+
+class Traffic(NamedTuple):
+    """Bytes that reach a device over its links in a step, by the collective."""
+
+    gathered: float = 0.0
+    scattered: float = 0.0
+    summed: float = 0.0
+    exchanged: float = 0.0
+
+    def __add__(self, other: object) -> Traffic:
+        assert isinstance(other, Traffic)
+        return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of a phase in a step."""
+
+    name: str
+    computing: float = 0.0
+    waiting: float = 0.0
+    """For collectives in the middle of a layer, which nothing can hide."""
+    links: float = 0.0
+    host: float = 0.0
+    tail: float = 0.0
+    """Until a response that goes on to the limit is done, when all others are."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def open(self) -> float:
+        """Where nothing hides behind computing, and a response goes on to the limit."""
+        return self.computing + self.waiting + self.links + self.host + self.tail
+
+    @property
+    def hidden(self) -> float:
+        """Where all hides that can (weights are gathered before anything is generated), and responses end together."""
+        if self.name == "generate":
+            return self.open - self.tail
+        return max(self.computing + self.waiting, self.links + self.host)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What is computed: the policy, its parameters, and a reference or teacher that may be another model."""
+
+    config: Any
+    cost: ModelCost
+    counted: Counted
+    frozen: ModelCost
+
+
+class StepTimes:
+    """The phases of a step of a recipe on a cluster."""
+
+    def __init__(
+        self, recipe: Recipe, models: ModelCosts, work: StepWork, cluster: TargetCluster, kernels: LayerKernels
+    ):
+        self.recipe, self.models, self.work, self.cluster, self.kernels = recipe, models, work, cluster, kernels
+        self.chip, self.size = cluster.chip, DTYPES[recipe.model.dtype].itemsize
+        flops = self.chip.flops(self.size)
+        assert flops is not None, "asked for a chip without a figure"
+        self.flops, self.memory = flops, self.chip.memory_speed
+        self.grid = grid_of(recipe.parallel, cluster.devices)
+        # A tensor group stands side by side; its slices of what it divides are with the same rank of other groups.
+        self.tensor, self.pieces = cluster.neighbours(self.grid.tensor), self.grid.shard * self.grid.tensor
+        self.slices = cluster.apart(self.grid.shard, self.grid.tensor)
+        self.every = cluster.neighbours(self.pieces)
+        self.copies = cluster.apart(self.grid.replicate, self.pieces)
+        self.context = recipe.parallel.context
+        self.groups = cluster.devices // recipe.parallel.group
+        cost = models.cost
+        # Of the weights but the head: nearly all of them, where a group divides any.
+        self.divided = min(1.0, models.counted.divided / (cost.read - cost.head))
+        # Of what the rows of an update are divided into, the largest share decides; a group divides it again.
+        rows = max(1, work.rows // work.updates)
+        self.share = -(-rows // self.groups) / rows / self.context
+
+    # -- phases
+
+    def phases(self) -> list[PhaseTime]:
+        recipe, online = self.recipe, self.recipe.method in ONLINE
+        found = [self.generate()] if online else []
+        asked = reference_kind(recipe) in ("model", "adapter")
+        if asked or (recipe.distill.teacher is not None and recipe.distill.top_k is None):
+            found.append(self.reference())
+        if online and (old_needed(recipe, self.work.updates) or logprob_limit(recipe) is not None):
+            found.append(replace(self.scored(self.models.cost), name="old probs"))
+        critic = online and estimator_row(recipe.algorithm.advantage).critic
+        if critic:
+            found.append(replace(self.scored(self.models.cost, head=False), name="values"))
+        found.append(self.update())
+        if critic:
+            found.append(replace(self.update(head=False), name="critic"))
+        return found
+
+    def generate(self) -> PhaseTime:
+        work, cost, counted = self.work, self.models.cost, self.models.counted
+        asked = -(-work.prompts // (self.cluster.devices // self.grid.tensor))
+        sequences = asked * work.samples
+        batch = min(sequences, self.recipe.rollout.max_sequences)
+        step = self._decoding(batch, work.prompt_tokens + work.response_tokens / 2)
+        prompts = asked * work.prompt_tokens
+        prefill = self._pass(cost, prompts, asked * work.prompt_tokens**2, asked, 1) / 3
+        decoding = -(-sequences // batch) * work.response_tokens * step
+        sums = self._sums(prompts + sequences * work.response_tokens)
+        left = max(0.0, self.recipe.rollout.max_tokens - work.response_tokens)
+        whole = self._gathering(counted.parameters, counted.divided, self.size)
+        return PhaseTime(
+            "generate",
+            prefill + decoding,
+            sums.waiting,
+            whole.links,
+            tail=left
+            * (self._decoding(1, work.prompt_tokens + self.recipe.rollout.max_tokens) + self._sums(1).waiting),
+            traffic=whole.traffic + sums.traffic,
+        )
+
+    def _decoding(self, batch: int, context: float) -> float:
+        """A token for each of `batch` sequences."""
+        cost, reached = self._part_of(self.models.cost), self.chip.reached
+        return (
+            weights_seconds(cost, batch, self.flops * reached.decoding, self.memory, self.size)
+            + cache_seconds(cost, batch, context, self.memory * reached.reading, self.size)
+            + cost.layers * reached.layer_seconds
+        )
+
+    def reference(self) -> PhaseTime:
+        found = self.scored(self.models.frozen)
+        settings, counted = self.recipe.parallel, self.models.counted
+        moved = settings.offload_reference or settings.offload_teacher
+        once = sum(counted.frozen.values()) * self.size / self.pieces / self.chip.host
+        return replace(found, name="reference", host=once if moved else 0.0)
+
+    def scored(self, cost: ModelCost, *, head: bool = True) -> PhaseTime:
+        """A forward pass over the step."""
+        work, updates = self.work, self.work.updates
+        tokens, squares, targets = self._shares()
+        micro = self.micro_batches
+        computing = self._pass(cost, tokens, squares, targets if head else 0, micro) / 3 * updates
+        whole = self._gathering(cost.read, self.divided * (cost.read - cost.head), self.size * micro * updates)
+        cut = self._cut_sequences(work.tokens * self.share, backward=False)
+        sums = self._sums(work.tokens * self.share)
+        traffic = whole.traffic + cut.traffic + sums.traffic
+        return PhaseTime("", computing, sums.waiting, whole.links + cut.links, traffic=traffic)
+
+    def update(self, *, head: bool = True) -> PhaseTime:
+        recipe, counted, cost = self.recipe, self.models.counted, self.models.cost
+        times, micro = self.work.updates * self.work.epochs, self.micro_batches
+        tokens, squares, targets = self._shares()
+        frozen = recipe.model.lora is not None
+        passes = self._pass(cost, tokens, squares, targets if head else 0, micro, frozen=frozen)
+        if recipe.model.gradient_checkpointing:
+            passes += self._pass(cost, tokens, squares, 0, 0) / 3
+        masters = bool(recipe.model.master_weights)
+        own = counted.trained / self.pieces
+        state = own * (MASTER_BYTES if masters else PLAIN_BYTES * self.size / 4)
+        adamw = state / self.memory * self.chip.reached.optimizer_passes
+        # Gradients of several micro-batches are added up in fp32.
+        adding = micro * own * (8 + self.size) / self.memory if micro > 1 else 0.0
+        # A layer is gathered before its forward and before its backward pass; gradients are summed in fp32.
+        whole = self._gathering(counted.parameters, counted.divided, 2 * self.size * micro)
+        # An adapter is too small to tell what of it is divided.
+        back = self._gathering(counted.trained, 0 if frozen else counted.divided, 4 * micro)
+        slice_bytes = own * 4 * micro
+        cut = self._cut_sequences(tokens, backward=True)
+        sums = self._sums(tokens, times=3 if recipe.model.gradient_checkpointing else 2)
+        links = whole.links + back.links + self.cluster.sum_seconds(slice_bytes, self.copies) + cut.links
+        traffic = cut.traffic + sums.traffic + whole.traffic
+        traffic += Traffic(scattered=back.traffic.gathered, summed=2 * _others(slice_bytes, self.copies))
+        host = (self._host_bytes(own, micro, masters) + self._activations(tokens)) / self.chip.host
+        all_traffic = Traffic(*(times * part for part in traffic))
+        computing = times * (passes + adding + adamw)
+        return PhaseTime("update", computing, times * sums.waiting, times * links, times * host, traffic=all_traffic)
+
+    # -- parts
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an update on each device."""
+        work, batch = self.work, self.recipe.batch
+        budget = self.recipe.line_tokens
+        if budget is None:
+            rows = -(-max(1, work.rows // work.updates) // self.groups)
+            return -(-rows // (batch.rows or rows))
+        lines, whole = (part / work.updates / self.groups / budget for part in (work.tokens, work.whole))
+        # No more whole sequences than fill the budget twice; see `data/groups.py`.
+        return max(1, _up(lines), _up(whole / 2))
+
+    def _shares(self) -> tuple[float, float, float]:
+        """Tokens, squares and targets of an update on one device."""
+        part = self.share / self.work.updates
+        return self.work.tokens * part, self.work.squares * part, self.work.targets * part
+
+    def _pass(
+        self, cost: ModelCost, tokens: float, squares: float, targets: float, micro: int, *, frozen: bool = False
+    ) -> float:
+        """Forward and backward of so many tokens; a forward pass is a third of it. The head sees the targets alone."""
+        reached, cost = self.chip.reached, self._part_of(cost)
+        multiplied = (cost.multiplied - cost.head) * tokens + cost.head * targets
+        kept = activation_bytes(self.models.config, 1, self.size, False, self.kernels, tensor=self.grid.tensor) * tokens
+        return (
+            (4 if frozen else 6) * multiplied / self.flops
+            + attention_flops(cost, squares) / self.flops / reached.attention
+            + reached.layer_passes * kept / self.memory
+            + reached.head_passes * 4 * cost.vocabulary * targets / self.memory
+            + micro * cost.layers * reached.micro_batch_seconds
+        )
+
+    def _part_of(self, cost: ModelCost) -> ModelCost:
+        """What a rank of a tensor group has of a model: all of the head, and of the layers its heads and columns."""
+        count = self.grid.tensor
+        left = 1 - self.divided + self.divided / count
+        return replace(
+            cost,
+            multiplied=cost.head + round((cost.multiplied - cost.head) * left),
+            read=cost.head + round((cost.read - cost.head) * left),
+            attended=cost.attended // count,
+            cached=cost.cached // count,
+        )
+
+    def _gathering(self, parameters: float, divided: float, each: float) -> PhaseTime:
+        """All-gather of parameters, `each` bytes for one. What a tensor group divides comes from the slices of it; of
+        all else every rank of the group has a slice too."""
+        part, rest = divided / self.grid.tensor * each, (parameters - divided) * each
+        seconds = self.cluster.gather_seconds(part, self.slices) + self.cluster.gather_seconds(rest, self.every)
+        return PhaseTime("", links=seconds, traffic=Traffic(_others(part, self.slices) + _others(rest, self.every)))
+
+    def _sums(self, tokens: float, *, times: int = 1) -> PhaseTime:
+        """All-reduces of a tensor group for so many tokens: of what attention and feed-forward of each layer give; once
+        more for their gradients backward, and once more where layers are computed twice. Their latency is not known."""
+        if self.grid.tensor == 1:
+            return PhaseTime("")
+        hidden = self.models.config.get_text_config().hidden_size
+        whole = 2 * times * self.models.cost.layers * tokens * hidden * self.size
+        seconds = self.cluster.sum_seconds(whole, self.tensor)
+        return PhaseTime("", waiting=seconds, traffic=Traffic(summed=2 * _others(whole, self.tensor)))
+
+    def _cut_sequences(self, tokens: float, *, backward: bool) -> PhaseTime:
+        """What attention over sequences that several devices divide sends, for so many tokens of a device.
+
+        Forward keys and values, or with ulysses also queries and outputs; backward the same again, and with the others
+        the gradients of keys and values in fp32.
+        """
+        count = self.context
+        if count == 1:
+            return PhaseTime("")
+        group, cost = self.cluster.neighbours(count), self.models.cost
+        layout = self.recipe.parallel.context_layout
+        if layout == "ulysses":
+            sent = (2 * cost.attended + cost.cached) * tokens * self.size * (count - 1) / count * (2 if backward else 1)
+            seconds = self.cluster.exchange_seconds(sent, group)
+            return PhaseTime("", links=seconds, traffic=Traffic(exchanged=sent))
+        once = cost.cached * tokens * self.size * (count - 1)
+        gradients = cost.cached * tokens * 4 * (count if layout == "zigzag" else count - 1)
+        sent = 2 * once + gradients if backward else once
+        if layout == "zigzag":
+            return PhaseTime("", links=self.cluster.exchange_seconds(sent, group), traffic=Traffic(exchanged=sent))
+        seconds = self.cluster.gather_seconds(sent * count / (count - 1), group)
+        back = gradients if backward else 0.0
+        return PhaseTime("", links=seconds, traffic=Traffic(gathered=sent - back, scattered=back))
+
+    def _host_bytes(self, own: float, micro: int, masters: bool) -> float:
+        """To and from the host in an update."""
+        offload, found = self.recipe.parallel.offload, 0.0
+        if offload in ("optimizer", "all"):
+            found += 2 * own * ((3 if masters else 2) * (4 if masters else self.size))
+        if offload in ("params", "all"):
+            found += micro * (2 * self.models.counted.parameters * self.size / self.pieces + 4 * own)
+        return found
+
+    def _activations(self, tokens: float) -> float:
+        """Those of an update that wait on the host, there and back: of all layers but the last."""
+        model, config = self.recipe.model, self.models.config
+        if not model.activation_offload:
+            return 0.0
+        how = (self.size, model.gradient_checkpointing, self.kernels)
+        return 2 * (config.num_hidden_layers - 1) * kept_by_layer(config, int(tokens), *how, tensor=self.grid.tensor)
+
+
+def _others(whole: float, group: Members) -> float:
+    """What the other members of a group have of it."""
+    return whole * (group.size - 1) / group.size
+
+
+def _up(number: float) -> int:
+    return int(number) + (number > int(number))

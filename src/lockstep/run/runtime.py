@@ -1,0 +1,139 @@
+"""The runtime of one process: its device, its ranks, its console and its random-number generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.device.base import Device
+from lockstep.device.select import explain
+from lockstep.parallel.context import with_context
+from lockstep.parallel.stall import Stall
+from lockstep.parallel.tensor import with_tensor
+from lockstep.parallel.world import World, joined
+from lockstep.recipe import Recipe
+from lockstep.run.console import Console
+
+# The random numbers of a run: seeds, and the generator states that a checkpoint holds.
+#
+# Responses and the draws of a step are functions of the seed and the position in the run, so they need no state.
+# Dropout and whatever else draws from the global generators (torch on the host and on the device, Python, NumPy)
+# needs one state for each *stream*. Ranks of a tensor group see the same tokens and must draw the same masks: they
+# share a stream. Every other rank, also each rank of a context group, has tokens of its own and a stream of its own
+# (`World.engine`).
+
+_PREFIX = "rng"
+
+
+def generator_of(seed: tuple[int, ...]) -> torch.Generator:
+    """A generator for the draws of one step: the same on every rank, from the run's seed and the place in the run."""
+    return torch.Generator().manual_seed(seed_of(*seed))
+
+
+def seed_of(*parts: int) -> int:
+    """One seed out of several numbers."""
+    return int.from_bytes(sha256(repr(parts).encode()).digest()[:7], "big")
+
+
+def seed_generators(seed: int, device: Device) -> None:
+    """Seed every global generator of this process."""
+    device.seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # user code and model code draw from the global generator
+
+
+def generator_states(device: Device, rank: int) -> dict[str, torch.Tensor]:
+    """The states of this process's generators, by the names that they have in a checkpoint."""
+    states = {
+        "host": torch.get_rng_state(),
+        "device": device.rng_state().cpu(),
+        "python": _python_state(),
+        "numpy": _numpy_state(),
+    }
+    return {f"{_PREFIX}/{name}/{rank}": state for name, state in states.items()}
+
+
+def restore_generators(
+    stored: Mapping[str, torch.Tensor], earlier_size: int, earlier_tensor: int, world: World, device: Device
+) -> bool:
+    """Continue the stream of this rank. False where the checkpoint has no state for it, or one of another device.
+
+    A checkpoint holds a state for each rank that wrote it. The ranks of a tensor group have the same one, so a stream
+    is read from the first rank of the group that had it.
+    """
+    if world.engine >= earlier_size // earlier_tensor:
+        return False
+    rank = world.engine * earlier_tensor
+    on_device = stored[f"{_PREFIX}/device/{rank}"]
+    if on_device.numel() != device.rng_state().numel():
+        return False
+    torch.set_rng_state(stored[f"{_PREFIX}/host/{rank}"])
+    device.set_rng_state(on_device)
+    # Checkpoints of earlier versions do not hold these.
+    if (python := stored.get(f"{_PREFIX}/python/{rank}")) is not None:
+        _restore_python(python)
+    if (numpy := stored.get(f"{_PREFIX}/numpy/{rank}")) is not None:
+        _restore_numpy(numpy)
+    return True
+
+
+# States as plain numbers, because reading a pickle may execute code. float64 holds 32-bit words exactly.
+
+
+def _python_state() -> torch.Tensor:
+    _, words, gauss = random.getstate()
+    return torch.tensor([*words, gauss is not None, gauss or 0.0], dtype=torch.float64)
+
+
+def _restore_python(state: torch.Tensor) -> None:
+    *words, has_gauss, gauss = state.tolist()
+    random.setstate((3, tuple(map(int, words)), gauss if has_gauss else None))
+
+
+def _numpy_state() -> torch.Tensor:
+    told: Any = np.random.get_state(legacy=True)
+    _, words, *rest = told
+    return torch.tensor([*words.tolist(), *rest], dtype=torch.float64)
+
+
+def _restore_numpy(state: torch.Tensor) -> None:
+    *words, position, has_gauss, gauss = state.tolist()
+    told = ("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss)
+    np.random.set_state(told)
+
+
+# What a process of a run computes with: its device, the ranks beside it, and a console that only the first has.
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """`switches` are those of the device's libraries that make it deterministic, as they were set."""
+
+    device: Device
+    world: World
+    console: Console
+    switches: dict[str, str]
+
+
+@contextmanager
+def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
+    """The device that the recipe names and the other ranks, joined until the run is over."""
+    device, sentence = explain(recipe.device)
+    # Before the first tensor and the first collective: libraries read these switches once.
+    switches = device.deterministic(True) if recipe.run.deterministic else {}
+    seconds = recipe.parallel.stall_seconds
+    stall = None if seconds is None else Stall(seconds, Path(recipe.run.folder) / recipe.run.name)
+    with joined(device, stall) as world:
+        console = console if world.main else Console.silent()
+        console.say(sentence)
+        world = with_context(world, device, recipe.parallel.context, recipe.parallel.context_layout)
+        world = with_tensor(world, recipe.parallel.tensor)
+        yield Runtime(device, world, console, switches)

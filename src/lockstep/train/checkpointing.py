@@ -1,0 +1,331 @@
+"""Checkpoints of a run: resume from the newest, save, export."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.data.template import is_named, template_text
+from lockstep.methods import METHODS
+from lockstep.model.export import export_checkpoint
+from lockstep.model.export_check import Verification, probe_of
+from lockstep.model.heads import ValueModel
+from lockstep.model.policy import Policy
+from lockstep.model.weights import held_weights, restore_weights
+from lockstep.parallel.sharding import let_go
+from lockstep.recipe import Recipe
+from lockstep.recipe.loader import resolved
+from lockstep.recipe.measure import best_measure
+from lockstep.reward.model import STATS
+from lockstep.run import checkpoint as checkpoints
+from lockstep.run.folder import RunFolder
+from lockstep.run.model_card import card_files
+from lockstep.run.runtime import generator_states, restore_generators, seed_generators, seed_of
+from lockstep.train.models import Models
+from lockstep.train.optim import LossScale
+from lockstep.train.resume import (
+    Fingerprints,
+    changed_decay,
+    model_fingerprints,
+    model_paths,
+    rate_changes,
+    refuse_changed_data,
+    refuse_changed_models,
+    refuse_changed_recipe,
+    refuse_unlike_machines,
+)
+from lockstep.train.run_writer import Run
+
+if TYPE_CHECKING:
+    from lockstep.run.sharded_checkpoint import ShardedWriter
+
+
+# What model a run makes, and a checkpoint of it as a folder.
+
+
+def kind_of(recipe: Recipe) -> str:
+    """A language model, or a reward model: what `State.kind` says."""
+    method = METHODS.get(recipe.method)
+    return "policy" if method is None else method.model
+
+
+def files_of(recipe: Recipe, carried: Mapping[str, float], run: RunFolder) -> dict[str, str]:
+    """What whoever uses the model must know beside it: `State.files`."""
+    method = METHODS.get(recipe.method)
+    files = {**(method.files(recipe) if method else {}), **_template(recipe, run)}
+    if kind_of(recipe) == "value" and carried.get("score_std"):
+        files[STATS] = json.dumps({"mean": carried["score_mean"], "std": carried["score_std"]})
+    return files
+
+
+def write_export(
+    recipe: Recipe,
+    found: checkpoints.Checkpoint,
+    out: Path,
+    run: RunFolder,
+    *,
+    adapter: bool = False,
+    replace: bool = False,
+) -> tuple[list[str], Verification]:
+    """The checkpoint as what its method makes, with a card of what its run did; returns what to say of it."""
+    state, said = found.state, [f"exported the model to {out}"]
+    if not state.kind:  # an earlier version saved it
+        state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried, run)
+    card = card_files(run, state.step, adapter=adapter)
+    verified = export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
+    if state.kind == "value" and STATS not in state.files:
+        said.append("its scores are not normalised: there were no validation rows (data.val) to take mean and std from")
+    return said, verified
+
+
+def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
+    """The chat template that the run was trained with, where it is not the model's own."""
+    if not is_named(recipe.data):
+        return {}
+    kept = run.template
+    text = kept.read_text(encoding="utf-8") if kept.is_file() else template_text(recipe.data.template)
+    return {kept.name: text}
+
+
+# Checkpoints of a run: go on from the newest, save, export. One process writes whole tensors, several their slices.
+
+
+@dataclass
+class Position:
+    """Where a run stands: steps made, and what its loop carries from one step to the next."""
+
+    step: int = 0
+    carried: dict[str, float] = field(default_factory=dict)
+
+
+class Checkpointer:
+    """`keeps` is False for a replay, which saves nothing. `accept_changed`: resume although a model's files changed."""
+
+    def __init__(self, run: Run, models: Models, *, keeps: bool = True, accept_changed: bool = False):
+        self.run, self.models, self.accept_changed = run, models, accept_changed
+        self.fingerprints: Fingerprints = self._fingerprints() if keeps else {}
+        self.folder = run.folder.checkpoints
+        self.measure = best_measure(run.recipe)
+        self.saved_at: int | None = None
+        self._writer: ShardedWriter | None = None
+        if run.world.size > 1:
+            from lockstep.run.sharded_checkpoint import ShardedWriter
+
+            self._writer = ShardedWriter(self.folder, run.world, self._landed)
+        self._unsaid: list[tuple[Callable[[str], None], str]] = []
+        """What the thread that writes has to say, and how."""
+
+    def resume(self) -> Position:
+        """The newest whole checkpoint brought back; without one, the start."""
+        run, world = self.run, self.run.world
+        if world.main:
+            checkpoints.sweep(self.folder)
+            checkpoints.set_damaged_aside(self.folder, run.console.warn)
+        world.barrier()
+        found = checkpoints.newest(self.folder)
+        if found is None:
+            run.rewind(-1)
+            self.saved_at = 0
+            return Position()
+        self._refuse_changes(found.state)
+        self._restore(found)
+        run.rewind(found.state.step)
+        run.console.say(f"resuming {run.folder.path} after step {found.state.step}")
+        self.saved_at = found.state.step
+        return Position(found.state.step, dict(found.state.carried))
+
+    def _fingerprints(self) -> Fingerprints:
+        """Of every model of the run, taken before the first step: what was loaded is what is told (a collective)."""
+        world, paths = self.run.world, model_paths(self.run.recipe)
+        with world.stage("fingerprints of the models"):
+            own = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None
+            every = world.gather(own)
+        refuse_unlike_machines(every)
+        return next(one for one in every if one is not None)
+
+    def _refuse_changes(self, state: checkpoints.State) -> None:
+        """Refuse what the run cannot resume with; say and remember what else has changed."""
+        run, console = self.run, self.run.console
+        changed = refuse_changed_recipe(state, resolved(run.recipe), self.fingerprints)
+        for change in changed:
+            console.warn(f"resuming although {change}")
+        for sentence in rate_changes(state, run.prepared.batches.steps, run.recipe):
+            console.warn(sentence)
+        optimizers = [learner.optimizer for learner in self.models.learners]
+        for sentence in changed_decay(state, optimizers, run.recipe.optim):
+            console.warn(sentence)
+        for sentence in refuse_changed_data(state.data, run.prepared.fingerprints):
+            console.warn(sentence)
+        accepted = refuse_changed_models(state.models, self.fingerprints, accepted=self.accept_changed)
+        for key, files in accepted.items():
+            console.warn(f"resuming although the model of {key} has changed (--accept-changed): {', '.join(files)}")
+        if not state.models:
+            console.say(
+                "the checkpoint was written by a version that stored no fingerprints of models: whether their files "
+                "have changed since then is not checked"
+            )
+        run.resumed = {
+            "after_step": state.step,
+            "changed": {change.key: [change.before, change.now] for change in changed},
+            "accepted_models": accepted,
+        }
+
+    def _restore(self, found: checkpoints.Checkpoint) -> None:
+        learner, critic = self.models.trained, self.models.critic
+        for one in self.models.learners:
+            let_go(one.module)
+        restore_weights(_stored(learner.module), found.weights, str(found.path))
+        learner.optimizer.restore(found.optimizer)
+        learner.skipped = found.state.skipped
+        if critic is not None:
+            restore_weights(critic.module, found.critic, str(found.path))
+            critic.optimizer.restore(found.critic_optimizer)
+        numbers = found.state.loss_scale
+        for scale, value, quiet in zip(self._scales(), numbers[::2], numbers[1::2], strict=True):
+            scale.value, scale.quiet = value, int(quiet)
+        self._restore_generators(found)
+
+    def _restore_generators(self, found: checkpoints.Checkpoint) -> None:
+        world, state, now = self.run.world, found.state, self.run.recipe.parallel
+        before = state.recipe.get("parallel", {})
+        tensor, context = before.get("tensor", 1), before.get("context", 1)
+        if not restore_generators(found.optimizer, state.world_size, tensor, world, self.run.device):
+            # Not the seed of the first step: its masks were drawn already.
+            seed_generators(seed_of(self.run.recipe.run.seed, state.step, world.engine), self.run.device)
+        if (state.world_size, tensor, context) != (world.size, now.tensor, now.context):
+            layouts = [_layout(world.size, now.tensor, now.context), _layout(state.world_size, tensor, context)]
+            self.run.console.warn(
+                f"resuming on {layouts[0]} what ran on {layouts[1]}: "
+                "rows and updates are the same, dropout masks are other ones"
+            )
+
+    def _scales(self) -> list[LossScale]:
+        return [learner.scale for learner in self.models.learners if learner.scale is not None]
+
+    def save(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> None:
+        """A checkpoint of the step just finished; of several processes it may be whole only when `settle` returns."""
+        run, world = self.run, self.run.world
+        with world.stage(f"checkpoint of step {position.step}"):
+            state, tensors = self._state(position, rows_seen, metrics), self._tensors()
+            if self._writer is None:
+                self._landed(checkpoints.save(self.folder, state, tensors))
+                self.tell()
+            else:
+                self._writer.begin(state, tensors)
+                if not run.recipe.checkpoint.asynchronous:
+                    self.settle()
+        self.saved_at = position.step
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self._writer is not None:
+            with self.run.world.stage("the checkpoint that is being written"):
+                self._writer.settle()
+        self.tell()
+
+    def tell(self) -> None:
+        """Say which checkpoints have become whole since."""
+        while self._unsaid:
+            how, text = self._unsaid.pop(0)
+            how(text)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self.tell()
+
+    def _state(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> checkpoints.State:
+        run = self.run
+        return checkpoints.State(
+            step=position.step,
+            rows_seen=rows_seen,
+            recipe=resolved(run.recipe),
+            data=run.prepared.fingerprints,
+            world_size=run.world.size,
+            measured=self._measured(metrics),
+            loss_scale=[number for scale in self._scales() for number in (scale.value, float(scale.quiet))],
+            skipped=self.models.trained.skipped,
+            end_tokens=run.prepared.end_tokens,
+            planned=run.prepared.batches.steps,
+            kind=kind_of(run.recipe),
+            files=files_of(run.recipe, position.carried, run.folder),
+            carried=dict(position.carried),
+            decay_rule="role",
+            probe=probe_of(_module(self.models), self.models.device),
+            models=self.fingerprints,
+        )
+
+    def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Validation, and the metric that the recipe names; the first process has written this one into its log."""
+        told = [name for name in metrics if name == self.measure.name or name.startswith("val")]
+        return {name: metrics[name] for name in told if math.isfinite(metrics[name])}
+
+    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By part, as this rank holds them; each rank adds its own random states."""
+        learner, critic, rank = self.models.trained, self.models.critic, self.run.world.rank
+        for one in self.models.learners:
+            let_go(one.module)
+        tensors = {
+            checkpoints.MODEL: held_weights(_stored(learner.module)),
+            checkpoints.OPTIMIZER: {**learner.optimizer.held(), **generator_states(self.run.device, rank)},
+        }
+        if critic is not None:
+            tensors[checkpoints.CRITIC] = held_weights(critic.module)
+            tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.held()
+        return tensors
+
+    def _landed(self, path: Path) -> None:
+        """A checkpoint is whole: older ones may go."""
+        settings, console = self.run.recipe.checkpoint, self.run.console
+
+        def warn(text: str) -> None:
+            self._unsaid.append((console.warn, text))
+
+        keep = {"keep_last": settings.keep_last, "keep_best": settings.keep_best}
+        checkpoints.prune(self.folder, **keep, measure=self.measure, warn=warn)
+        self._unsaid.append((console.say, f"saved {path}"))
+
+    def export(self, step: int) -> None:
+        """The model of a step as a Hugging Face folder in the run folder, where that step was saved; the best model
+        instead where the recipe says what the best is."""
+        run = self.run
+        if self.saved_at != step or not run.recipe.run.export:
+            return
+        if run.recipe.checkpoint.best is not None:
+            best = checkpoints.best_step(self.folder, self.measure)
+            if best is None:
+                run.console.warn(f"no checkpoint has a finite {self.measure.name}: the last one is exported")
+            else:
+                step, value = best
+                run.console.say(f"the best checkpoint is that of step {step}: {self.measure.name} {value:.6g}")
+        found = checkpoints.read(checkpoints.folder_of(self.folder, step))
+        checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
+        said, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
+        for line in said:
+            run.console.say(line)
+        (run.console.say if verified.done else run.console.warn)(f"{run.folder.export}: {verified.sentence}")
+
+
+def _module(models: Models) -> Policy | ValueModel:
+    """What the run trains and exports."""
+    module = models.trained.module
+    assert isinstance(module, Policy | ValueModel)
+    return module
+
+
+def _layout(size: int, tensor: int, context: int) -> str:
+    groups = [f"parallel.{key}={value}" for key, value in (("tensor", tensor), ("context", context)) if value > 1]
+    return f"{size} process{'es' if size > 1 else ''}" + (f" ({', '.join(groups)})" if groups else "")
+
+
+def _stored(module: Any) -> torch.nn.Module:
+    """The part of a learner's module that a checkpoint holds."""
+    stored = module.stored
+    assert isinstance(stored, torch.nn.Module)
+    return stored

@@ -1,0 +1,230 @@
+"""AdamW whose state, or weights and gradients, live on the host: the same numbers as on the device.
+
+The update itself is computed on the device, by the same operators, a few parameters at a time: what it needs is
+brought there and written back. Elementwise operators give the same for one parameter as for all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from lockstep.parallel.offload import TOGETHER, HostRoom, on_device
+from lockstep.parallel.sharded_files import fill_all
+from lockstep.parallel.sharding import total_norm
+from lockstep.parallel.tensor import is_sliced
+from lockstep.recipe.schema import Optim
+from lockstep.train.optim import Optimizer, decays_of, device_kernel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class HostOptimizer(Optimizer):
+    """`device` computes; `state_on_host` says where masters and moments live between updates. Weights and gradients
+    are where the model has them."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: Optim,
+        *,
+        masters: bool,
+        fused: bool,
+        kernel: str,
+        device: torch.device,
+        state_on_host: bool,
+        spared: Collection[str] = (),
+    ):
+        self.parameters = dict(parameters)
+        self.decays = decays_of(self.parameters, settings, spared)
+        self.masters, self.device, self.state_on_host, self.settings = masters, device, state_on_host, settings
+        self.clip = settings.clip
+        self.fused = fused
+        self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
+        self._room = HostRoom(device)
+        self._held: dict[str, torch.Tensor] = {}
+        """Gradients that were taken over from the parameters; without masters, once their norm was asked for."""
+        self._state = {name: self._fresh(parameter) for name, parameter in self.parameters.items()}
+        """By parameter: the slice of the master and the moments that this rank has, and the count of steps."""
+
+    def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        weight = local(parameter.detach())
+        master = weight.float() if self.masters else weight
+        state = {key: self._home(torch.zeros_like(master)) for key in MOMENTS}
+        if self.masters:
+            state["master"] = self._home(master)
+        on = self.device if self.fused and self._kernel is None else None
+        return {"step": torch.zeros((), device=on), **state}
+
+    def _home(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._room.copy(tensor) if self.state_on_host else on_device(tensor, self.device)
+
+    def masters_held(self) -> dict[str, torch.Tensor]:
+        if not self.masters:
+            return {}
+        return {name: _as_sliced(state["master"], self.parameters[name]) for name, state in self._state.items()}
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        if not self.masters:
+            return
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            held = self._held.get(name)
+            if held is None:
+                self._held[name] = parameter.grad if self._kernel is not None else parameter.grad.float()
+            else:
+                self._held[name] = held.float().add_(parameter.grad)
+            parameter.grad = None
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        return self._held.get(name, self.parameters[name].grad)
+
+    @torch.no_grad()
+    def gradient_norm(self, scale: float = 1.0) -> torch.Tensor:
+        if not self.masters:
+            taken = {name: parameter.grad for name, parameter in self.parameters.items()}
+            self._held = {name: gradient for name, gradient in taken.items() if gradient is not None}
+        self._held = {name: _moved(gradient, self.device) for name, gradient in self._held.items()}
+        if scale != 1.0:
+            self._held = {name: gradient.div_(scale) for name, gradient in self._held.items()}
+        if self._kernel is None:
+            return total_norm(self._held.values())
+        if not self._held:
+            return torch.zeros(())
+        norms = torch._foreach_norm(list(self._held.values()), 2, dtype=torch.float32)
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: torch.Tensor) -> None:
+        factor = None if self.clip is None else (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        for names in self._parts():
+            self._update(names, lr, factor, norm)
+        self.forget()
+
+    def _parts(self) -> Iterator[list[str]]:
+        names: list[str] = []
+        numbers = 0
+        for name, gradient in self._held.items():
+            size = local(gradient).numel()
+            if names and numbers + size > TOGETHER:
+                yield names
+                names, numbers = [], 0
+            names.append(name)
+            numbers += size
+        if names:
+            yield names
+
+    def _update(self, names: list[str], lr: float, factor: torch.Tensor | None, norm: torch.Tensor) -> None:
+        weights = {name: local(self.parameters[name].detach()) for name in names}
+        here: dict[str, dict[str, torch.Tensor]] = {}
+        for name in names:
+            here[name] = {key: _brought(self._state[name][key], self.device) for key in MOMENTS}
+            stepped = self._state[name]["master"] if self.masters else weights[name]
+            here[name]["weight"] = _brought(stepped, self.device)
+        if self._kernel is not None:
+            self._by_kernel(names, weights, here, lr, torch.ones_like(norm) if factor is None else factor)
+        else:
+            self._by_torch(names, here, lr, factor)
+        for name in names:
+            for key in MOMENTS:
+                _put(here[name][key], self._state[name][key])
+            if self.masters:
+                _put(here[name]["weight"], self._state[name]["master"])
+            if self._kernel is None:
+                _put(here[name]["weight"], weights[name])
+
+    def _by_torch(
+        self, names: list[str], here: dict[str, dict[str, torch.Tensor]], lr: float, factor: torch.Tensor | None
+    ) -> None:
+        beta1, beta2 = self.settings.betas
+        for decay in dict.fromkeys(self.decays[name] for name in names):
+            group = [name for name in names if self.decays[name] == decay]
+            gradients = [local(self._held[name]) for name in group]
+            if factor is not None:
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            adamw(
+                [here[name]["weight"] for name in group],
+                gradients,
+                [here[name]["exp_avg"] for name in group],
+                [here[name]["exp_avg_sq"] for name in group],
+                [],
+                [self._state[name]["step"] for name in group],
+                fused=True if self.fused else None,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=lr,
+                weight_decay=decay,
+                eps=self.settings.eps,
+                maximize=False,
+            )
+
+    def _by_kernel(
+        self,
+        names: list[str],
+        weights: dict[str, torch.Tensor],
+        here: dict[str, dict[str, torch.Tensor]],
+        lr: float,
+        factor: torch.Tensor,
+    ) -> None:
+        kernel: Any = self._kernel
+        entries, counts = [], []
+        for name in names:
+            one = here[name]
+            moments = one["exp_avg"], one["exp_avg_sq"]
+            entries.append(kernel.Entry(weights[name], self._held[name], one["weight"], *moments, self.decays[name]))
+            self._state[name]["step"] += 1
+            counts.append(self._state[name]["step"].item())
+        betas = (self.settings.betas[0], self.settings.betas[1])
+        kernel.AdamwUpdate(entries).step(counts, factor, lr=lr, betas=betas, eps=self.settings.eps)
+
+    def forget(self) -> None:
+        self._held = {}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def held(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{key}/{name}": value if key == "step" else _as_sliced(value, self.parameters[name])
+            for name, state in self._state.items()
+            for key, value in state.items()
+        }
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        fill_all(self.held(), tensors)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The slice that this rank has."""
+    return tensor.to_local() if is_sliced(tensor) else tensor
+
+
+def _as_sliced(slice_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A slice of what has the parameter's shape, over the same ranks."""
+    if not is_sliced(parameter):
+        return slice_
+    from torch.distributed.tensor import DTensor
+
+    where = (parameter.device_mesh, parameter.placements)
+    return DTensor.from_local(slice_, *where, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _moved(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return gradient if local(gradient).device == device else _as_sliced(on_device(local(gradient), device), gradient)
+
+
+def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device: itself where it lives there. Where host and device are one it is copied all the same, so that
+    what is forgotten to be written back is missed there too."""
+    return tensor if tensor.device == device and device.type != "cpu" else on_device(tensor, device)
+
+
+def _put(value: torch.Tensor, home: torch.Tensor) -> None:
+    if value is not home:
+        home.copy_(value)

@@ -1,0 +1,95 @@
+"""What a reference or a teacher says of every row, asked once and read from disk from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.data.batching import of_all, own_part, to_device
+from lockstep.data.stored import Joined, sequences
+from lockstep.device.base import Device
+from lockstep.kernels.divergence import Whole, likeliest
+from lockstep.model.policy import Policy, Teacher, evaluating
+from lockstep.preflight.prepare import Prepared
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import reference_folder, reference_kind
+from lockstep.run.console import Console
+from lockstep.train.logprob_cache import Columns, LogprobCache, Shape, fingerprint, open_cache
+from lockstep.train.models import Models, load_reference, load_teacher, over_targets
+from lockstep.types import Item
+
+
+def add_cache(models: Models, recipe: Recipe, prepared: Prepared, device: Device, console: Console) -> None:
+    """Give the models the answers that the recipe wants computed beforehand, or the teacher that it wants asked."""
+    world = models.world
+    if reference_kind(recipe) == "disk":
+        models.cache = _of_reference(models, recipe, prepared, device, console)
+    if recipe.distill.teacher is None:
+        return
+    if recipe.distill.top_k is None:
+        models.teacher = load_teacher(recipe, device, world, models.device)
+    else:
+        models.cache = _of_teacher(models, recipe, prepared, device, console, recipe.distill.top_k)
+
+
+def _of_reference(models: Models, recipe: Recipe, prepared: Prepared, device: Device, console: Console) -> LogprobCache:
+    loaded: list[Policy] = []
+    world = models.world
+
+    def compute(items: Sequence[Item]) -> Columns:
+        if not loaded:
+            loaded.append(load_reference(recipe, device, world, models.device))
+        update = models.arrange(items)
+        return {"logprobs": over_targets(loaded[0], update, world, models.device, lambda scores: scores.logprobs_K)}
+
+    shapes, asked = {"logprobs": Shape("float32")}, {"dtype": recipe.model.dtype}
+    return _opened(models, recipe, prepared, console, "reference", reference_folder(recipe), asked, shapes, compute)
+
+
+def _of_teacher(
+    models: Models, recipe: Recipe, prepared: Prepared, device: Device, console: Console, k: int
+) -> LogprobCache:
+    k = min(k, prepared.config.vocab_size)
+    temperature, world = recipe.distill.temperature, models.world
+    loaded: list[Teacher] = []
+
+    @torch.no_grad()
+    def compute(items: Sequence[Item]) -> Columns:
+        if not loaded:
+            loaded.append(load_teacher(recipe, device, world, models.device))
+        update = models.arrange(items)
+        ids, logprobs = torch.zeros(update.targets, k), torch.zeros(update.targets, k + 1)
+        with evaluating(loaded[0]):
+            for batch in update.batches:
+                whole = loaded[0](to_device(own_part(batch), models.device))
+                assert isinstance(whole, Whole)
+                top = likeliest(whole, k, temperature)
+                # As floats: token ids are far below what fp32 counts exactly, and ranks add up one type.
+                ids[batch.index_K] = of_all(batch, top.ids_Kk.float()).cpu()
+                logprobs[batch.index_K] = of_all(batch, top.logprobs_Kk1).cpu()
+        return {"ids": world.sum_tensor(ids).int(), "logprobs": world.sum_tensor(logprobs)}
+
+    shapes = {"ids": Shape("int32", k), "logprobs": Shape("float32", k + 1)}
+    asked = {"dtype": recipe.model.dtype, "top_k": k, "temperature": temperature}
+    return _opened(models, recipe, prepared, console, "teacher", str(recipe.distill.teacher), asked, shapes, compute)
+
+
+def _opened(
+    models: Models,
+    recipe: Recipe,
+    prepared: Prepared,
+    console: Console,
+    kind: str,
+    path: str,
+    asked: dict[str, Any],
+    shapes: dict[str, Shape],
+    compute: Callable[[Sequence[Item]], Columns],
+) -> LogprobCache:
+    items: Sequence[Item] = Joined([prepared.train.items, prepared.val.items if prepared.val else []])
+    identity = fingerprint(path, sequences(items), asked)
+    parent = Path(recipe.run.folder) / "tables"
+    with console.task(f"What the {kind} says of every row", len(items)) as task:
+        return open_cache(parent, kind, identity, shapes, items, compute, models.world, task.advance)
