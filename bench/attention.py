@@ -4,7 +4,7 @@
 
 Rows: flash over the packed line as we run it, and torch's cuDNN attention on the same line and on the same rows as a
 dense batch, where it takes them. Groups, three ways: every sequence whole on the line, prompts once with every sequence
-made whole for the kernel, and prompts once in two parts (`kernels/cascade.py`), which is what a device with flash
+made whole for the kernel, and prompts once in two parts (`flash.py`), which is what a device with flash
 attention does. All are held against the plain twin in fp32 first.
 """
 
@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.device.base import Device
 from lockstep.device.select import select
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.varlen import KERNELS, varlen_attention
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.varlen import KERNELS, varlen_attention
 from report import machine, summary, write_record
 from shapes import SHAPES, Shape
 from sides import Stopwatch

@@ -77,7 +77,7 @@ def lockstep(work: Path, cache: str) -> Callable[[], Any]:
     from transformers import AutoTokenizer
 
     from lockstep.data.dataset import Dataset, load_rows
-    from lockstep.data.examples import SupervisedRows
+    from lockstep.data.encode.sft_rows import SupervisedRows
     from lockstep.recipe.keys_data import Data
 
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")

@@ -32,7 +32,7 @@ import transformers
 
 from lockstep.device.base import Device
 from lockstep.device.select import select
-from lockstep.kernels.attention import ATTENTION, register_attention
+from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.fused import fuse
 from lockstep.model.policy import Policy
 from lockstep.preflight.cluster import generation_seconds

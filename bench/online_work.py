@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
-from lockstep.data.prompts import PromptSet, load_prompts
+from lockstep.data.encode.prompt_rows import PromptSet, load_prompts
 from lockstep.device.base import Device
 from lockstep.model.load import DTYPES
 from lockstep.recipe.keys_data import Data, Source

@@ -27,7 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 from half_billion import write_half_billion
-from lockstep.data.prepare.arithmetic import write_arithmetic
+from lockstep.data.prepare.generated import write_arithmetic
 from lockstep.device.select import select
 from lockstep.model.tiny import write_tiny
 from lockstep.parity.compare.compare import compare

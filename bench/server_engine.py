@@ -36,13 +36,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from lockstep.data.prompts import load_prompts
+from lockstep.data.encode.prompt_rows import load_prompts
 from lockstep.device.select import select
 from lockstep.model.load import DTYPES, load_policy, load_tokenizer
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Recipe
-from lockstep.rollout.place import RunPlace
+from lockstep.rollout.engine import RunPlace
 from lockstep.rollout.server.engine import ServerEngine, open_engine
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe

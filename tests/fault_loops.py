@@ -11,10 +11,10 @@ import torch
 
 from fault_scene import Inject, Scene, around_method, patched, wrap
 from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals
-from lockstep.kernels.paged import DecodePass
+from lockstep.kernels.attention.layout import DecodePass
 from lockstep.parity.replay.restore import restore_learner
 from lockstep.reward.scorer import Scorer
-from lockstep.rollout.native.board import DecodeState
+from lockstep.rollout.native.decode_batch import DecodeState
 from lockstep.rollout.native.scheduler import Scheduler
 from lockstep.types import Example, MicroBatch
 
@@ -155,7 +155,7 @@ def reward_weight(factor: float) -> Inject:
 
 
 def no_overlong(scene: Scene) -> None:
-    patched(scene, "lockstep.reward.shaping", "overlong_penalty", lambda own, *args: 0.0)
+    patched(scene, "lockstep.reward.row_rewards", "overlong_penalty", lambda own, *args: 0.0)
 
 
 # -- advantages

@@ -13,8 +13,8 @@ from transformers import AttentionInterface
 from transformers.models.qwen2 import modeling_qwen2
 
 from fault_scene import Inject, Scene, wrap
-from lockstep.kernels.attention import transformers_attention
-from lockstep.kernels.layout import Layout
+from lockstep.kernels.attention.interface import transformers_attention
+from lockstep.kernels.attention.layout import Layout
 
 # -- honest noise
 

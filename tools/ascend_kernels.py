@@ -23,12 +23,12 @@ import torch.nn.functional as F
 import torch_npu
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from lockstep.kernels.fused_rotary import Rotary
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.npu_attention import infer_decode
-from lockstep.kernels.npu_modules import rotate
-from lockstep.kernels.paged import gathered_decode
-from lockstep.kernels.varlen import varlen_attention
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.npu_attention import infer_decode
+from lockstep.kernels.attention.paged import gathered_decode
+from lockstep.kernels.attention.varlen import varlen_attention
+from lockstep.kernels.fused_modules import Rotary
+from lockstep.kernels.fused_modules_npu import rotate
 
 # Heads and widths of a model of half a billion parameters.
 HEADS, GROUPS, SIZE, WIDTH, INNER = 14, 2, 64, 896, 4864

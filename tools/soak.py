@@ -72,7 +72,7 @@ class Outcome:
 
 def write_scene(folder: Path, steps: int, ranks: int) -> Path:
     """The tiny model, rows, a reward function and a recipe."""
-    from lockstep.data.prepare.arithmetic import write_arithmetic
+    from lockstep.data.prepare.generated import write_arithmetic
     from lockstep.model.tiny import write_tiny
 
     write_tiny(folder / "model", hidden=64, layers=2)

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from lockstep.commands import answering
-from lockstep.commands.arguments import Overrides, RecipeArgument, named_value
 from lockstep.commands.data import data_app
+from lockstep.commands.options import Overrides, RecipeArgument, named_value
 from lockstep.launch.launcher import adopt_slurm
 from lockstep.run.output import never_fail_to_encode, write
 
@@ -62,7 +62,7 @@ def train(
     ] = False,
 ) -> None:
     """Train RECIPE, or go on where it stopped."""
-    from lockstep.commands.begin import with_beginning
+    from lockstep.commands.maintenance import with_beginning
     from lockstep.recipe import load_recipe
 
     words = with_beginning(overrides or [], resume_from, init_from)
@@ -116,7 +116,7 @@ def plan(
     checked = load_recipe(recipe, overrides or [])
 
     if cluster is not None:
-        from lockstep.commands.plan_cluster import show_cluster_plan
+        from lockstep.commands.plan import show_cluster_plan
 
         show_cluster_plan(checked, cluster, response_tokens)
         return
@@ -200,7 +200,7 @@ def cache(
     clear: Annotated[str | None, typer.Option(metavar="PART|all", help="Delete rows, folders, models, or all.")] = None,
 ) -> None:
     """Show what is kept to save time (encoded rows, converted models) and how large it is, or delete it."""
-    from lockstep.commands.cache import cache_lines
+    from lockstep.commands.maintenance import cache_lines
 
     for line in cache_lines(clear):
         write(line)
@@ -262,7 +262,7 @@ def view(
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page to look at runs: curves, samples, recipes, reports. For this machine only, and read-only."""
-    from lockstep.commands.view import view_runs
+    from lockstep.commands.maintenance import view_runs
 
     view_runs(folder, port, open_browser)
 
@@ -392,7 +392,7 @@ def main() -> None:
     try:
         adopt_slurm()
         if sys.argv[1:2] == ["--install-completion"] and len(sys.argv) == 3:
-            from lockstep.commands.completion import install_for
+            from lockstep.commands.maintenance import install_for
 
             install_for(sys.argv[2])
             return

@@ -236,7 +236,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy. `seed` is the run's; see `kernels/noise.py` for the rest."""
+    """How tokens are drawn. Temperature 0 is greedy. `seed` is the run's; see `kernels/sampling.py` for the rest."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -21,9 +21,11 @@ from transformers.models.llama import modeling_llama
 
 import lockstep
 from hang import HANG
-from lockstep.kernels import npu_attention, npu_modules, npu_parts
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.parts import sections
+from lockstep.kernels import fused_modules_npu as npu_modules
+from lockstep.kernels.attention.interface import npu_attention
+from lockstep.kernels.attention.interface import npu_attention as npu_parts
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.parts import sections
 
 pytestmark = pytest.mark.ascend
 

@@ -10,8 +10,8 @@ import torch
 from lockstep.device.npu import Npu, has_kernel
 from lockstep.device.select import explain, select
 from lockstep.errors import Refusal
-from lockstep.kernels import noise
-from lockstep.kernels.noise import sequence_keys
+from lockstep.kernels import sampling as noise
+from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.load import load_policy
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Model, Optim

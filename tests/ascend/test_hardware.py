@@ -20,16 +20,15 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from commands import cold_lockstep
 from lockstep.device.npu import Npu
-from lockstep.kernels import npu_modules
+from lockstep.kernels import fused_modules_npu as npu_modules
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.npu_attention import FUSION_PARTS, infer_decode, infer_fits
+from lockstep.kernels.attention.paged import gathered_decode
+from lockstep.kernels.attention.partial import PLAIN
+from lockstep.kernels.attention.parts import PartialKernel, merge, sections
+from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.fused_modules import plug_in
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.noise import noise_bits, sequence_keys, wraps
-from lockstep.kernels.npu_attention import infer_decode, infer_fits
-from lockstep.kernels.npu_parts import FUSION_PARTS
-from lockstep.kernels.paged import gathered_decode
-from lockstep.kernels.partial import PLAIN
-from lockstep.kernels.parts import PartialKernel, merge, sections
-from lockstep.kernels.varlen import varlen_attention
+from lockstep.kernels.sampling import noise_bits, sequence_keys, wraps
 from lockstep.run.metrics import read_metrics
 from preference_rows import write_recipe
 

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from ascend_emulator import report
+from lockstep.kernels.attention.layout import DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.npu_attention import fusion_fits, infer_fits
+from lockstep.kernels.attention.paged import decode_attention, gathered_decode
+from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.fused_modules import plug_in
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.npu_attention import fusion_fits, infer_fits
-from lockstep.kernels.npu_modules import KERNELS
-from lockstep.kernels.paged import DecodePass, KVCache, decode_attention, gathered_decode
-from lockstep.kernels.varlen import varlen_attention
+from lockstep.kernels.fused_modules_npu import KERNELS
 
 pytestmark = pytest.mark.ascend
 NPU = torch.device("npu")

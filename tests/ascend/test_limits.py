@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ascend_emulator import report
 from lockstep.kernels import fused_modules
-from lockstep.kernels.fused_rotary import plug_rotary
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.npu_attention import corner
-from lockstep.kernels.npu_modules import KERNELS
-from lockstep.kernels.paged import DecodePass, KVCache, decode_attention, gathered_decode
-from lockstep.kernels.varlen import varlen_attention
+from lockstep.kernels.attention.layout import DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.npu_attention import corner
+from lockstep.kernels.attention.paged import decode_attention, gathered_decode
+from lockstep.kernels.attention.varlen import varlen_attention
+from lockstep.kernels.fused_modules import plug_rotary
+from lockstep.kernels.fused_modules_npu import KERNELS
 
 pytestmark = pytest.mark.ascend
 NPU = torch.device("npu")

@@ -14,11 +14,10 @@ import torch
 import torch_npu
 
 from ascend_emulator import report
-from lockstep.kernels import partial
-from lockstep.kernels.npu_attention import corner
-from lockstep.kernels.npu_parts import FUSION_PARTS
-from lockstep.kernels.partial import PLAIN, partial_kernel
-from lockstep.kernels.parts import Sections, merge, sections
+from lockstep.kernels.attention.interface import partial
+from lockstep.kernels.attention.npu_attention import FUSION_PARTS, corner
+from lockstep.kernels.attention.partial import PLAIN, partial_kernel
+from lockstep.kernels.attention.parts import Sections, merge, sections
 
 pytestmark = pytest.mark.ascend
 NPU = torch.device("npu", 0)

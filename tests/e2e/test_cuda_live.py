@@ -14,7 +14,7 @@ from lockstep.model.load import load_policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.native.live import LiveEngine, LiveSample
+from lockstep.rollout.native.online_engine import LiveEngine, LiveSample
 from lockstep.types import Request, Sampling
 from speaker import write_speaker
 

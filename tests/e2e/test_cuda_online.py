@@ -11,7 +11,7 @@ import torch
 
 from lockstep.device.select import select
 from lockstep.kernels.invariant import products_by_row
-from lockstep.kernels.noise import sequence_keys
+from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -34,8 +34,8 @@ pytestmark = [
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("block", [1, 16])
 def test_paged_decode_equals_its_twin(dtype, heads, groups, size, window, block) -> None:
-    from lockstep.kernels.paged import gathered_decode
-    from lockstep.kernels.triton_paged import paged_decode
+    from lockstep.kernels.attention.paged import gathered_decode
+    from lockstep.kernels.attention.paged_triton import paged_decode
 
     torch.manual_seed(0)
     lengths = torch.tensor([1, 7, 64, 65, 200], device="cuda")

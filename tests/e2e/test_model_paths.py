@@ -20,7 +20,7 @@ from conftest import run, write_sft_recipe
 from gguf_files import write_gguf
 from lockstep.commands.export import export_run
 from lockstep.errors import Refusal
-from lockstep.model import hub
+from lockstep.model import resolve as hub
 from lockstep.model.gguf import import_gguf
 from lockstep.model.resolve import model_folder
 from lockstep.recipe import load_recipe

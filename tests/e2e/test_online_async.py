@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from commands import cold_lockstep, lockstep
 from hang import wait_until
 from kills import interrupted, killed, lines
-from lockstep.commands.plan_cluster import show_cluster_plan
+from lockstep.commands.plan import show_cluster_plan
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.parity.replay.loop import Replay

@@ -14,8 +14,8 @@ from commands import lockstep, torchrun
 from conftest import REWARD, question_rows, write_jsonl
 from kills import Moment, interrupted, killed
 from lockstep.commands.sample import Job, sample_responses
-from lockstep.data.prompts import read_questions
-from lockstep.data.read import read_rows
+from lockstep.data.encode.prompt_rows import read_questions
+from lockstep.data.sources.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reward
 from lockstep.types import Sampling

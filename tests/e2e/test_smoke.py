@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from conftest import write_jsonl
 from lockstep.commands import smoke
-from lockstep.commands.smoke import Smoke, smoke_test
-from lockstep.commands.smoke_models import small_config, small_model
+from lockstep.commands.smoke import Smoke, small_config, small_model, smoke_test
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.loader import builtin_names, checked_recipe, load_recipe

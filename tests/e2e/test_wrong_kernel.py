@@ -12,9 +12,9 @@ import torch
 
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
-from lockstep.kernels import varlen
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.varlen import Fused
+from lockstep.kernels.attention.interface import varlen
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.varlen import Fused
 from lockstep.model import verified
 from lockstep.parity.replay.replay import replay
 from lockstep.parity.replay.show import first_divergence

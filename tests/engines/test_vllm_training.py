@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.prepare.arithmetic import write_arithmetic
+from lockstep.data.prepare.generated import write_arithmetic
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import train
 

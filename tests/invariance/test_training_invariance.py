@@ -94,7 +94,7 @@ def gradients(tiny_folder: Path, kernel: str, packed: bool, micro: int, chunk: i
 
 def encoded(tokenizer) -> list:
     from conftest import chat_rows
-    from lockstep.data.examples import Encoder, SupervisedColumns
+    from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
     from lockstep.recipe.keys_data import Data
     from lockstep.types import Origin
 

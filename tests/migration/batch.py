@@ -15,7 +15,7 @@ from hand_rollouts import plans_of, rollout
 from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
-from lockstep.reward.shaping import shaped
+from lockstep.reward.row_rewards import shaped
 from lockstep.train.advantages import Learned, estimate_advantages
 from lockstep.train.experience import Experience, experience_of
 from lockstep.train.logprobs import Annotated

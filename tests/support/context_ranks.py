@@ -23,7 +23,7 @@ from transformers import (
 
 from lockstep.data.batching import micro_batch, run_on
 from lockstep.device.cpu import Cpu
-from lockstep.kernels.attention import ATTENTION, register_attention
+from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.context import ContextGroup, with_context
 from lockstep.parallel.context_split import LAYOUTS, PLACES, Division

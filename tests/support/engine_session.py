@@ -17,7 +17,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
-from lockstep.rollout.place import RunPlace
+from lockstep.rollout.engine import RunPlace
 from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.vllm import Vllm
 from lockstep.types import Completion, Example, Origin, Request, Sampling

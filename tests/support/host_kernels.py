@@ -8,10 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.kernels.fused_modules import DeviceKernels, ModuleKernel
-from lockstep.kernels.fused_rotary import RotaryKernel, scales_of
-from lockstep.kernels.plain_modules import epsilon_of, is_gated, is_rms_norm
-from lockstep.kernels.trial import KernelTrial
+from lockstep.kernels.fused_modules import (
+    DeviceKernels,
+    KernelTrial,
+    ModuleKernel,
+    RotaryKernel,
+    epsilon_of,
+    is_gated,
+    is_rms_norm,
+    scales_of,
+)
 
 turned: list[tuple[int, ...]] = []
 

@@ -23,7 +23,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.parallel.context import with_context
 from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
-from lockstep.rollout.shares import Shares
+from lockstep.rollout.collect import Shares
 from lockstep.train.advantages import Advantages, Learned, estimate_advantages
 from lockstep.train.experience import Experience, experience_of, spread_experience, summarised
 from lockstep.train.logprobs import Annotated, lay_updates, moved, plan_updates

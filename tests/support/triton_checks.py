@@ -52,7 +52,7 @@ def drawn(*shape: int, device: str, dtype: torch.dtype, scale: float = 1.0) -> t
 
 
 def norm(device: str) -> None:
-    from lockstep.kernels.triton_norm import plain_rms_norm, rms_norm
+    from lockstep.kernels.norm_triton import plain_rms_norm, rms_norm
 
     torch.manual_seed(0)
     for dtype in DTYPES:
@@ -70,7 +70,7 @@ def norm(device: str) -> None:
 
 def many_tiles(device: str) -> None:
     """The loop over tiles, by few programs."""
-    from lockstep.kernels import triton_norm
+    from lockstep.kernels import norm_triton as triton_norm
 
     torch.manual_seed(0)
     kept, triton_norm.PARTS = triton_norm.PARTS, 3
@@ -84,7 +84,7 @@ def many_tiles(device: str) -> None:
 
 
 def swiglu(device: str) -> None:
-    from lockstep.kernels.triton_swiglu import gated, plain_gated, plain_swiglu, swiglu
+    from lockstep.kernels.swiglu_triton import gated, plain_gated, plain_swiglu, swiglu
 
     torch.manual_seed(0)
     for dtype in DTYPES:
@@ -107,7 +107,7 @@ def swiglu(device: str) -> None:
 
 def gated_twice(device: str) -> None:
     """The first backward pass writes over what the forward pass kept; a second one computes it again."""
-    from lockstep.kernels.triton_swiglu import gated
+    from lockstep.kernels.swiglu_triton import gated
 
     torch.manual_seed(0)
     inputs = [
@@ -122,7 +122,7 @@ def gated_twice(device: str) -> None:
 
 
 def rotary(device: str) -> None:
-    from lockstep.kernels.triton_rotary import plain_rotate, rotate
+    from lockstep.kernels.rotary_triton import plain_rotate, rotate
 
     torch.manual_seed(0)
     for dtype in DTYPES:
@@ -273,7 +273,7 @@ def others(device: str) -> None:
     from torch import nn
 
     from lockstep.kernels.fused_modules import plug_in
-    from lockstep.kernels.triton_modules import KERNELS
+    from lockstep.kernels.fused_modules_triton import KERNELS
 
     class Dropped(nn.Module):
         def __init__(self) -> None:
@@ -304,7 +304,7 @@ def others(device: str) -> None:
 
 def generating(device: str) -> None:
     """The kernels between the products of a layer that generates, whose results lie over what they are given."""
-    from lockstep.kernels import triton_decode
+    from lockstep.kernels import decode_triton as triton_decode
 
     torch.manual_seed(0)
     for dtype in DTYPES:
@@ -342,7 +342,7 @@ def generating(device: str) -> None:
 def _small(name: str, device: str, dtype: torch.dtype = torch.float32, **more: object) -> torch.nn.Module:
     import transformers
 
-    from lockstep.kernels.attention import ATTENTION, register_attention
+    from lockstep.kernels.attention.interface import ATTENTION, register_attention
 
     register_attention()
     torch.manual_seed(0)
@@ -367,8 +367,8 @@ def _small(name: str, device: str, dtype: torch.dtype = torch.float32, **more: o
 
 def generating_models(device: str) -> None:
     """Whose layers are taken, and who is told apart by what it computes."""
+    from lockstep.kernels.decode_layers_triton import fused_layers
     from lockstep.kernels.fused_modules import KernelForward
-    from lockstep.kernels.triton_layers import fused_layers
     from lockstep.model.decoder import inner_decoder
     from lockstep.model.policy import Policy
 
@@ -439,7 +439,8 @@ def generating_engine(device: str) -> None:
 
 def shared_beginnings(device: str) -> None:
     """Rows in any order and of any strides: tensors lie as the projections and flash attention leave them."""
-    from lockstep.kernels import cascade, triton_cascade
+    from lockstep.kernels.attention import cascade_triton as triton_cascade
+    from lockstep.kernels.attention.interface import flash as cascade
 
     torch.manual_seed(0)
     for dtype in DTYPES:
@@ -480,7 +481,7 @@ def _same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def row_products(device: str) -> None:
     """A row's product is the same bit by bit whatever stands beside it, for as many inputs as tiles hold or not."""
-    from lockstep.kernels.triton_invariant import product
+    from lockstep.kernels.invariant_triton import product
 
     torch.manual_seed(0)
     dtype = _half(device)
@@ -502,9 +503,9 @@ def row_products(device: str) -> None:
 def row_attention(device: str) -> None:
     """A token's attention is the same bit by bit on a line, alone over a cache in blocks, and as a part of a chunk; and
     it is what plain torch computes."""
-    from lockstep.kernels.layout import make_layout
-    from lockstep.kernels.triton_invariant import KeyPlaces, Queries, attend, store
-    from lockstep.kernels.varlen import varlen_attention
+    from lockstep.kernels.attention.layout import make_layout
+    from lockstep.kernels.attention.varlen import varlen_attention
+    from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend, store
 
     torch.manual_seed(0)
     dtype = _half(device)

@@ -6,8 +6,9 @@ import torch
 
 
 def rows_of_logits() -> None:
-    from lockstep.kernels import logprob, triton_logprob
-    from lockstep.kernels.truncate import LEFT_OUT
+    from lockstep.kernels import logprob
+    from lockstep.kernels import logprob_triton as triton_logprob
+    from lockstep.kernels.sampling import LEFT_OUT
 
     torch.manual_seed(0)
     targets = torch.tensor([0, 5, 4499])
@@ -31,7 +32,7 @@ def rows_of_logits() -> None:
 
 def drawing_tokens() -> None:
     """All ways to sample; rows of one part and of several, of which one holds nothing, and logits in all types."""
-    from lockstep.kernels.noise import sequence_keys
+    from lockstep.kernels.sampling import sequence_keys
     from lockstep.rollout.native.sampler import choose
     from lockstep.types import Sampling
 
@@ -62,8 +63,8 @@ def drawing_tokens() -> None:
 
 
 def decoding() -> None:
-    from lockstep.kernels.paged import gathered_decode
-    from lockstep.kernels.triton_paged import paged_decode
+    from lockstep.kernels.attention.paged import gathered_decode
+    from lockstep.kernels.attention.paged_triton import paged_decode
 
     torch.manual_seed(0)
     lengths, block, width = torch.tensor([1, 7, 130]), 16, 9

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.device.cpu import Cpu
 from lockstep.device.select import select
-from lockstep.kernels.noise import gumbel_noise, sequence_keys
+from lockstep.kernels.sampling import gumbel_noise, sequence_keys
 from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings

@@ -16,7 +16,7 @@ import lockstep
 from conftest import chat_rows, write_online_recipe, write_sft_recipe
 from lockstep.algorithms.token_losses import nll
 from lockstep.data.batching import micro_batch
-from lockstep.data.examples import Encoder, SupervisedColumns
+from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
 from lockstep.errors import Refusal
 from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_policy, load_tokenizer

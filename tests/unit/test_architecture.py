@@ -198,7 +198,7 @@ def targets(node: ast.AST, file: str) -> list[str]:
 
 
 def home_of(file: str) -> str:
-    """The first name below the package: `data` for data/read.py, `cli` for cli.py, nothing for the package itself."""
+    """The first name below the package: `data` for data/a.py, `cli` for cli.py, nothing for the package itself."""
     first = Path(file).parts[0].removesuffix(".py")
     return "" if first == "__init__" else first
 
@@ -261,7 +261,7 @@ def test_imports_go_down_the_layers() -> None:
 @pytest.mark.parametrize(
     ("files", "hits"),
     [
-        ({"data/read.py": "from lockstep.errors import Refusal\nfrom lockstep.model.load import load\n"}, []),
+        ({"data/sources/read.py": "from lockstep.errors import Refusal\nfrom lockstep.model.load import load\n"}, []),
         ({"__init__.py": "import lockstep.device\n", "cli.py": "from lockstep import __version__\n"}, []),
         (
             {"device/cpu.py": "from lockstep.train.step import x\n"},
@@ -354,7 +354,9 @@ def test_the_loops_say_their_first_line_before_heavy_packages_are_imported() -> 
 def test_a_process_that_calls_functions_starts_in_a_moment() -> None:
     """Every run that rewards by a function starts some of them, and what they import is imported by each."""
     brought = heavy_imports(
-        "lockstep.launch.supervisor, lockstep.reward.worker", HOUSE.parent, (*HEAVY, "numpy", "asyncio", "yaml")
+        "lockstep.launch.supervisor, lockstep.reward.function_worker",
+        HOUSE.parent,
+        (*HEAVY, "numpy", "asyncio", "yaml"),
     )
     assert brought == []
 
@@ -374,7 +376,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "mlflow": ("run/trackers/mlflow.py",),
     "swanlab": ("run/trackers/swanlab.py",),
     "tensorboard": ("run/trackers/tensorboard.py", "parity/compare/logs/tensorboard.py"),
-    "datasets": ("data/read.py",),
+    "datasets": ("data/sources/read.py",),
     "gguf": ("model/gguf.py",),
     "ray": ("launch/ray_*.py",),
     "vllm": ("rollout/server/plugin/lockstep_vllm.py", "rollout/server/plugin/lockstep_samples.py"),
@@ -431,8 +433,11 @@ def test_optional_packages_are_imported_by_their_adapters_only() -> None:
         ),
         ({"kernels/npu_norm.py": "def f():\n    import torch_npu\n"}, []),
         ({"train/a.py": "def f():\n    from trl import x\n"}, ["imports trl; allowed in no file of the package"]),
-        ({"data/mix.py": "def f():\n    import_module('datasets')\n"}, ["imports datasets; allowed in data/read.py"]),
-        ({"data/read.py": "from lockstep.data.datasets import x\nfrom .gguf import y\nimport rays\n"}, []),
+        (
+            {"data/sources/mix.py": "def f():\n    import_module('datasets')\n"},
+            ["imports datasets; allowed in data/sources/read.py"],
+        ),
+        ({"data/sources/read.py": "from lockstep.data.datasets import x\nfrom .gguf import y\nimport rays\n"}, []),
     ],
 )
 def test_the_optional_package_rule_can_fail(tmp_path: Path, files: dict[str, str], hits: list[str]) -> None:

@@ -88,7 +88,7 @@ def test_the_imports_of_a_small_house(tool: ModuleType, tmp_path: Path) -> None:
     files = {
         "cli.py": "def f():\n    from house.train.loop import x\n    import house.data.read\n",
         "train/loop.py": "from house.data import read\nfrom house.errors import Bad\nimport os\n",
-        "data/read.py": "from house.errors import Bad\nif TYPE_CHECKING:\n    from house.train import loop\n",
+        "data/sources/read.py": "from house.errors import Bad\nif TYPE_CHECKING:\n    from house.train import loop\n",
         "errors.py": "",
     }
     for name, text in files.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.rollout.native.board import DecodeBoard
-from lockstep.rollout.native.sequence import Sample
+from lockstep.rollout.native.decode_batch import DecodeBoard
+from lockstep.rollout.native.scheduler import Sample
 
 SPARE = 99
 

@@ -25,9 +25,8 @@ from transformers import (
     VaultGemmaConfig,
 )
 
-from lockstep.kernels.attention import ATTENTION, register_attention
-from lockstep.model.output_head import output_head
-from lockstep.model.policy import Policy, Scoring
+from lockstep.kernels.attention.interface import ATTENTION, register_attention
+from lockstep.model.policy import Policy, Scoring, output_head
 from lockstep.types import MicroBatch, Request, Sampling
 
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8, "sliding_window": 6}

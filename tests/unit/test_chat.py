@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.chat import encode_spans, render_chat
-from lockstep.data.columns import ColumnFinder
-from lockstep.data.encoding import last_trained
-from lockstep.data.examples import Encoder, SupervisedColumns, find_columns
-from lockstep.data.fit import fit
+from lockstep.data.encode.chat import encode_spans, render_chat
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.encoding import fit, last_trained
+from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns, find_columns
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source

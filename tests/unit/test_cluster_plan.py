@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from hand_rollouts import recipe_of
-from lockstep.commands.plan_cluster import show_cluster_plan
+from lockstep.commands.plan import show_cluster_plan
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, Reached
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
@@ -23,7 +23,7 @@ from lockstep.preflight.step_time import PhaseTime
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.section import Field
-from lockstep.rollout.native.prefill import prefill_bytes
+from lockstep.rollout.native.limits import prefill_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 

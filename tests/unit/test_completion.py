@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hang import HANG
-from lockstep.commands.completion import install_for
+from lockstep.commands.maintenance import install_for
 from lockstep.errors import Refusal
 
 ASKED = """

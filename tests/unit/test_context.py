@@ -16,12 +16,12 @@ from context_ranks import SIZES, Case, check_attention, full_attention
 from lockstep.data.batching import micro_batch, own_part
 from lockstep.data.updates import arrange
 from lockstep.errors import Refusal
-from lockstep.kernels.attention import ATTENTION, register_attention
-from lockstep.kernels.layout import make_layout
+from lockstep.kernels.attention.interface import ATTENTION, register_attention
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.partial import PLAIN
+from lockstep.kernels.attention.parts import merge, sections
+from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.logprob import Scores
-from lockstep.kernels.partial import PLAIN
-from lockstep.kernels.parts import merge, sections
-from lockstep.kernels.varlen import varlen_attention
 from lockstep.model.policy import Policy
 from lockstep.parallel.all_gather_attention import GatheredLayout, _GatheredAttention
 from lockstep.parallel.context import ContextGroup, refuse_ranks

@@ -14,8 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.commands.chat import Chat, converse, entered
-from lockstep.commands.generate import Conversation
+from lockstep.commands.generate import Chat, Conversation, converse, entered
 from lockstep.errors import Refusal
 from lockstep.serve.text import TextStream
 from speaker import write_speaker

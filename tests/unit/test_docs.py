@@ -165,7 +165,7 @@ def test_the_life_of_a_sample_has_the_real_numbers(embedded: Path, tmp_path: Pat
     from lockstep.algorithms.token_losses import nll
     from lockstep.data.batching import micro_batch
     from lockstep.data.dataset import Dataset, load_rows
-    from lockstep.data.examples import SupervisedRows
+    from lockstep.data.encode.sft_rows import SupervisedRows
     from lockstep.model.load import load_policy, load_tokenizer
     from lockstep.preflight.batch_plan import make_loader
     from lockstep.recipe import load_recipe

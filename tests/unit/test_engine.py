@@ -17,12 +17,12 @@ from transformers import Qwen2Config
 from lockstep.device.base import Memory
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
-from lockstep.kernels.paged import KVCache
+from lockstep.kernels.attention.layout import KVCache
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native import engine as engine_module
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.native.prefill import prefill_budget, prefill_bytes
+from lockstep.rollout.native.limits import prefill_budget, prefill_bytes
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 

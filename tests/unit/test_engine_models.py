@@ -32,7 +32,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
-from lockstep.rollout.check import check_engine
+from lockstep.rollout.engine_check import check_engine
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.engine import NativeEngine

@@ -13,7 +13,7 @@ from conftest import write_jsonl
 from eval_by_hand import evaluated, response_logprob
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
-from lockstep.reward.process import PROCESS
+from lockstep.reward.process_model import PROCESS
 from reward_models import write_reward_model
 
 PAIRS = [

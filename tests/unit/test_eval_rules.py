@@ -12,7 +12,7 @@ from transformers import DiffLlamaConfig
 from conftest import write_jsonl
 from eval_by_hand import evaluated
 from lockstep.commands.generate import Conversation
-from lockstep.commands.questions import NamedColumns
+from lockstep.commands.without_recipe import NamedColumns
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.run.metrics import read_metrics

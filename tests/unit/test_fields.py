@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.data.columns import lookup
+from lockstep.data.encode.columns import lookup
 from lockstep.errors import Refusal
 from lockstep.types import Origin
 

@@ -17,8 +17,8 @@ import torch
 from hang import HANG
 from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import Signals
-from lockstep.data.own_reader import OwnReader
-from lockstep.data.read import read_rows
+from lockstep.data.sources.read import read_rows
+from lockstep.data.sources.user_reader import OwnReader
 from lockstep.errors import LostProcess, Refusal
 from lockstep.functions import TimeUp, give, time_limit
 from lockstep.preflight.function_trials import try_advantage, try_loss

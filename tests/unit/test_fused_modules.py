@@ -21,10 +21,9 @@ from transformers.models.llama import modeling_llama
 
 from host_kernels import HOST, host_norm, turned, unscaled
 from lockstep.data.batching import micro_batch
-from lockstep.kernels import fused_modules, fused_rotary
-from lockstep.kernels.fused_modules import ModuleKernel, plug_in
-from lockstep.kernels.fused_rotary import Heads, Rotary
-from lockstep.kernels.plain_modules import is_rms_norm
+from lockstep.kernels import fused_modules
+from lockstep.kernels import fused_modules as fused_rotary
+from lockstep.kernels.fused_modules import Heads, ModuleKernel, Rotary, is_rms_norm, plug_in
 from lockstep.methods.sft import token_loss
 from lockstep.model.load import load_policy
 from lockstep.parallel.world import World
@@ -211,7 +210,7 @@ def test_nothing_of_a_device_is_imported_by_the_mechanism() -> None:
 
 def test_the_rotary_operator_of_ascend_is_used_only_for_heads_that_were_tried() -> None:
     """Its documents do not cover every pair of head counts, so an untried pair stays with the model's own function."""
-    from lockstep.kernels.npu_modules import KERNELS as ASCEND
+    from lockstep.kernels.fused_modules_npu import KERNELS as ASCEND
 
     q, k = (torch.zeros(1, heads, 3, 8) for heads in (4, 2))
     cos = torch.ones(1, 3, 8)

@@ -16,8 +16,7 @@ from small_models import SIZES, load, write_model
 from transformers import LlamaConfig, MistralConfig
 
 from hand_rollouts import plans_of, recipe_of, rollout
-from lockstep.data.batching import target_starts
-from lockstep.data.groups import MOST_WHOLE, LaidLine, Outline, common_prompt, lay_groups
+from lockstep.data.batching import MOST_WHOLE, LaidLine, Outline, common_prompt, lay_groups, target_starts
 from lockstep.data.updates import arrange
 from lockstep.device.select import select
 from lockstep.parallel.world import World

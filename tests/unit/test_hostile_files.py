@@ -26,14 +26,13 @@ import yaml
 import lockstep
 from lockstep.compat.checkpoints import convert_checkpoint
 from lockstep.compat.pickles import read_pickle
-from lockstep.data.cache import kept
-from lockstep.data.chat import render_prompt
-from lockstep.data.read import read_rows
+from lockstep.data.encode.chat import render_prompt
+from lockstep.data.row_cache import kept
+from lockstep.data.sources.read import read_rows
 from lockstep.errors import Refusal
 from lockstep.model.adapter import start_from
 from lockstep.model.gguf import import_gguf
-from lockstep.model.pretrained import whole_model
-from lockstep.model.tokenizer import tokenizer_of
+from lockstep.model.pretrained import tokenizer_of, whole_model
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe import load_recipe
 from lockstep.run import checkpoint as checkpoints
@@ -386,7 +385,7 @@ def test_a_config_cannot_ask_for_a_kernel_of_the_hub(tiny_folder: Path, tmp_path
 
 
 # Between processes of one run, over connections that it opened itself.
-TRUSTED = {"parallel/world.py": "pickle.loads", "reward/worker.py": "pickle.loads"}
+TRUSTED = {"parallel/world.py": "pickle.loads", "reward/function_worker.py": "pickle.loads"}
 RUNS_CODE = re.compile(
     r"weights_only=False|allow_pickle=True|torch\.jit\.load|trust_remote_code=True|shell=True|os\.system\(|pickle\.loads?\(|"
     r"(?<![\w.])(?:eval|exec)\(|extractall|np\.load\(|yaml\.(?:unsafe_|full_)?load\((?!.*Loader=)|joblib|cloudpickle|marshal"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.kernels.noise import gumbel_noise, sequence_keys
+from lockstep.kernels.sampling import gumbel_noise, sequence_keys
 from lockstep.parity.replay.checks import Check
 from lockstep.parity.replay.generation import judge_generation
 from lockstep.types import Origin, Prompt, Question, Rollout, Score

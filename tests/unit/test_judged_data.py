@@ -9,7 +9,7 @@ import pytest
 
 from conftest import write_jsonl
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.judged import JudgedRows
+from lockstep.data.encode.kto_rows import JudgedRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import warm_python
-from lockstep.kernels.layout import make_layout
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.logprob import Head, alike, foreseen_token_scores, plain_token_scores, token_scores
-from lockstep.kernels.varlen import varlen_attention
 
 CPU = torch.device("cpu")
 
@@ -247,7 +247,8 @@ def _cuda() -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("words", "temperature"), [(5000, 1.0), (151936, 0.7), (4096, 1.3)])
 def test_fused_log_softmax_equals_its_twin(dtype, words, temperature):
-    from lockstep.kernels import logprob, triton_logprob
+    from lockstep.kernels import logprob
+    from lockstep.kernels import logprob_triton as triton_logprob
 
     torch.manual_seed(0)
     logits = (torch.randn(33, words, device="cuda") * 5).to(dtype)
@@ -271,7 +272,8 @@ def test_fused_log_softmax_equals_its_twin(dtype, words, temperature):
 @pytest.mark.parametrize("words", [100, 9000])
 def test_fused_log_softmax_of_impossible_words_equals_its_twin(dtype, words):
     """Single words, whole blocks at the beginning and at the end, and some targets, all of logit -inf."""
-    from lockstep.kernels import logprob, triton_logprob
+    from lockstep.kernels import logprob
+    from lockstep.kernels import logprob_triton as triton_logprob
 
     torch.manual_seed(0)
     logits = (torch.randn(33, words, device="cuda") * 5).to(dtype)

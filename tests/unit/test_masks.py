@@ -20,9 +20,9 @@ from transformers.masking_utils import (
 from transformers.models.llama import modeling_llama
 
 from lockstep.errors import Refusal
-from lockstep.kernels.attention import transformers_attention
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.masks import WINDOW, BeyondCausal, read_mask
+from lockstep.kernels.attention.interface import transformers_attention
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.masks import WINDOW, BeyondCausal, read_mask
 from lockstep.model.policy import Policy
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

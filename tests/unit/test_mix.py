@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.mix import Mixture, _numbers, permutation
+from lockstep.data.sources.mix import Mixture, _numbers, permutation
 from lockstep.errors import Refusal
 from work import lines_run
 

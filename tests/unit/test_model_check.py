@@ -21,14 +21,15 @@ from transformers import (
 from lockstep.data.batching import micro_batch
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.kernels import attention, paged, varlen
-from lockstep.kernels.layout import make_layout
+from lockstep.kernels.attention.interface import interface as attention
+from lockstep.kernels.attention.interface import paged, varlen
+from lockstep.kernels.attention.layout import make_layout
 from lockstep.model import verified
 from lockstep.model.check import LENGTHS, Unfit, check_architecture, own_logprobs
 from lockstep.model.miniature import LIMIT, VOCABULARY, miniature_config
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.preflight.model_checks import placeholder_ids, refuse_placeholders
-from lockstep.rollout.trial import check_engine_architecture
+from lockstep.rollout.engine_check import check_engine_architecture
 from lockstep.types import Example, Origin
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from conftest import question_rows, run, write_jsonl
 from eval_by_hand import evaluated, response_logprob
-from lockstep.reward.process import PROCESS, load_process_model
+from lockstep.reward.process_model import PROCESS, load_process_model
 from lockstep.run.metrics import read_metrics
 from preference_rows import write_recipe
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lockstep.kernels.noise import gumbel_noise, sequence_keys
+from lockstep.kernels.sampling import gumbel_noise, sequence_keys
 
 
 def murmur_finaliser(x: int) -> int:

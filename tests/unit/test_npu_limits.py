@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.kernels.npu_attention import infer_fits
+from lockstep.kernels.attention.npu_attention import infer_fits
 from lockstep.kernels.npu_limits import (
     decode_problem,
     fusion_problem,

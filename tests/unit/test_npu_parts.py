@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from context_ranks import Case, check_attention
 from fusion_model import FusionModel
-from lockstep.kernels import partial
-from lockstep.kernels.npu_parts import FUSION_PARTS
-from lockstep.kernels.partial import PLAIN, partial_kernel
-from lockstep.kernels.parts import sections
+from lockstep.kernels.attention.interface import partial
+from lockstep.kernels.attention.npu_attention import FUSION_PARTS
+from lockstep.kernels.attention.partial import PLAIN, partial_kernel
+from lockstep.kernels.attention.parts import sections
 from thread_group import on_every_rank
 
 HOST = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.kernels.npu_modules import KERNELS
+from lockstep.kernels.fused_modules_npu import KERNELS
 
 close = KERNELS.trial.close
 

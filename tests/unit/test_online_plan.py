@@ -11,7 +11,7 @@ from transformers import AutoConfig, MixtralConfig, Qwen2Config
 
 from hand_rollouts import question, recipe_of
 from lockstep.data.batching import plan_micro_batches
-from lockstep.data.prompts import PromptCounts, PromptSet
+from lockstep.data.encode.prompt_rows import PromptCounts, PromptSet
 from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda

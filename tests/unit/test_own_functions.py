@@ -13,8 +13,8 @@ from hang import HANG
 from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import ESTIMATORS, Signals
 from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
-from lockstep.data.own_reader import OwnReader
-from lockstep.data.read import read_rows
+from lockstep.data.sources.read import read_rows
+from lockstep.data.sources.user_reader import OwnReader
 from lockstep.errors import Refusal
 from lockstep.functions import own_function
 from lockstep.preflight.function_trials import try_advantage, try_loss

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.data.prepare.arithmetic import write_arithmetic
+from lockstep.data.prepare.generated import write_arithmetic
 from lockstep.device import cpu as pace
 from lockstep.device import process_setup as threads
 from lockstep.device.cpu import Cpu
 from lockstep.device.process_setup import quota
-from lockstep.kernels.wide_products import prepare_products
+from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.model.load import load_config
 from lockstep.preflight.prepare import prepare, prepare_online
 from lockstep.recipe.loader import checked_recipe

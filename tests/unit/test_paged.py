@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass, gathered_decode, paged_attention
+from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.paged import PrefillPass, gathered_decode, paged_attention
 
 HEADS, GROUPS, SIZE = 6, 2, 8
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.prepare.pairs import Selection, SelectionCounts, choice_of, write_pairs
-from lockstep.data.read import read_rows
+from lockstep.data.prepare.sampled import Selection, SelectionCounts, choice_of, write_pairs
+from lockstep.data.sources.read import read_rows
 from lockstep.errors import Refusal
 
 Sample = tuple[str, float | None]
@@ -219,7 +219,7 @@ def test_options_of_another_kind_are_refused() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, lockstep.data.prepare.pairs; sys.exit('torch' in sys.modules)"
+    code = "import sys, lockstep.data.prepare.sampled; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 
 from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whitened
 from lockstep.data.dataset import Loader, steps_and_rows
-from lockstep.data.encoding import Encoding
-from lockstep.data.examples import Encoder, SupervisedColumns
-from lockstep.data.prompts import QuestionColumns, prompt_ids, question_of, with_format
-from lockstep.data.template import with_arguments
+from lockstep.data.encode.chat_template import with_arguments
+from lockstep.data.encode.encoding import Encoding
+from lockstep.data.encode.prompt_rows import QuestionColumns, prompt_ids, question_of, with_format
+from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
 from lockstep.errors import Refusal
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_data import Data
@@ -23,8 +23,8 @@ from lockstep.recipe.keys_online import DynamicSampling, Reward
 from lockstep.recipe.schema import Optim
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.remote import RemotePart, scores_in
-from lockstep.reward.shaping import shaped
-from lockstep.rollout.sampling import validation_sampling
+from lockstep.reward.row_rewards import shaped
+from lockstep.rollout.engine import validation_sampling
 from lockstep.train.advantages import estimate_advantages
 from lockstep.train.experience import experience_of, summarised
 from lockstep.train.logprobs import Annotated

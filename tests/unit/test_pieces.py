@@ -12,11 +12,9 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.data.chat import Spans, encode_spans, render_chat
-from lockstep.data.pieces import _CUTS, Pieces
-from lockstep.data.rendering import ChatText, _short_way, _ShortWay
-from lockstep.data.template import template_text
-from lockstep.data.tokens import _PIECES, forget_pieces, token_ids
+from lockstep.data.encode.chat import ChatText, Spans, _short_way, _ShortWay, encode_spans, render_chat
+from lockstep.data.encode.chat_template import template_text
+from lockstep.data.encode.tokenizer_cache import _CUTS, _PIECES, Pieces, forget_pieces, token_ids
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
@@ -235,7 +233,7 @@ def check_chats(core: Tokenizer, seed: int, count: int, monkeypatch: pytest.Monk
         for messages, tools in chats(seed + number, count):
             found = outcome(tokenizer, messages, tools)
             with monkeypatch.context() as patched:
-                patched.setattr("lockstep.data.rendering._short_way_of", lambda tokenizer: None)
+                patched.setattr("lockstep.data.encode.chat._short_way_of", lambda tokenizer: None)
                 assert outcome(tokenizer, copy.deepcopy(messages), tools) == found
             if isinstance(found, str):
                 met["refused"] += 1
@@ -305,8 +303,8 @@ def test_what_is_known_is_bounded_and_follows_the_tokenizer(monkeypatch: pytest.
     agrees("The quick brown fox")
     (pieces,) = (found for _, found in _PIECES.values() if found and found._owner() is tokenizer.backend_tokenizer)
     assert len(pieces) == 4
-    monkeypatch.setattr("lockstep.data.pieces.MOST", 200)
-    monkeypatch.setattr("lockstep.data.pieces.MOST_WORDS", 5)
+    monkeypatch.setattr("lockstep.data.encode.tokenizer_cache.MOST", 200)
+    monkeypatch.setattr("lockstep.data.encode.tokenizer_cache.MOST_WORDS", 5)
     agrees(" ".join(f"word{number}" for number in range(300)))
     assert len(pieces) < 10
     assert len(pieces._known_words) <= 5
@@ -345,7 +343,7 @@ def test_the_call_renders_where_the_short_way_is_not_the_same(
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend(None), chat_template=BARE)
     short = _ShortWay(_short_way(BARE)._compiled)  # type: ignore[union-attr]
     monkeypatch.setattr(_ShortWay, "__call__", lambda *given: "other")
-    monkeypatch.setattr("lockstep.data.rendering._short_way", lambda template: short)
+    monkeypatch.setattr("lockstep.data.encode.chat._short_way", lambda template: short)
     for _ in range(2):
         text = ChatText(tokenizer, chat, [], ORIGIN).upto(1, open_turn=True)
         assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.commands.plan_engines import engine_lines
+from lockstep.commands.plan import engine_lines
 from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda

@@ -67,7 +67,7 @@ def test_attention_we_would_score_wrongly_is_refused(tmp_path: Path) -> None:
 
 def test_a_head_we_would_score_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nobody knew what this architecture divides its logits by."""
-    monkeypatch.setattr("lockstep.model.output_head.DIVISORS", {})
+    monkeypatch.setattr("lockstep.model.policy.DIVISORS", {})
     with pytest.raises(Refusal, match="log-probs differ"):
         load(folder(tmp_path, "Granite", logits_scaling=4.0))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.columns import ColumnFinder
-from lockstep.data.completions import ResponseEncoder
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.dialogue import divide
-from lockstep.data.encoding import Encoding
-from lockstep.data.preferences import RankingRows
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.dialogue import divide
+from lockstep.data.encode.encoding import Encoding
+from lockstep.data.encode.preference_rows import RankingRows
+from lockstep.data.encode.responses import ResponseEncoder
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
@@ -215,7 +215,7 @@ def test_prompts_are_the_same_tokens_whatever_follows(load):
 
 def test_a_prompt_that_only_one_answer_changes_is_encoded_apart(tokenizer, monkeypatch):
     """No token reaches over the border, yet the prompt's tokens differ: a whole text may be tokenised differently."""
-    import lockstep.data.completions as completions
+    import lockstep.data.encode.responses as completions
 
     real = completions.encode_spans
 

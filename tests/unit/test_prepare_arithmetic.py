@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from lockstep.data.prepare.arithmetic import LEVELS, _worked, write_arithmetic
+from lockstep.data.prepare.generated import LEVELS, _worked, write_arithmetic
 from lockstep.errors import Refusal
 from lockstep.reward.rules import rule_for
 

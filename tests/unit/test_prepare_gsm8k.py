@@ -9,7 +9,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.prepare.gsm8k import write_gsm8k
+from lockstep.data.prepare.generated import write_gsm8k
 from lockstep.errors import Refusal
 
 ROWS = [

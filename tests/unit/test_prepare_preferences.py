@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from lockstep.data.prepare.preferences import BRIEF, WORKED, RequestedSum, _pair_row, write_preferences
+from lockstep.data.prepare.generated import BRIEF, WORKED, RequestedSum, _pair_row, write_preferences
 from lockstep.errors import Refusal
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import load_recipe

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from conftest import write_jsonl
-from lockstep.data.chat import encode_spans, render_chat
 from lockstep.data.dataset import Loader
-from lockstep.data.prompts import PromptCounts, PromptSet, fit_prompt, load_prompts, prompt_ids
+from lockstep.data.encode.chat import encode_spans, render_chat
+from lockstep.data.encode.prompt_rows import PromptCounts, PromptSet, fit_prompt, load_prompts, prompt_ids
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source

@@ -401,7 +401,7 @@ def test_a_system_column_beside_whole_chats(tiny_folder: Path, capsys: Any) -> N
     ],
 )
 def test_the_end_of_a_worked_answer(worked: str, value: str, source: str) -> None:
-    from lockstep.data.truths import Truth, final_answer
+    from lockstep.data.encode.prompt_rows import Truth, final_answer
 
     assert final_answer(worked) == Truth(value, source)
 
@@ -431,8 +431,13 @@ def test_what_some_chats_alone_have_may_be_missing_from_the_others(tiny_folder: 
 
 
 def test_every_name_that_is_looked_for_tells_the_form_of_a_row() -> None:
-    from lockstep.data import columns, examples, judged, preferences, prompts, steps
-    from lockstep.data.rowset import OPTIONAL, TELLING
+    from lockstep.data.encode import columns
+    from lockstep.data.encode import kto_rows as judged
+    from lockstep.data.encode import preference_rows as preferences
+    from lockstep.data.encode import prompt_rows as prompts
+    from lockstep.data.encode import sft_rows as examples
+    from lockstep.data.encode import step_rows as steps
+    from lockstep.data.sources.rowset import OPTIONAL, TELLING
 
     pairs = {name for pair in (*examples.PAIR_COLUMNS, *preferences.SCORES_OF_PAIR) for name in pair}
     looked_for = {*columns.PROMPTS, *columns.CHATS, *examples.TEXT_COLUMNS, *judged.RESPONSES, *prompts.TRUTHS}
@@ -498,9 +503,9 @@ def test_llama3_renders_what_its_tokenizers_know() -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from lockstep.data.chat import encode_spans, render_chat
-    from lockstep.data.messages import as_messages
-    from lockstep.data.template import TOKENS, end_of_turn, with_template
+    from lockstep.data.encode.chat import encode_spans, render_chat
+    from lockstep.data.encode.chat_template import TOKENS, end_of_turn, with_template
+    from lockstep.data.encode.messages import as_messages
     from lockstep.model.tiny import byte_vocabulary
     from lockstep.recipe.keys_data import Data
     from lockstep.types import Origin
@@ -539,7 +544,7 @@ def test_llama3_renders_what_its_tokenizers_know() -> None:
 )
 def test_rows_are_asked_for_what_the_function_reads(body: str, asked: set[str]) -> None:
     from lockstep.recipe.keys_online import Reward
-    from lockstep.reward.reads import read_by_rewards
+    from lockstep.reward.row_rewards import read_by_rewards
 
     head = "def f(data_source, solution_str, ground_truth, extra_info):\n    "
     Path("f.py").write_text(head + body)

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.formats import parse
-from lockstep.data.read import FileInfo, HubName, LineOrigin, parse_hub_name, read_rows
-from lockstep.data.rowset import Problems
+from lockstep.data.sources.formats import parse
+from lockstep.data.sources.read import FileInfo, HubName, LineOrigin, parse_hub_name, read_rows
+from lockstep.data.sources.rowset import Problems
 from lockstep.errors import Problem, Refusal
 from lockstep.types import Origin
 
@@ -118,9 +118,9 @@ def test_lines_looked_at_in_parts_are_the_lines_of_the_whole(monkeypatch: pytest
     for lines in (good, [*good[:9], *odd, *good[9:], *odd], [*odd * 3, b'{"x": "cut'], [b""], [b'{"x": "\xc3']):
         for data in (b"\n".join(lines), b"\n".join(lines) + b"\n"):
             whole, parts = Problems("a"), Problems("a")
-            monkeypatch.setattr("lockstep.data.formats.PART_BYTES", 1 << 20)
+            monkeypatch.setattr("lockstep.data.sources.formats.PART_BYTES", 1 << 20)
             expected = parse("jsonl", "a.jsonl", data, whole)
-            monkeypatch.setattr("lockstep.data.formats.PART_BYTES", 40)
+            monkeypatch.setattr("lockstep.data.sources.formats.PART_BYTES", 40)
             found = parse("jsonl", "a.jsonl", data, parts)
             assert (list(found.rows), found.lines) == (list(expected.rows), expected.lines)
             assert found.groups is not None

@@ -19,7 +19,7 @@ from lockstep.functions import give
 from lockstep.launch.supervisor import KEPT_BYTES
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.function import FunctionPart
-from lockstep.reward.reads import read_by_rewards
+from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.types import Failure, Origin, Question
 from reward_functions import GUARD, question, running, settings, until
 

@@ -14,8 +14,8 @@ import pytest
 
 from lockstep.errors import LostProcess
 from lockstep.launch.supervisor import KEPT_BYTES, OutputTail, any_stopped
-from lockstep.reward.answers import Given, Raised, line_of, read_line
 from lockstep.reward.function import FunctionPart
+from lockstep.reward.function_worker import Given, Raised, line_of, read_line
 from lockstep.types import Failure
 from reward_functions import GUARD, question, running, settings, until
 

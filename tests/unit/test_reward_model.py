@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from lockstep.errors import Refusal
-from lockstep.reward import batched
-from lockstep.reward.batched import batches
-from lockstep.reward.model import ModelPart, load_reward_model
-from lockstep.reward.models import ModelsPart
+from lockstep.reward import model as batched
+from lockstep.reward.model import ModelPart, ModelsPart, batches, load_reward_model
 from lockstep.types import Failure, Origin, Question
 from reward_models import write_reward_model
 

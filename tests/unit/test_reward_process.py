@@ -17,7 +17,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.parts import StepOutcome
-from lockstep.reward.process import PROCESS, ProcessPart, steps_of
+from lockstep.reward.process_model import PROCESS, ProcessPart, steps_of
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.collect import collect, token_at
 from lockstep.types import Completion, Failure, Origin, Prompt, Question, Rollout, Sampling, Score

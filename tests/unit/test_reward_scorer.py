@@ -10,8 +10,8 @@ import torch
 
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reward
+from lockstep.reward.row_rewards import overlong_penalty
 from lockstep.reward.scorer import Scorer, active_weights
-from lockstep.reward.shaping import overlong_penalty
 from lockstep.types import Failure, Origin, Question, Score
 from reward_models import write_reward_model
 from reward_servers import GUARD, by_length, serving

@@ -25,12 +25,11 @@ from lockstep.launch.supervisor import NOBODY, descendants
 from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy, evaluating
 from lockstep.recipe import Recipe, load_recipe
-from lockstep.rollout.worker import engine as engine_module
-from lockstep.rollout.worker.engine import WorkerEngine
-from lockstep.rollout.worker.generation import _Worker, work
-from lockstep.rollout.worker.group import BroadcastFailed, WeightGroup
-from lockstep.rollout.worker.memory import WeightMemory
+from lockstep.rollout.worker import worker_engine as engine_module
 from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Opening
+from lockstep.rollout.worker.worker_engine import WorkerEngine
+from lockstep.rollout.worker.worker_loop import _Worker, work
+from lockstep.rollout.worker.worker_weights import BroadcastFailed, WeightGroup, WeightMemory
 from lockstep.types import Example, Origin, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=200, seed=3)

@@ -17,8 +17,8 @@ from lockstep.data.dataset import Loader
 from lockstep.errors import Refusal
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
+from lockstep.rollout.collect import ExpectedLengths
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.shares import ExpectedLengths
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.types import Completion, Failure, Prompt, Question, Request, Sampling, Score
 

@@ -20,17 +20,19 @@ import pytest
 
 from conftest import chat_rows, write_jsonl
 from hang import HANG, wait_until
-from lockstep.data import cache, parts, read
-from lockstep.data.columns import ColumnFinder
+from lockstep.data import encode_parts as parts
+from lockstep.data import row_cache as cache
+from lockstep.data.array_store import Store, item_digests, stored
 from lockstep.data.dataset import Dataset, LoadedRows, load_rows
-from lockstep.data.examples import SupervisedRows
-from lockstep.data.judged import JudgedRows
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.kto_rows import JudgedRows
+from lockstep.data.encode.preference_rows import RankingRows
+from lockstep.data.encode.prompt_rows import PromptRows, PromptSet
+from lockstep.data.encode.sft_rows import SupervisedRows
+from lockstep.data.encode.step_rows import StepRows
 from lockstep.data.parallel import in_processes, processes_here
-from lockstep.data.preferences import RankingRows
-from lockstep.data.prompts import PromptRows, PromptSet
-from lockstep.data.read import read_rows
-from lockstep.data.steps import StepRows
-from lockstep.data.stored import Store, item_digests, stored
+from lockstep.data.sources import read
+from lockstep.data.sources.read import read_rows
 from lockstep.data.updates import row_size, row_sizes, sequence_counts
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer

@@ -11,8 +11,8 @@ import pytest
 
 from conftest import chat_rows, question_rows, run, write_jsonl
 from lockstep.commands.plan import show_plan
-from lockstep.data.examples import SupervisedRows
-from lockstep.data.prompts import PromptRows
+from lockstep.data.encode.prompt_rows import PromptRows
+from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer

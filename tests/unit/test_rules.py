@@ -6,8 +6,16 @@ import pytest
 
 from lockstep.errors import Refusal
 from lockstep.reward import rules
-from lockstep.reward.boxed import last_boxed, math_score
-from lockstep.reward.rules import RULES, exact_score, extract_answer, gsm8k_score, rule_for, unmatched_rules
+from lockstep.reward.rules import (
+    RULES,
+    exact_score,
+    extract_answer,
+    gsm8k_score,
+    last_boxed,
+    math_score,
+    rule_for,
+    unmatched_rules,
+)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +264,7 @@ def test_a_missing_package_stops_only_what_needs_it(tmp_path, monkeypatch) -> No
 def test_built_in_rules_that_may_never_end_are_not_checked_at_once() -> None:
     import torch
 
-    from lockstep.reward.rule_judge import RuleJudge, judged_by
+    from lockstep.reward.row_rewards import RuleJudge, judged_by
 
     with judged_by({}, ["openai/gsm8k"], torch.device("cpu")) as judge:
         assert isinstance(judge, RuleJudge)

@@ -12,11 +12,10 @@ from small_models import SIZES, load, native, prompts, run, write_model
 from transformers import GenerationConfig, Qwen2Config
 
 from lockstep.data.batching import micro_batch
-from lockstep.kernels.noise import sequence_keys
-from lockstep.kernels.truncate import Truncation
+from lockstep.kernels.sampling import Truncation, sequence_keys
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
-from lockstep.rollout.ending import why_ended
+from lockstep.rollout.engine import why_ended
 from lockstep.rollout.hf import HfEngine
 from lockstep.rollout.native.sampler import choose
 from lockstep.types import Completion, Example, Origin, Request, Sampling

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores, likeliest
 from lockstep.kernels.logprob import Head, plain_token_scores, row_gradients_, row_logprobs, token_scores
-from lockstep.kernels.truncate import LEFT_OUT, Truncation
+from lockstep.kernels.sampling import LEFT_OUT, Truncation
 
 PLACES, HIDDEN, WORDS = 23, 12, 90
 HEADS = [(0.25, None), (1.0, 3.0), (0.3, 2.0), (1.7, 4.0)]
@@ -190,7 +190,7 @@ def test_divergences_are_of_the_same_distributions(scale, softcap, kind) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("words", "temperature", "softcap"), [(5000, 1.0, 30.0), (151936, 0.7, 1.5)])
 def test_fused_capped_log_softmax_equals_its_twin(dtype, words, temperature, softcap) -> None:
-    from lockstep.kernels import triton_logprob
+    from lockstep.kernels import logprob_triton as triton_logprob
 
     torch.manual_seed(0)
     logits = (torch.randn(33, words, device="cuda") * 5).to(dtype)

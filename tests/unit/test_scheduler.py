@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.rollout.native.blocks import BlockPool
-from lockstep.rollout.native.scheduler import Scheduler, Work
-from lockstep.rollout.native.sequence import Prefix, Sample, Stretch
+from lockstep.rollout.native.scheduler import BlockPool, Prefix, Sample, Scheduler, Stretch, Work
 
 
 @dataclass(frozen=True)

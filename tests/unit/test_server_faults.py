@@ -24,7 +24,7 @@ from lockstep.parallel.world import World
 from lockstep.preflight.batch_plan import logprob_limit
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.place import RunPlace
+from lockstep.rollout.engine import RunPlace
 from lockstep.rollout.server import probe
 from lockstep.rollout.server.dialect import Answer, WantedSample, checked_answer
 from lockstep.rollout.server.engine import ServerEngine

@@ -17,13 +17,13 @@ from lockstep.data.batching import micro_batch
 from lockstep.device.cpu import Cpu
 from lockstep.device.serving import SERVING
 from lockstep.errors import Refusal
-from lockstep.kernels.truncate import Truncation
+from lockstep.kernels.sampling import Truncation
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora
-from lockstep.rollout.place import RunPlace
+from lockstep.rollout.engine import RunPlace
 from lockstep.rollout.server import probe
 from lockstep.rollout.server.dialect import (
     Answer,

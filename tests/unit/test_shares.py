@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hand_rollouts import question
-from lockstep.rollout import shares as shares_module
-from lockstep.rollout.shares import AskedAhead, ExpectedLengths, Shares, balanced
+from lockstep.rollout import collect as shares_module
+from lockstep.rollout.collect import AskedAhead, ExpectedLengths, Shares, balanced
 from lockstep.types import Prompt, Sampling
 
 

@@ -13,10 +13,10 @@ from small_models import SIZES, load, write_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
 from lockstep.data.batching import line_tokens, micro_batch, shared_beginnings
-from lockstep.kernels.cascade import cascade_attention
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.partial import PLAIN
-from lockstep.kernels.varlen import varlen_attention
+from lockstep.kernels.attention.flash import cascade_attention
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.partial import PLAIN
+from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.types import Example, MicroBatch, Origin, Probe, Ranking
 
 CPU = torch.device("cpu")

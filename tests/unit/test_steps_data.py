@@ -11,7 +11,7 @@ import pytest
 
 from conftest import write_jsonl
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.steps import StepRows
+from lockstep.data.encode.step_rows import StepRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source

@@ -18,14 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocated import allocated, marked
 from lockstep.errors import Refusal
-from lockstep.model import conversion, export
-from lockstep.model.conversion import Made
+from lockstep.model import export
+from lockstep.model import weight_conversion as conversion
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.digits import digits_of
 from lockstep.model.load import divide_model, stream_transformers, with_lora
 from lockstep.model.miniature import miniature_config, randomise
 from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_plan import styles_of
+from lockstep.model.weight_conversion import Made
+from lockstep.model.weights import digits_of
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import Sharding
 from lockstep.parallel.tensor import TensorGroup

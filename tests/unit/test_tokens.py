@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.data.tokens import token_facts, token_ids, token_ids_and_offsets
+from lockstep.data.encode.tokenizer_cache import token_facts, token_ids, token_ids_and_offsets
 from lockstep.model.load import load_tokenizer
 
 TEXTS = ["", "a", "two words\n", "<|im_start|>user\nhü 🙂<|im_end|>\n", " x" * 50]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from lockstep.kernels.truncate import LEFT_OUT, Truncation, truncate_
+from lockstep.kernels.sampling import LEFT_OUT, Truncation, truncate_
 
 # Probabilities 0.4, 0.3, 0.2, 0.1, in an order that is not theirs.
 ROW = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()

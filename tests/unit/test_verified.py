@@ -17,7 +17,7 @@ from lockstep.device.cpu import Cpu, _arm_chip
 from lockstep.device.select import select
 from lockstep.model import verified
 from lockstep.model.check import check_architecture
-from lockstep.rollout.trial import check_engine_architecture
+from lockstep.rollout.engine_check import check_engine_architecture
 
 CPU = torch.device("cpu")
 KEY = "a" * 64

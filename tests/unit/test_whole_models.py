@@ -21,7 +21,7 @@ from lockstep.model.export import export_model
 from lockstep.model.gguf import import_gguf
 from lockstep.model.heads import load_value_model
 from lockstep.model.load import load_policy
-from lockstep.model.merge import merge_adapter
+from lockstep.model.merged_adapter import merge_adapter
 from lockstep.model.resolve import model_folder
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Model

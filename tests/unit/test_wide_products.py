@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from lockstep.kernels import wide_products
-from lockstep.kernels.wide_products import prepare_products
+from lockstep.kernels import bf16_matmul as wide_products
+from lockstep.kernels.bf16_matmul import prepare_products
 
 # In a process of its own: operators that are replaced stay so, and the other tests should see the host as it is.
 CHILD = """

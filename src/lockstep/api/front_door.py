@@ -11,7 +11,7 @@ import torch
 
 from lockstep.api.handle import Handle
 from lockstep.api.losses import checked
-from lockstep.data.template import with_template
+from lockstep.data.encode.chat_template import with_template
 from lockstep.device.base import Device
 from lockstep.device.select import select
 from lockstep.errors import Refusal

@@ -32,15 +32,15 @@ from lockstep.api.losses import (
     checked,
     chosen_loss,
 )
-from lockstep.data.chat import check_messages, render_prompt
-from lockstep.data.completions import ResponseEncoder
-from lockstep.data.encoding import Encoding, as_chat
-from lockstep.data.template import end_of_turn, is_named, template_text
+from lockstep.data.encode.chat import check_messages, render_prompt
+from lockstep.data.encode.chat_template import end_of_turn, is_named, template_text
+from lockstep.data.encode.encoding import Encoding, as_chat
+from lockstep.data.encode.responses import ResponseEncoder
 from lockstep.data.updates import Update, arrange, row_size
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.rotary import fixed_length
-from lockstep.kernels.truncate import Truncation
+from lockstep.kernels.sampling import Truncation
 from lockstep.model.export import export_model
 from lockstep.model.export_check import probe_of
 from lockstep.model.policy import Policy, Scoring
@@ -48,8 +48,8 @@ from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
-from lockstep.rollout.check import check_engine
-from lockstep.rollout.ending import end_ids
+from lockstep.rollout.engine import end_ids
+from lockstep.rollout.engine_check import check_engine
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.folder import RunFolder

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.commands.arguments import LabelKey, ModelArgument, PromptKey, named_value
+from lockstep.commands.options import LabelKey, ModelArgument, PromptKey, named_value
 from lockstep.run.output import write
 
 
@@ -59,7 +59,7 @@ def generate(
         adapter=adapter,
     )
     if chat:
-        from lockstep.commands.chat import converse
+        from lockstep.commands.generate import converse
 
         converse(conversation, prompt)
     elif prompt is not None:
@@ -129,7 +129,7 @@ def evaluate(
     """Accuracy of MODEL on DATA: of its answers by the rule of each row's data source; of a reward model, of a process
     reward model or of a language model's own preference on rows that say what is better."""
     from lockstep.commands.eval import score_model
-    from lockstep.commands.questions import NamedColumns
+    from lockstep.commands.without_recipe import NamedColumns
 
     score_model(
         model,
@@ -186,8 +186,8 @@ def sample(
 
     Without a reward option the rule of each row's data source scores; several rewards are added up.
     """
-    from lockstep.commands.questions import NamedColumns
     from lockstep.commands.sample import Job, sample_responses
+    from lockstep.commands.without_recipe import NamedColumns
     from lockstep.recipe.keys_online import Reward
     from lockstep.types import Sampling
 
@@ -235,7 +235,7 @@ def pairs(
     ] = False,
 ) -> None:
     """Turn scored responses into rows that SFT, DPO or KTO train on."""
-    from lockstep.data.prepare.pairs import choice_of, write_pairs
+    from lockstep.data.prepare.sampled import choice_of, write_pairs
     from lockstep.run.console import Console
 
     options = (per_prompt, min_margin, min_reward, threshold, length_tie, keep_cut, reward_template, normalize)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.commands.arguments import Overrides, RecipeArgument
+from lockstep.commands.options import Overrides, RecipeArgument
 from lockstep.run.output import write
 
 data_app = typer.Typer(help="Make and look at data.", no_args_is_help=True, rich_markup_mode=None)
@@ -22,7 +22,7 @@ def arithmetic(
     seed: int = 0,
 ) -> None:
     """Write generated arithmetic rows (RL and SFT schema) to FOLDER."""
-    from lockstep.data.prepare.arithmetic import write_arithmetic
+    from lockstep.data.prepare.generated import write_arithmetic
 
     counts = write_arithmetic(folder, train_rows=train_rows, val_rows=val_rows, difficulty=difficulty, seed=seed)
     _echo_counts(folder, counts)
@@ -31,7 +31,7 @@ def arithmetic(
 @data_app.command()
 def preferences(folder: Path, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> None:
     """Write generated preference pairs, judged steps and prompts to FOLDER."""
-    from lockstep.data.prepare.preferences import write_preferences
+    from lockstep.data.prepare.generated import write_preferences
 
     _echo_counts(folder, write_preferences(folder, train_rows=train_rows, val_rows=val_rows, seed=seed))
 
@@ -42,7 +42,7 @@ def gsm8k(
     source: Annotated[Path | None, typer.Option("--from", help="Folder with train.jsonl and test.jsonl.")] = None,
 ) -> None:
     """Write GSM8K as RL rows to OUT, from the raw files or the hub."""
-    from lockstep.data.prepare.gsm8k import write_gsm8k
+    from lockstep.data.prepare.generated import write_gsm8k
 
     _echo_counts(folder, write_gsm8k(folder, source=source))
 

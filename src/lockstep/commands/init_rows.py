@@ -13,15 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.columns import ColumnFinder
-from lockstep.data.examples import find_columns
-from lockstep.data.judged import find_judged_columns
-from lockstep.data.preferences import find_ranking_columns
-from lockstep.data.prompts import find_question_columns, read_questions
-from lockstep.data.read import locate, read_rows
-from lockstep.data.rowset import RowSet
-from lockstep.data.steps import find_step_columns
-from lockstep.data.truths import MATH
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.kto_rows import find_judged_columns
+from lockstep.data.encode.preference_rows import find_ranking_columns
+from lockstep.data.encode.prompt_rows import MATH, find_question_columns, read_questions
+from lockstep.data.encode.sft_rows import find_columns
+from lockstep.data.encode.step_rows import find_step_columns
+from lockstep.data.sources.read import locate, read_rows
+from lockstep.data.sources.rowset import RowSet
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import checked_recipe
@@ -152,7 +151,7 @@ def _changed(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, An
 
 def _ways(recipe: Recipe) -> Iterator[dict[str, tuple[Any, str]]]:
     """What to set besides, in the order in which it is tried."""
-    from lockstep.data.template import TOKENS
+    from lockstep.data.encode.chat_template import TOKENS
     from lockstep.model.load import load_tokenizer
 
     drop = {"data.overlong": ("drop", "some rows are longer than a micro-batch or the model's context.")}
@@ -167,7 +166,7 @@ def _ways(recipe: Recipe) -> Iterator[dict[str, tuple[Any, str]]]:
 
 def _rules(recipe: Recipe) -> dict[str, tuple[Any, str]]:
     """A rule for data sources that have none: by all their ground truths, which cost nothing to read."""
-    from lockstep.reward.reads import read_by_rewards
+    from lockstep.reward.row_rewards import read_by_rewards
     from lockstep.reward.rules import DEFAULT_RULES, RULES
     from lockstep.reward.scorer import active_weights
 

@@ -1,25 +1,277 @@
-"""`lockstep plan`: the batch plan and the memory of a recipe as tables."""
+"""`lockstep plan`: batch plan, memory, engines and cluster estimates of a recipe as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from lockstep.commands.plan_engines import engine_lines
 from lockstep.data.dataset import Dataset
-from lockstep.data.prompts import PromptSet
-from lockstep.device.select import explain
-from lockstep.preflight.async_worker import handed_lines
+from lockstep.data.encode.prompt_rows import PromptSet
+from lockstep.device.base import Device
+from lockstep.device.cpu import Cpu
+from lockstep.device.select import DEVICES, explain
+from lockstep.device.serving import serving_on
+from lockstep.doctor.engines import engines_here, packages_in
+from lockstep.doctor.facts import installed_packages
+from lockstep.doctor.machine import Machine
+from lockstep.errors import Refusal
+from lockstep.preflight.async_worker import handed_lines, refuse_beside
 from lockstep.preflight.batch_plan import make_loader
-from lockstep.preflight.memory_plan import MemoryPlan, refuse_misfit
-from lockstep.preflight.prepare import PreparedOnline, prepare, prepare_online
+from lockstep.preflight.cluster import OfflineSteps, OnlineSteps, StepSource, StepWork, TargetCluster, cluster_named
+from lockstep.preflight.cluster_plan import Outlook, fitting, refuse_over, refuse_uncounted
+from lockstep.preflight.memory_plan import MemoryPlan, Phase, refuse_misfit
+from lockstep.preflight.prepare import Prepared, PreparedOnline, prepare, prepare_online
 from lockstep.preflight.reward_trial import try_rewards_here
+from lockstep.preflight.step_time import PhaseTime
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.registry import ENGINES
+from lockstep.rollout.server.collective import by_collective
+from lockstep.rollout.server.dialect import ServerNeeds
+from lockstep.rollout.server.memory import by_memory
+from lockstep.rollout.server.process import dialect_of
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
+
+# What `lockstep plan` says of rollout engines: that of the recipe with how it starts, and which others there are.
+
+# The flag of each engine for its share of a device's memory, and the share without it (of vLLM 0.26 and 0.32; SGLang
+# computes it from the device's size and its own settings).
+SHARES: dict[str, tuple[str, float | None]] = {
+    "vllm": ("--gpu-memory-utilization", 0.92),
+    "sglang": ("--mem-fraction-static", None),
+}
+
+
+def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
+    machine, rollout = Machine(), recipe.rollout
+    python = rollout.server.python
+    packages = installed_packages(machine) if python is None else packages_in(machine, python)
+    here = {engine.name: engine for engine in engines_here(packages, device.name)}
+    own = here[rollout.engine]
+    lines: list[tuple[str, str]] = []
+    if rollout.url is not None:
+        urls = [rollout.url] if isinstance(rollout.url, str) else rollout.url
+        lines.append(("engine", f"{own.name} at {', '.join(urls)}, which the run asks when it starts"))
+    elif ENGINES[own.name].served:
+        lines.append(("engine", f"{own.name}, started by the run: {own.found or own.told()}"))
+        lines += _start(recipe, device)
+    else:
+        lines.append(("engine", f"{own.name} ({own.found})"))
+    if ENGINES[own.name].served:
+        lines.append(("engine weights", _way(recipe, device)))
+    others = [engine for engine in here.values() if engine.name != own.name]
+    lines += [
+        ("other engines", f"{engine.name} ({engine.found})" if engine.found else f"not {engine.name}: {engine.missing}")
+        for engine in others
+    ]
+    return lines
+
+
+def _way(recipe: Recipe, device: Device) -> str:
+    """How weights reach the server, where the run is one process."""
+    rollout, files = recipe.rollout, "through files"
+    if by_collective(rollout):
+        return f"by {device.collective}"
+    if by_memory(rollout, dialect_of(rollout), device, 1, adapter=recipe.model.lora is not None):
+        opened = "opened in the run's memory"
+        return opened if rollout.hand_over == "memory" else f"{opened}, else {files}"
+    return files
+
+
+def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
+    rollout, lora = recipe.rollout, recipe.model.lora
+    needs = ServerNeeds(device.name, rollout.sleep, None if lora is None else lora.rank)
+    settings = [
+        *dialect_of(rollout).settings(needs).items(),
+        *serving_on(device.name, rollout.engine).settings(sleep=rollout.sleep),
+    ]
+    lines = [("engine setting", f"{what}: {why}") for what, why in settings]
+    if device.visible_variable is not None and rollout.server.devices is None:
+        lines.append(("engine memory", _memory(rollout)))
+    return lines
+
+
+def _memory(rollout: RolloutSettings) -> str:
+    """What a server on the run's own devices takes of them."""
+    flag, default = SHARES[rollout.engine]
+    when = "while it is awake" if rollout.sleep else "while the run trains, too (rollout.sleep gives it back)"
+    said = _said(rollout.server.args, flag)
+    if said is not None:
+        return f"{flag} {said} of the run's own devices, {when}"
+    share = "most of it" if default is None else f"{default:g}, which leaves {1 - default:.0%} to the run"
+    return (
+        f"the engine's own share of the run's own devices, {share}, {when}: say less by rollout.server.args "
+        f'[{flag}, "0.5"], or name other devices by rollout.server.devices'
+    )
+
+
+def _said(words: Sequence[str], flag: str) -> str | None:
+    """The value of a flag on a command line; of several the last, as the engines read them."""
+    found = None
+    for word, after in zip(words, [*words, ""][1:], strict=True):
+        if word == flag or word.startswith(f"{flag}="):
+            found = after if word == flag else word.partition("=")[2]
+    return found
+
+
+# `lockstep plan --cluster`: memory, time and traffic of a recipe on devices that need not be here.
+
+
+def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) -> None:
+    """Prints first, refuses after: the numbers say what to change."""
+    cluster = cluster_named(text)
+    online = recipe.method in ONLINE
+    _refuse_response_tokens(recipe, response_tokens, online)
+    refuse_uncounted(recipe.parallel)
+    _refuse_other_count(recipe, cluster)
+    console = Console.open()
+    # Rows and prompts are read here; what depends on the device comes from the table.
+    prepared: Prepared | PreparedOnline
+    if online:
+        refuse_beside(recipe, DEVICES[cluster.chip.kind], cluster.each, None)
+        prepared = prepare_online(recipe, Cpu(), cluster.devices, console, must_fit=False, here=False)
+    else:
+        prepared = prepare(recipe, Cpu(), cluster.devices, console, must_fit=False)
+    steps: StepSource
+    if isinstance(prepared, PreparedOnline):
+        steps = OnlineSteps.of(prepared.train.items, response_tokens or recipe.rollout.max_tokens)
+    else:
+        steps = OfflineSteps(prepared)
+    outlook = Outlook.of(recipe, prepared.config, steps)
+    counted = outlook.models.counted
+    console.banner(
+        f"plan of {recipe.run.name} on {cluster}",
+        [
+            ("devices", f"{cluster.devices}, {cluster.memory / 2**30:,.1f} GiB each"),
+            *prepared.batches.lines(),
+            ("parameters", f"{counted.parameters:,}, of which {counted.trained:,} trained"),
+        ],
+    )
+    times = outlook.times(cluster)
+    Screen.on_stdout().print(_table(outlook.phases(cluster), times or []))
+    for line in (
+        *handed_lines(outlook.memory(cluster), cluster.each),
+        *_lines(recipe, cluster, steps.work(recipe), times),
+        *_waiting(outlook, cluster),
+    ):
+        console.say(line)
+    if outlook.over(cluster):
+        refuse_over(outlook, cluster, _proposal(outlook, cluster))
+    console.say(f"fits: {cluster.chip.name} has {cluster.memory / 2**30:.1f} GiB")
+
+
+def _waiting(outlook: Outlook, cluster: TargetCluster) -> Iterable[str]:
+    """Sequences without a place in the cache, and devices without a sequence."""
+    recipe, work = outlook.recipe, outlook.steps.work(outlook.recipe)
+    if recipe.method in ONLINE and (held := outlook.held(cluster)) is not None:
+        cache = outlook.memory(cluster).cache / 2**30
+        yield f"the KV cache takes {cache:,.1f} GiB and holds about {held:,} sequences at once: the others wait"
+    groups, rows = cluster.devices // recipe.parallel.group, max(1, work.rows // work.updates)
+    if groups > rows:
+        idle = (groups - rows) * recipe.parallel.group
+        yield f"{idle:,} of {cluster.devices:,} devices have nothing to train on: an update has {rows:,} rows"
+
+
+def _table(phases: Sequence[Phase], times: Sequence[PhaseTime]) -> Table:
+    table = Table(title="a device in a step: GiB (estimate), seconds (reckoned)", title_justify="left")
+    table.add_column("phase")
+    for name in ("weights", "grads", "optim.", "activ.", "total", "comp. s", "links s"):
+        table.add_column(name, justify="right")
+    by_name = {time.name: time for time in times}
+    for phase in phases:
+        parts = (phase.weights, phase.gradients, phase.optimizer, phase.activations, phase.total)
+        table.add_row(phase.name, *[f"{part / 2**30:,.1f}" for part in parts], *_seconds(by_name.pop(phase.name, None)))
+    for time in by_name.values():
+        table.add_row(time.name, *[""] * 5, *_seconds(time))
+    return table
+
+
+def _seconds(time: PhaseTime | None) -> tuple[str, str]:
+    return ("", "") if time is None else (_figure(time.computing), _figure(time.waiting + time.links + time.host))
+
+
+def _figure(seconds: float) -> str:
+    return f"{seconds:,.2f}" if seconds < 1000 else f"{seconds:,.0f}"
+
+
+def _lines(recipe: Recipe, cluster: TargetCluster, work: StepWork, times: Sequence[PhaseTime] | None) -> Iterable[str]:
+    chip = cluster.chip
+    if times is None:
+        yield f"no time: the table has no FLOP/s of {chip.name} in {recipe.model.dtype}"
+        return
+    best, worst = sum(time.hidden for time in times), sum(time.open for time in times)
+    ends = _figure(best) if worst < 1.005 * best else f"{_figure(best)} to {_figure(worst)}"
+    each = work.whole / worst / cluster.devices
+    yield f"a step: {ends} s; {each:,.0f} tokens a second and device"
+    traffic = [sum(parts) for parts in zip(*(time.traffic for time in times), strict=True)]
+    names = ("all-gather", "reduce-scatter", "all-reduce", "exchange")
+    told = [f"{name} {size / 1e9:,.1f} GB" for name, size in zip(names, traffic, strict=True) if size]
+    if told:
+        yield f"to each device in a step: {', '.join(told)}"
+    if work.prompts:
+        mean = f"responses of {work.response_tokens:,.0f} tokens are reckoned with (--response-tokens)"
+        limit = recipe.rollout.max_tokens
+        yield mean + (f"; at most, one goes on to {limit:,}" if work.response_tokens < limit else "")
+    yield from _remarks(recipe, cluster)
+
+
+def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
+    chip, online = cluster.chip, recipe.method in ONLINE
+    if chip.measured and cluster.devices == 1:
+        yield f"speeds of {chip.name} were measured; see docs/scale.md for the error"
+    elif chip.measured:
+        yield f"one {chip.name} was measured, links are the maker's: nothing was run on several"
+    else:
+        yield f"speeds of {chip.name} are the maker's times what an H200 reaches: nothing was run on it"
+    if online and not ENGINES[recipe.rollout.engine].paged:
+        yield f"generation is reckoned for the built-in engine, not for {recipe.rollout.engine}"
+    if online and recipe.algorithm.dynamic_sampling.rounds > 1:
+        yield "groups that are sampled anew (algorithm.dynamic_sampling) are not counted"
+    if online and recipe.rollout.max_staleness is not None:
+        yield "generation and training are counted one after the other"
+        if recipe.rollout.worker_device:
+            yield f"besides those that train, {cluster.devices} devices generate (rollout.worker_device)"
+    if recipe.parallel.tensor > 1:
+        yield "the latency of parallel.tensor's sums is not known: a step takes longer, decoding above all"
+    yield "not counted: rewards and their models, validation, loading, writing checkpoints"
+
+
+def _proposal(outlook: Outlook, cluster: TargetCluster) -> str | None:
+    found = fitting(outlook, cluster)
+    if found is None:
+        return None
+    return f"this fits: {found}" if found.cluster == cluster else f"this fits on {found.cluster}: {found}"
+
+
+def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
+    """`parallel.devices` of the recipe is what it would be started with."""
+    asked = recipe.parallel.devices
+    if asked is not None and asked != cluster.devices:
+        raise Refusal.at(
+            "parallel.devices",
+            f"is {asked}, and {cluster} has {cluster.devices} devices",
+            f"plan with parallel.devices={cluster.devices}",
+        )
+
+
+def _refuse_response_tokens(recipe: Recipe, response_tokens: int | None, online: bool) -> None:
+    if response_tokens is None:
+        return
+    if not online:
+        raise Refusal.at("--response-tokens", f"method {recipe.method} generates nothing", "leave it out")
+    if response_tokens > recipe.rollout.max_tokens:
+        raise Refusal.at(
+            "--response-tokens",
+            f"{response_tokens} is over rollout.max_tokens={recipe.rollout.max_tokens}",
+            "say the mean length that you expect",
+        )
+
+
+# `lockstep plan`: the batch plan and the memory of a recipe as tables.
 
 
 def show_plan(recipe: Recipe, devices: int) -> None:

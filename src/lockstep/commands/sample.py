@@ -12,12 +12,18 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lockstep.commands.engine import load_generator
 from lockstep.commands.options import over_context, refuse_judge, refuse_long_answers, refuse_options
-from lockstep.commands.questions import BY_NAME, NamedColumns, asked_questions
-from lockstep.commands.sample_parts import Parts, sample_row
-from lockstep.commands.sample_rewards import identity_of, opened_scorer, refuse_failures
-from lockstep.data.read import read_rows
+from lockstep.commands.sample_store import Parts, sample_row
+from lockstep.commands.without_recipe import (
+    BY_NAME,
+    NamedColumns,
+    asked_questions,
+    identity_of,
+    load_generator,
+    opened_scorer,
+    refuse_failures,
+)
+from lockstep.data.sources.read import read_rows
 from lockstep.device.select import explain
 from lockstep.errors import Interrupted, Problem, Refusal, refuse_all
 from lockstep.model.fingerprint import model_files
@@ -26,7 +32,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_online import Reward
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.reward.reads import read_by_rewards
+from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.questions import encode_questions

@@ -1,9 +1,4 @@
-"""`lockstep train RECIPE --smoke`: two tiny steps of a recipe with everything on, in a temporary folder.
-
-The recipe's method, columns, rewards, adapter, optimizer and dtype stay; its models become small ones of the same
-architecture with random weights, and of its rows the first are taken (or sums are generated where there are none).
-Validation, checkpoint, export and tape happen at each step, whatever the recipe says.
-"""
+"""`lockstep train --smoke`: two small steps with small models that exercise everything."""
 
 from __future__ import annotations
 
@@ -15,22 +10,98 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
-from lockstep.commands.smoke_models import local_folder, small_judge, small_model
-from lockstep.data.prepare.arithmetic import write_arithmetic
-from lockstep.data.prepare.preferences import write_preferences
+from lockstep.data.prepare.generated import write_arithmetic, write_preferences
 from lockstep.errors import Refusal, unwritten
 from lockstep.launch.launcher import is_rank
+from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.miniature import POSITION_COUNTS, miniature_config
 from lockstep.model.pretrained import pretrained
+from lockstep.model.resolve import model_folder
+from lockstep.model.tiny import write_tiny
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import checked_recipe, resolved
 from lockstep.recipe.methods import OFFLINE, ONLINE, PAIR_COLUMNS, STEP_COLUMNS, SUPERVISED_COLUMNS
 from lockstep.recipe.registry import ENGINES, estimator_row
-from lockstep.reward.process import PROCESS
+from lockstep.reward.process_model import PROCESS
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.train.start import run_recipe
+
+# Small stand-ins for the models of a recipe: the same architecture and tokenizer, random weights, few parameters.
+
+# What a model must have in common with its tokenizer and its rows; the rest of a configuration is made small.
+KEPT = ("vocab_size", "vocab_size_per_layer_input", "bos_token_id", "eos_token_id", "pad_token_id", *POSITION_COUNTS)
+TINY = {"hidden": 64, "layers": 2}
+
+
+def small_model(path: str, folder: Path, seed: int = 0) -> str:
+    """Write a small model in the place of `path` to `folder`; returns what it is. Where there is no model at `path`, or
+    none of its kind can be made small, it is the embedded tiny one."""
+    found = local_folder(path)
+    if found is None:
+        write_tiny(folder, seed=seed, **TINY)
+        return f"the tiny model: there is no folder {path}"
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(found)
+    try:
+        small = small_config(config)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001  # an architecture that cannot be had with other sizes
+        write_tiny(folder, seed=seed, **TINY)
+        return f"the tiny model: {config.model_type} cannot be made small ({type(error).__name__})"
+    model.save_pretrained(folder)
+    load_tokenizer(found).save_pretrained(folder)
+    generation = Path(found) / "generation_config.json"
+    if generation.is_file():
+        shutil.copy(generation, folder / generation.name)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"a {config.model_type} with {count:,} random weights and the tokenizer of {path}"
+
+
+def small_config(config: Any) -> Any:
+    """A miniature that reads the same tokens at as many positions."""
+    small = miniature_config(config)
+    for own, of in ((small, config), (small.get_text_config(), config.get_text_config())):
+        for name in KEPT:
+            if hasattr(of, name) and hasattr(own, name):
+                setattr(own, name, getattr(of, name))
+    small.architectures = None
+    return small
+
+
+def small_judge(model: Path, folder: Path) -> None:
+    """A reward model of the architecture of `model`, with its tokenizer and random weights."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = load_config(str(model))
+    config.num_labels = 1
+    tokenizer = load_tokenizer(str(model))
+    config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    torch.manual_seed(0)
+    judge = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    judge.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def local_folder(path: str) -> str | None:
+    """The model folder behind `path`; None where there is none on this machine."""
+    try:
+        folder = model_folder(path)
+    except Refusal:
+        return None
+    return folder if (Path(folder) / "config.json").is_file() else None
+
+
+# `lockstep train RECIPE --smoke`: two tiny steps of a recipe with everything on, in a temporary folder.
+#
+# The recipe's method, columns, rewards, adapter, optimizer and dtype stay; its models become small ones of the same
+# architecture with random weights, and of its rows the first are taken (or sums are generated where there are none).
+# Validation, checkpoint, export and tape happen at each step, whatever the recipe says.
 
 STEPS = 2
 ROWS = 64

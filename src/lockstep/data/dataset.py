@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from lockstep.data import special_text
-from lockstep.data.cache import RowCache, cache_folder, worth_keeping
-from lockstep.data.columns import ColumnFinder
-from lockstep.data.mix import Mixture
-from lockstep.data.own_reader import OwnReader
-from lockstep.data.parts import NAMED, RowPart, RowWork, Tallied, read_parts
-from lockstep.data.read import RowSet, read_rows
-from lockstep.data.stored import Joined, OriginOf, Store, sequences
-from lockstep.data.tokens import forget_pieces
+from lockstep.data.array_store import Joined, OriginOf, Store, sequences
+from lockstep.data.encode import dialogue as special_text
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.tokenizer_cache import forget_pieces
+from lockstep.data.encode_parts import NAMED, RowPart, RowWork, Tallied, read_parts
+from lockstep.data.row_cache import RowCache, cache_folder, worth_keeping
+from lockstep.data.sources.mix import Mixture
+from lockstep.data.sources.read import RowSet, read_rows
+from lockstep.data.sources.user_reader import OwnReader
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Example, Item, Origin, Row
@@ -137,7 +137,7 @@ class RowReader(Protocol[T]):
     """The rows of one source as items, within the limit: a row may give several, and None is one that is dropped.
 
     What becomes of a row depends on that row alone: rows are read in parts, in several processes, or found encoded. A
-    reader that counts something for `found` has a `tally` (`data/parts.py`).
+    reader that counts something for `found` has a `tally` (`data/encode_parts.py`).
     """
 
     @property
@@ -145,7 +145,7 @@ class RowReader(Protocol[T]):
 
     @property
     def special_rows(self) -> int:
-        """Rows with special tokens in their text (`data/special_text.py`)."""
+        """Rows with special tokens in their text (`data/encode/dialogue.py`)."""
         ...
 
     @property

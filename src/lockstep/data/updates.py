@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from lockstep.data.array_store import Joined, Store
 from lockstep.data.batching import line_tokens, micro_batch, plan_micro_batches, shared_beginnings, target_starts
-from lockstep.data.stored import Joined, Store
 from lockstep.parallel.context_split import Division
 from lockstep.parallel.world import World
 from lockstep.types import Example, Item, MicroBatch

@@ -48,13 +48,13 @@ class Device(ABC):
     """Whether its fused norms and feed-forwards (`kernels/fused.py`) keep only what the memory plan counts for them."""
     graph_capture: ClassVar[bool]
     attention: str
-    """Name of the attention kernel for packed rows; `kernels/varlen.py` maps it to a function."""
+    """Name of the attention kernel for packed rows; `kernels/attention/varlen.py` maps it to a function."""
     paged_attention: str = "gather"
-    """Name of the attention kernel for one token of each of many cached sequences; see `kernels/paged.py`."""
+    """Name of the attention kernel for one token of each of many cached sequences; see `kernels/attention/paged.py`."""
     sampler: ClassVar[str] = "plain"
     """Name of the kernel that draws tokens from logits; see `rollout/native/sampler.py`."""
     generating_layers: str = "modules"
-    """Name of what runs the decoder layers when the engine generates; see `kernels/generating.py`."""
+    """Name of what runs the decoder layers when the engine generates; see `kernels/decode_layers.py`."""
     scored_by: str = "sampler"
     """Whether a drawn token's log-probability comes from the sampler on its way, or from the trainer's own kernel."""
     generates_beside: ClassVar[bool] = False

@@ -19,7 +19,7 @@ KERNEL_PACKAGES = ("triton", "torch_npu")
 
 
 def _by_npu(model: nn.Module, gather: Gather) -> list[str]:
-    from lockstep.kernels import npu_modules
+    from lockstep.kernels import fused_modules_npu as npu_modules
 
     return plug_in(model, npu_modules.KERNELS, gather)
 
@@ -28,7 +28,7 @@ def _by_triton(model: nn.Module, gather: Gather) -> list[str]:
     first = next(model.parameters(), None)
     if importlib.util.find_spec("triton") is None or first is None:
         return []
-    from lockstep.kernels import triton_modules
+    from lockstep.kernels import fused_modules_triton as triton_modules
     from lockstep.kernels.triton_math import runs_on
 
     return plug_in(model, triton_modules.KERNELS, gather) if runs_on(first) else []

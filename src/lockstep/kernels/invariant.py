@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.kernels.flash import flash_fits, flash_line_backward
-from lockstep.kernels.layout import Layout
+from lockstep.kernels.attention.flash import flash_fits, flash_line_backward
+from lockstep.kernels.attention.layout import Layout
 
 if TYPE_CHECKING:
-    from lockstep.kernels.paged import Chunk, DecodePass
+    from lockstep.kernels.attention.layout import Chunk, DecodePass
+
 
 HALVES = (torch.bfloat16, torch.float16)
 # Kept for as long as products go row by row.
@@ -50,7 +51,7 @@ def _mm(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     if not _forward(rows, columns):
         out = rows.new_empty(len(rows), columns.shape[1])
         return torch.ops.aten.mm.out(rows, columns, out=out)
-    from lockstep.kernels.triton_invariant import product
+    from lockstep.kernels.invariant_triton import product
 
     return product(_laid(rows), columns.t(), None)
 
@@ -61,7 +62,7 @@ def _addmm(
     if bias.dim() != 1 or beta != 1 or alpha != 1 or not bias.is_contiguous() or not _forward(rows, columns):
         out = rows.new_empty(len(rows), columns.shape[1])
         return torch.ops.aten.addmm.out(bias, rows, columns, beta=beta, alpha=alpha, out=out)
-    from lockstep.kernels.triton_invariant import product
+    from lockstep.kernels.invariant_triton import product
 
     return product(_laid(rows), columns.t(), bias)
 
@@ -104,7 +105,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        from lockstep.kernels.triton_invariant import KeyPlaces, Queries, attend
+        from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend
 
         firsts = layout.bounds[:-1]
         lengths = layout.bounds[1:] - firsts
@@ -132,7 +133,7 @@ def invariant_decode(
     window: int | None,
 ) -> torch.Tensor:
     """One token of each sequence to what the cache holds of it, itself included."""
-    from lockstep.kernels.triton_invariant import KeyPlaces, Queries, attend
+    from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend
 
     batch = len(query_BHD)
     firsts = torch.arange(batch, dtype=torch.int32, device=query_BHD.device)
@@ -144,7 +145,7 @@ def invariant_decode(
 def invariant_store(
     key_TGD: torch.Tensor, value_TGD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots_T: torch.Tensor
 ) -> None:
-    from lockstep.kernels.triton_invariant import store
+    from lockstep.kernels.invariant_triton import store
 
     store(key_TGD, value_TGD, keys, values, slots_T)
 
@@ -158,7 +159,7 @@ def invariant_chunk(
     window: int | None,
 ) -> torch.Tensor:
     """A stretch of one sequence to what the cache holds of it."""
-    from lockstep.kernels.triton_invariant import KeyPlaces, Queries, attend
+    from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend
 
     count = chunk.stop - chunk.start
     query = query_THD[chunk.first : chunk.first + count]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.kernels.truncate import LEFT_OUT, Truncation, left_out_below, truncate_
+from lockstep.kernels.sampling import LEFT_OUT, Truncation, left_out_below, truncate_
 
 # Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions, about
 # 1 GiB at its peak), the fused kernels in place (3,500 positions in bf16). Beside a chunk stand the fp32 sums of the
@@ -248,7 +248,7 @@ def _rows(tensor: torch.Tensor) -> tuple[Any, Any]:
 def _fused(tensor: torch.Tensor) -> ModuleType | None:
     if not tensor.is_cuda or importlib.util.find_spec("triton") is None:
         return None
-    from lockstep.kernels import triton_logprob
+    from lockstep.kernels import logprob_triton as triton_logprob
 
     return triton_logprob
 

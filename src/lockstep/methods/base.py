@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 
 from lockstep.data.dataset import Dataset
-from lockstep.data.read import RowSet
+from lockstep.data.sources.read import RowSet
 from lockstep.data.updates import Update
 from lockstep.errors import Problem
 from lockstep.recipe import Recipe

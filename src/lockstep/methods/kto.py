@@ -10,7 +10,7 @@ import torch
 from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched, row_logratios, row_means
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.judged import JudgedRows
+from lockstep.data.encode.kto_rows import JudgedRows
 from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.logprob import Scores

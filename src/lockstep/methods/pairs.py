@@ -20,7 +20,7 @@ from lockstep.algorithms.preference import (
 )
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.preferences import RankingRows
+from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Reader, Task

@@ -11,12 +11,12 @@ import torch
 
 from lockstep.algorithms.token_losses import good_probability, step_loss
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.steps import StepRows
+from lockstep.data.encode.step_rows import StepRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Reader, Task
 from lockstep.recipe import Recipe
-from lockstep.reward.process import PROCESS
+from lockstep.reward.process_model import PROCESS
 from lockstep.types import MicroBatch, Steps, Sums
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.algorithms.ranking import ranking_loss
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.preferences import RankingRows
+from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.updates import Update
 from lockstep.methods.base import MethodModels, Reader, Task
 from lockstep.recipe import Recipe

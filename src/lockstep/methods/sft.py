@@ -6,7 +6,7 @@ from functools import partial
 
 from lockstep.algorithms.token_losses import nll
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.examples import SupervisedRows
+from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.data.updates import Update
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Reader, Task

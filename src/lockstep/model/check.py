@@ -17,10 +17,10 @@ from torch import nn
 
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Problem, Refusal, first_line
-from lockstep.kernels.attention import ATTENTION, register_attention
+from lockstep.kernels.attention.interface import ATTENTION, register_attention
+from lockstep.kernels.attention.masks import BeyondCausal
+from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.fused import fuse
-from lockstep.kernels.masks import BeyondCausal
-from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.decoder import OUTSIDE
 from lockstep.model.kernel_trial import PLAIN, refuse_unless_replayed, wrong_kernel
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import Refusal
-from lockstep.kernels.divided import DividedLayout
-from lockstep.kernels.layout import Layout, make_layout, padded_layout
-from lockstep.kernels.masks import SHAPE, BeyondCausal, read_windows
+from lockstep.kernels.attention.interface import DividedLayout
+from lockstep.kernels.attention.layout import Layout, make_layout, padded_layout
+from lockstep.kernels.attention.masks import SHAPE, BeyondCausal, read_windows
 from lockstep.kernels.rotary import own_positions, sequences
 from lockstep.parallel.offload import ActivationOffload
 from lockstep.types import MicroBatch

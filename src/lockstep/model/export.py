@@ -1,9 +1,10 @@
-"""A trained model as a Hugging Face folder that plain transformers loads (or a PEFT folder of the adapter)."""
+"""A trained model as a Hugging Face folder that plain transformers loads, or a PEFT folder of the adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ from lockstep.model.heads import load_value_model, merge_adapters
 from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
 from lockstep.model.pretrained import rounded, save_generation, save_model, whole_model
 from lockstep.model.resolve import model_folder
-from lockstep.model.saved_names import SavedNames, saved_names
 from lockstep.model.streamed import stored_buffers
+from lockstep.model.weight_conversion import META
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import shapes_of
 from lockstep.recipe.schema import Model
@@ -28,6 +29,58 @@ from lockstep.run.tensor_file import write_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# The tensors that a model's files have, in terms of its parameters: what transformers merged when it loaded them is
+# taken apart again, one parameter at a time, by its own operations.
+
+
+@dataclass(frozen=True)
+class SavedNames:
+    """Of each tensor that is written its shape and the parameter that it is (a part) of; those of one parameter follow
+    each other."""
+
+    model: Any
+    shapes: Mapping[str, torch.Size]
+    parameters: Mapping[str, str]
+
+    def reader(self, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+        """A tensor by the name that it has in the files, where `read` gives parameters: each is read once, and let go
+        of before the next."""
+        parts: dict[str, torch.Tensor] = {}
+
+        def part(name: str) -> torch.Tensor:
+            if name not in parts:
+                parts.clear()
+                parameter = self.parameters[name]
+                parts.update(_reverted(self.model, {parameter: read(parameter)}))
+            return parts.pop(name)
+
+        return part
+
+
+def saved_names(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> SavedNames | None:
+    """How `save_pretrained` would write parameters of these shapes; None where a tensor is made of several of them."""
+    whole = {name: torch.empty(shape, device=META) for name, shape in shapes.items()}
+    found: dict[str, torch.Size] = {}
+    parameters: dict[str, str] = {}
+    for parameter, tensor in whole.items():
+        for name, part in _reverted(model, {parameter: tensor}).items():
+            if name in found:
+                return None
+            found[name], parameters[name] = part.shape, parameter
+    at_once = {name: part.shape for name, part in _reverted(model, whole).items()}
+    return SavedNames(model, found, parameters) if at_once == found else None
+
+
+def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return made
+
+
+# A trained model as a Hugging Face folder that plain transformers loads (or a PEFT folder of the adapter).
 
 
 def export_checkpoint(

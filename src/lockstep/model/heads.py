@@ -14,7 +14,6 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.adapter import put_adapter
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
-from lockstep.model.digits import NONE, digits_of
 from lockstep.model.load import (
     DTYPES,
     divide_model,
@@ -28,6 +27,7 @@ from lockstep.model.load import (
 from lockstep.model.resolve import model_folder
 from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_trial import check_division
+from lockstep.model.weights import NONE, digits_of
 from lockstep.parallel.sharding import Sharding
 from lockstep.recipe.schema import Model
 from lockstep.types import MicroBatch

@@ -8,20 +8,19 @@ import torch
 
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal, first_line
-from lockstep.kernels.attention import ATTENTION, register_attention
+from lockstep.kernels.attention.interface import ATTENTION, register_attention
+from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.fused import fuse
-from lockstep.kernels.wide_products import prepare_products
 from lockstep.model.adapter import put_adapter, start_from
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, enter, unsupported
 from lockstep.model.decoder import inner_decoder
-from lockstep.model.digits import digits_of
 from lockstep.model.policy import Policy, Scoring
-from lockstep.model.pretrained import pretrained, refuse_not_finite, refuse_partial, unused_weights
+from lockstep.model.pretrained import pretrained, refuse_not_finite, refuse_partial, tokenizer_of, unused_weights
 from lockstep.model.resolve import model_folder
 from lockstep.model.streamed import Streamed, adapters_on_host, streamed
 from lockstep.model.tensor_plan import styles_of, with_adapters
 from lockstep.model.tensor_trial import check_division
-from lockstep.model.tokenizer import tokenizer_of
+from lockstep.model.weights import digits_of
 from lockstep.parallel.sharding import Sharding, shard, unit_gathered
 from lockstep.parallel.tensor import Style, divide
 from lockstep.parallel.world import refused_together

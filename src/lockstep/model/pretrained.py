@@ -1,8 +1,4 @@
-"""Hugging Face folders through transformers' Auto classes: no code of theirs is run, and what is wrong is said of a
-file.
-
-transformers asks on stdin whether code of a model folder may run, unless it is told; the answer here is always no.
-"""
+"""Hugging Face folders through transformers' Auto classes, without running their code; and their tokenizers."""
 
 from __future__ import annotations
 
@@ -19,7 +15,13 @@ from lockstep.errors import Problem, Refusal, first_line, refuse_all
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# Hugging Face folders through transformers' Auto classes: no code of theirs is run, and what is wrong is said of a
+# file.
+#
+# transformers asks on stdin whether code of a model folder may run, unless it is told; the answer here is always no.
 
 # Small files that transformers reads; what is wrong with the last two it passes over without a word.
 GENERATION = "generation_config.json"
@@ -270,3 +272,29 @@ def _damage_of_json(file: Path) -> str:
     except (OSError, ValueError, RecursionError) as error:
         return f"is not JSON: {first_line(error)}"
     return "" if isinstance(content, dict) else f"holds {type(content).__name__}, not a JSON object"
+
+
+# The tokenizer of a model folder, or the plain word that there is none.
+
+# Files that tokenizers of all families are stored in.
+FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+WHERE_FROM = "copy the tokenizer's files from the model it was trained with: tokenizer.json, tokenizer_config.json"
+
+
+def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in `path`; `where` names the folder in a refusal."""
+    folder = Path(path)
+    if folder.is_dir() and not has_tokenizer(folder):
+        raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM)
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, path, where, "its tokenizer")
+    # Without its vocabulary transformers builds a tokenizer that turns every text into nothing.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        why = f"the tokenizer in {path} has no vocabulary: it knows special tokens only"
+        raise Refusal.at(where, why, WHERE_FROM)
+    return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(file for pattern in FILES for file in folder.glob(pattern))

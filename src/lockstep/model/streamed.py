@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from lockstep.model.conversion import (
+from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite, unused_weights
+from lockstep.model.weight_conversion import (
     META,
     InFiles,
     Unmapped,
@@ -26,7 +27,6 @@ from lockstep.model.conversion import (
     places_by_name,
     refuse_operations,
 )
-from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite, unused_weights
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import Sharding, held_part, materialise, shard
 

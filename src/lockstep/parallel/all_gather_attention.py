@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from lockstep.device.base import sent
-from lockstep.kernels.divided import DividedLayout
-from lockstep.kernels.partial import partial_kernel
-from lockstep.kernels.parts import sections
-from lockstep.kernels.sinks import sink_gradient, with_sinks
+from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
+from lockstep.kernels.attention.interface import DividedLayout
+from lockstep.kernels.attention.partial import partial_kernel
+from lockstep.kernels.attention.parts import sections
 from lockstep.parallel.context import ContextGroup, cut
 
 # In so many parts, of whole heads, keys and values are gathered: so much of them is there twice at most.

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import Problem, Refusal
-from lockstep.kernels.divided import DividedLayout
-from lockstep.kernels.masks import HEADS, SOFTCAP, WINDOW
+from lockstep.kernels.attention.interface import DividedLayout
+from lockstep.kernels.attention.masks import HEADS, SOFTCAP, WINDOW
 from lockstep.parallel.all_gather_attention import GatheredLayout
 from lockstep.parallel.context import ContextGroup, contiguous, zigzag
 from lockstep.parallel.ring_attention import RingLayout
@@ -147,7 +147,7 @@ class _Together(torch.autograd.Function):
 
 
 def refuse_undivided(root: nn.Module, group: ContextGroup | None, path: str) -> None:
-    """Look at the attention modules of a loaded model, which were told their windows and heads (`kernels/masks.py`)."""
+    """Look at the attention modules of a loaded model, which were told their windows and heads (`masks.py`)."""
     if group is None:
         return
     problem = _problem([module for module in root.modules() if hasattr(module, WINDOW)], group, path)

@@ -4,7 +4,7 @@ In zigzag order rank r has chunk r and the r-th last of 2N chunks of every seque
 
     j = r: its own, causally        j < r: all queries, j's first chunk        j > r: its second chunk, all of j's
 
-and, but for its own, all of those keys. Parts are merged by their log of sums in fp32 (`kernels/parts.py`). In the
+and, but for its own, all of those keys. Parts are merged by their log of sums in fp32 (`parts.py`). In the
 backward pass keys and values travel the same way again, and their gradients one hop behind them, until they are home.
 Keys and values are one tensor on their way.
 
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from lockstep.device.base import sent
-from lockstep.kernels.divided import DividedLayout
-from lockstep.kernels.partial import partial_kernel
-from lockstep.kernels.parts import Sections, merge, sections
-from lockstep.kernels.sinks import sink_gradient, with_sinks
+from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
+from lockstep.kernels.attention.interface import DividedLayout
+from lockstep.kernels.attention.partial import partial_kernel
+from lockstep.kernels.attention.parts import Sections, merge, sections
 from lockstep.parallel.context import ContextGroup, cut
 
 

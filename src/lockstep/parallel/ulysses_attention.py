@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from lockstep.kernels.divided import DividedLayout
-from lockstep.kernels.layout import make_layout
-from lockstep.kernels.varlen import varlen_attention
+from lockstep.kernels.attention.interface import DividedLayout
+from lockstep.kernels.attention.layout import make_layout
+from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.parallel.context import ContextGroup, cut
 
 

@@ -12,7 +12,7 @@ from lockstep.preflight.memory_plan import MemoryPlan, Phase
 from lockstep.preflight.model_sizes import kv_bytes
 from lockstep.recipe import Recipe
 from lockstep.rollout.native.engine import FREE_SHARE
-from lockstep.rollout.native.prefill import prefill_bytes
+from lockstep.rollout.native.limits import prefill_bytes
 
 KEY = "rollout.max_staleness"
 WORKER = "rollout worker"

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.data.batching import plan_micro_batches
 from lockstep.data.dataset import Dataset, Loader, steps_and_rows
-from lockstep.data.prompts import PromptSet
+from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.data.updates import row_size
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row

@@ -24,7 +24,7 @@ from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.registry import estimator_row
 from lockstep.rollout.native.engine import kept_cache
-from lockstep.rollout.native.prefill import fitting_prefill
+from lockstep.rollout.native.limits import fitting_prefill
 
 # A recipe on a cluster that need not be here: the memory of each phase and the time of a step.
 

@@ -9,7 +9,7 @@ import torch
 from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import Signals
 from lockstep.algorithms.policy_loss import PolicyTokens
-from lockstep.data.prompts import PromptSet
+from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.device.base import Device
+from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
-from lockstep.kernels.plain_modules import fused_feed_forwards
 from lockstep.model.decoder import decoder_layers, inner_decoder
 from lockstep.model.load import DTYPES, load_config, with_lora
 from lockstep.model.streamed import loaded_whole
@@ -18,7 +18,7 @@ from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.reward.model import reward_config
-from lockstep.reward.process import process_config
+from lockstep.reward.process_model import process_config
 
 # What reward models take of a device, told from their config alone.
 

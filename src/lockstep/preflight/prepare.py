@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from lockstep.data.columns import ColumnFinder
+from lockstep.data.array_store import sequences
 from lockstep.data.dataset import Dataset, open_sources, rows_taken
-from lockstep.data.own_reader import OwnReader
-from lockstep.data.prompts import PromptSet, find_question_columns, load_prompts, read_questions
-from lockstep.data.read import read_rows
-from lockstep.data.stored import sequences
-from lockstep.data.template import end_of_turn, with_template
+from lockstep.data.encode.chat_template import end_of_turn, with_template
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.prompt_rows import PromptSet, find_question_columns, load_prompts, read_questions
+from lockstep.data.sources.read import read_rows
+from lockstep.data.sources.user_reader import OwnReader
 from lockstep.data.updates import row_sizes, sequence_counts
 from lockstep.device.base import Device
 from lockstep.doctor.judge_packages import unfit_packages
 from lockstep.doctor.machine import Machine
 from lockstep.errors import Problem, Refusal, refuse_all, shortened
+from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.rotary import fixed_length
-from lockstep.kernels.wide_products import prepare_products
 from lockstep.launch.launcher import ranks_here
 from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
@@ -47,13 +47,12 @@ from lockstep.preflight.row_notes import repeated_rows, seen_in_training
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
 from lockstep.recipe.registry import ENGINES
-from lockstep.reward.reads import read_by_rewards
+from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import active_weights
-from lockstep.rollout.ending import refuse_unknown_ids
+from lockstep.rollout.engine import refuse_unknown_ids
 from lockstep.rollout.native.engine import kept_cache
-from lockstep.rollout.native.positions import refuse_moving_positions
-from lockstep.rollout.native.prefill import prefill_budget
+from lockstep.rollout.native.limits import prefill_budget, refuse_moving_positions
 from lockstep.rollout.questions import asked_as, encode_questions
 from lockstep.rollout.server.collective import refuse_shared_device
 from lockstep.rollout.server.process import refuse_absent

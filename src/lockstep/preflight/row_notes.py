@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.data.array_store import item_digests
 from lockstep.data.dataset import Dataset
-from lockstep.data.prompts import PromptSet
-from lockstep.data.stored import item_digests
+from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.preflight.batch_plan import make_loader
 from lockstep.recipe import Recipe
 

@@ -215,7 +215,7 @@ class StepTimes:
             rows = -(-max(1, work.rows // work.updates) // self.groups)
             return -(-rows // (batch.rows or rows))
         lines, whole = (part / work.updates / self.groups / budget for part in (work.tokens, work.whole))
-        # No more whole sequences than fill the budget twice; see `data/groups.py`.
+        # No more whole sequences than fill the budget twice; see `data/batching.py`.
         return max(1, _up(lines), _up(whole / 2))
 
     def _shares(self) -> tuple[float, float, float]:

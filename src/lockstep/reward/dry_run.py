@@ -7,9 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lockstep.errors import Problem, refuse_all, shortened
-from lockstep.reward.boxed import boxed_example
 from lockstep.reward.parts import PartOutcome, RewardPart
-from lockstep.reward.rules import Rule
+from lockstep.reward.rules import Rule, boxed_example
 from lockstep.types import Failure, Question
 
 # Rows of each data source that are tried.

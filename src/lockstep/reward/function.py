@@ -10,12 +10,9 @@ from typing import Any
 from lockstep.errors import Refusal, with_secrets
 from lockstep.functions import Unloadable, located, only_here
 from lockstep.recipe.keys_online import Reward
-from lockstep.reward.answers import Given, Raised
-from lockstep.reward.batch_function import prompt_text
+from lockstep.reward.function_pool import LocalCalls, Pool, Target
+from lockstep.reward.function_worker import CALL, Given, Raised, in_either_form, prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
-from lockstep.reward.pool import LocalCalls, Pool
-from lockstep.reward.worker import CALL, in_either_form
-from lockstep.reward.worker_process import Target
 from lockstep.types import Failure, Question
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.reward.boxed import math_score
+from lockstep.reward.rules import math_score
 
 # Two spellings of one term: only comparing them as mathematics loads everything that a call needs.
 math_score(r"\boxed{1+x}", "x+1")

@@ -25,10 +25,9 @@ from lockstep.errors import Problem, refuse_all, with_secrets
 from lockstep.masking import comparable, conceal, secrets_in
 from lockstep.parallel.rendezvous import TELL_SECONDS, say
 from lockstep.recipe.keys_online import Reward
-from lockstep.reward.answers import number
-from lockstep.reward.batch_function import prompt_text
 from lockstep.reward.endpoints import LEFT_OUT, Endpoint, Endpoints
 from lockstep.reward.exchange import MOST_BYTES, HttpAnswer, TooLong, Trouble, open_client, post, short
+from lockstep.reward.function_worker import number, prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
 

@@ -12,14 +12,13 @@ import torch
 
 from lockstep.errors import Problem, Refusal
 from lockstep.recipe.keys_online import Reward
-from lockstep.reward.checks import FormatPart, RulePart
 from lockstep.reward.dry_run import Tried, dry_run
 from lockstep.reward.function import FunctionPart
-from lockstep.reward.model import ModelPart
-from lockstep.reward.models import ModelsPart
+from lockstep.reward.model import ModelPart, ModelsPart
 from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, StepOutcome
-from lockstep.reward.process import ProcessPart
+from lockstep.reward.process_model import ProcessPart
 from lockstep.reward.remote import RemotePart
+from lockstep.reward.rule_parts import FormatPart, RulePart
 from lockstep.reward.rules import Rule, rule_for, rule_named, rules_at_hand
 from lockstep.types import Failure, Question, Score
 

@@ -1,13 +1,109 @@
-"""What an engine must do: continue prompts, and say how likely each token was."""
+"""The engine protocol: prompts in, completions with log-probs out; sampling and stop conditions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.model.policy import Policy
+from lockstep.parallel.world import World
+from lockstep.recipe import Recipe
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES, imported
 from lockstep.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Who and where the run is that an engine generates for: what a serving engine must know besides the model.
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """The ranks, the model's folder (or hub name), and a folder that logs may be written to."""
+
+    world: World
+    model: str
+    folder: Path
+
+
+# When a response ends.
+
+
+def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Callable[[list[int]], str]) -> str:
+    """`token`, `string` or `length` when the last token ends the response, else nothing.
+
+    The response is what follows the first `prompt` tokens.
+    """
+    if tokens[-1] in sampling.stop_ids:
+        return "token"
+    if sampling.stop_strings:
+        # The last token may complete a text that began some tokens before it. A token is at least a byte and a
+        # character at most four, so this reaches far enough back.
+        back = max(len(text) for text in sampling.stop_strings) * 4
+        tail = decode(list(tokens[max(prompt, len(tokens) - back) :]))
+        if any(text in tail for text in sampling.stop_strings):
+            return "string"
+    return "length" if len(tokens) - prompt >= sampling.max_tokens else ""
+
+
+def refuse_unknown_ids(stop_ids: Sequence[int], vocabulary: int, key: str = "rollout.stop_ids") -> None:
+    """Tokens that the model cannot produce would never end a response."""
+    unknown = [token for token in stop_ids if not 0 <= token < vocabulary]
+    if unknown:
+        raise Refusal.at(
+            key,
+            f"{', '.join(map(str, unknown[:8]))}: not among the model's tokens, which are 0 to {vocabulary - 1}, so it "
+            "would never end a response",
+            "take ids from this model's tokenizer, or remove them",
+        )
+
+
+def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a generation: the model's own and the tokenizer's."""
+    own = model.generation_config.eos_token_id if model.generation_config else None
+    ids = own if isinstance(own, list) else [] if own is None else [own]
+    return sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
+
+
+# How a recipe samples: for training, and for validation.
+
+
+def training_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
+    rollout = recipe.rollout
+    return Sampling(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_ids=tuple(sorted({*stop_ids, *rollout.stop_ids})),
+        stop_strings=tuple(rollout.stop),
+        seed=recipe.run.seed,
+        score_truncated=rollout.truncated == "mask",
+    )
+
+
+def validation_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
+    return Sampling(
+        max_tokens=recipe.val.max_new_tokens,
+        temperature=recipe.val.temperature,
+        top_p=recipe.val.top_p,
+        top_k=recipe.val.top_k,
+        stop_ids=tuple(sorted({*stop_ids, *recipe.rollout.stop_ids})),
+        stop_strings=tuple(recipe.rollout.stop),
+        seed=recipe.run.seed,
+    )
+
+
+# What an engine must do: continue prompts, and say how likely each token was.
 
 
 class Engine(Protocol):
@@ -69,3 +165,15 @@ class SharedWeights:
 
     def close(self) -> None:
         self.free()
+
+
+# The engine that a recipe names. The rows are in `recipe/registry.py`: where each engine's `open_engine` is.
+
+
+def engine_of(
+    settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase, place: RunPlace
+) -> Engine:
+    row = ENGINES[settings.engine]
+    told = (place,) if row.served else ()
+    engine: Engine = imported(row.opener)(policy, device, settings, tokenizer, *told)
+    return engine

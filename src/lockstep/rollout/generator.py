@@ -20,14 +20,10 @@ from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.schema import Model
-from lockstep.rollout.check import check_engine
-from lockstep.rollout.collect import Collected, Judge, collect, everyone
-from lockstep.rollout.ending import end_ids
-from lockstep.rollout.engine import Engine, OtherProgram
-from lockstep.rollout.engines import engine_of
+from lockstep.rollout.collect import AskedAhead, Collected, ExpectedLengths, Judge, collect, everyone
+from lockstep.rollout.engine import Engine, OtherProgram, RunPlace, end_ids, engine_of
+from lockstep.rollout.engine_check import check_engine
 from lockstep.rollout.function import FunctionEngine
-from lockstep.rollout.place import RunPlace
-from lockstep.rollout.shares import AskedAhead, ExpectedLengths
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 

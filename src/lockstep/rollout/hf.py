@@ -20,11 +20,10 @@ from transformers import (
 )
 
 from lockstep.device.base import Device
-from lockstep.kernels.noise import sequence_keys
+from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.ending import why_ended
-from lockstep.rollout.engine import SharedWeights
+from lockstep.rollout.engine import SharedWeights, why_ended
 from lockstep.rollout.native.sampler import choose
 from lockstep.types import Completion, Request, Sampling
 

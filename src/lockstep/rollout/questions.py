@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep.data.prompts import check_prompt, prompt_ids, with_format, with_system
+from lockstep.data.encode.prompt_rows import check_prompt, prompt_ids, with_format, with_system
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Recipe

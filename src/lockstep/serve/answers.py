@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.rollout.native.live import DrawnToken
+from lockstep.rollout.native.online_engine import DrawnToken
 from lockstep.serve.orders import ApiRequest, Served
 from lockstep.serve.tickets import Piece, Ticket
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from lockstep.data.vanished import refuse_vanished
+from lockstep.data.encode.template_checks import refuse_vanished
 from lockstep.errors import Refusal, first_line
 from lockstep.serve.fields import Fields, check_model, is_ids, sound, wrong
 from lockstep.serve.replies import ApiError

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.rollout.native.live import DrawnToken
+from lockstep.rollout.native.online_engine import DrawnToken
 from lockstep.serve.replies import ApiError
 from lockstep.types import Sampling
 

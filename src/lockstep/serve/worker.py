@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.errors import first_line
-from lockstep.rollout.native.live import DrawnToken, LiveEngine, LiveSample
+from lockstep.rollout.native.online_engine import DrawnToken, LiveEngine, LiveSample
 from lockstep.run.output import write
 from lockstep.serve.limits import ServeLimits
 from lockstep.serve.replies import ApiError

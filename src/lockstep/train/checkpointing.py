@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.data.template import is_named, template_text
+from lockstep.data.encode.chat_template import is_named, template_text
 from lockstep.methods import METHODS
 from lockstep.model.export import export_checkpoint
 from lockstep.model.export_check import Verification, probe_of

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lockstep.algorithms.reduce import EVERYTHING, WholeStep
-from lockstep.data.groups import Outline, common_prompt
+from lockstep.data.batching import Outline, common_prompt
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.parallel.world import World
 from lockstep.types import Example, Prompt, Rollout, Score, Summary

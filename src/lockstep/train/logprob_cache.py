@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.data.stored import sequences
+from lockstep.data.array_store import sequences
 from lockstep.data.updates import Update, even_groups
 from lockstep.model.fingerprint import model_checksums
 from lockstep.model.resolve import model_folder

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from lockstep.algorithms.correction import logprob_difference
-from lockstep.data.groups import LaidLine
+from lockstep.data.batching import LaidLine
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.preflight.batch_plan import logprob_limit, old_needed

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.data.batching import micro_batch, plan_micro_batches, run_on
-from lockstep.data.groups import Laid, LaidLine, Outline, lay_groups
+from lockstep.data.batching import Laid, LaidLine, Outline, lay_groups, micro_batch, plan_micro_batches, run_on
 from lockstep.data.updates import Update, arrange
 from lockstep.device.base import Device, fetched
 from lockstep.kernels.divergence import Likeliest, TeacherDivergence
-from lockstep.kernels.truncate import Truncation
+from lockstep.kernels.sampling import Truncation
 from lockstep.methods import METHODS
 from lockstep.model.heads import ValueModel, load_value_model
 from lockstep.model.load import load_policy

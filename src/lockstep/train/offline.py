@@ -24,7 +24,7 @@ from lockstep.preflight.batch_plan import BatchPlan, make_loader
 from lockstep.preflight.prepare import prepare
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import reference_folder, reference_kind
-from lockstep.reward.rule_judge import judged_by
+from lockstep.reward.row_rewards import judged_by
 from lockstep.run.console import Console
 from lockstep.run.runtime import open_runtime
 from lockstep.train.models import Models

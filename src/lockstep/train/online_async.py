@@ -18,9 +18,9 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
 from lockstep.preflight.async_worker import collective_of, device_of_worker
 from lockstep.recipe import Recipe
-from lockstep.rollout.sampling import training_sampling
-from lockstep.rollout.shares import AskedAhead
-from lockstep.rollout.worker.engine import WorkerEngine
+from lockstep.rollout.collect import AskedAhead
+from lockstep.rollout.engine import training_sampling
+from lockstep.rollout.worker.worker_engine import WorkerEngine
 from lockstep.run.console import Console
 from lockstep.train.online import Online, open_online, train_step
 from lockstep.train.rollouts import Rollouts, take_rollouts

@@ -236,6 +236,6 @@ def device_kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType |
     """The device's own step with masters; None where torch's is used."""
     if name != "triton" or importlib.util.find_spec("triton") is None:
         return None
-    from lockstep.kernels import triton_adamw
+    from lockstep.kernels import adamw_triton as triton_adamw
 
     return triton_adamw if triton_adamw.fits(parameters) else None

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from lockstep.data.array_store import Joined, sequences
 from lockstep.data.batching import of_all, own_part, to_device
-from lockstep.data.stored import Joined, sequences
 from lockstep.device.base import Device
 from lockstep.kernels.divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating

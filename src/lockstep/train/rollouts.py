@@ -10,11 +10,11 @@ import torch
 from lockstep.data.dataset import Loader
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import estimator_row
+from lockstep.reward.row_rewards import shaped
 from lockstep.reward.scorer import Scorer
-from lockstep.reward.shaping import shaped
 from lockstep.rollout.collect import everyone
+from lockstep.rollout.engine import training_sampling
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.sampling import training_sampling
 from lockstep.run.metrics import PhaseTimer
 from lockstep.train.experience import Experience, spread_experience, summarised
 from lockstep.train.rollout_checks import (

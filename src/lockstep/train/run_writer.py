@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.template import is_named, template_text
+from lockstep.data.encode.chat_template import is_named, template_text
 from lockstep.device.base import Device
 from lockstep.functions import is_function_path
 from lockstep.masking import sources

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from lockstep.compat.openrlhf.inference import BatchOrder
 from lockstep.compat.openrlhf.processors import processed
 from lockstep.compat.openrlhf.shared import sources
-from lockstep.data.chat import render_prompt
-from lockstep.data.prepare.write import write_rows
-from lockstep.data.read import read_rows
+from lockstep.data.encode.chat import render_prompt
+from lockstep.data.prepare.generated import write_rows
+from lockstep.data.sources.read import read_rows
 from lockstep.device.base import Device
 from lockstep.device.select import explain
 from lockstep.errors import Refusal

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.data.prepare.conditional import TEMPLATE
+from lockstep.data.prepare.sampled import TEMPLATE
 from lockstep.errors import Refusal
 
 ScoredAnswer = Mapping[str, Any]

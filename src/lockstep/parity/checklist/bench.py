@@ -18,7 +18,7 @@ from lockstep.parity.replay.checks import root_mean_square
 from lockstep.parity.replay.restore import restore_learner
 from lockstep.parity.replay.tolerance import Tolerance
 from lockstep.recipe import Recipe
-from lockstep.rollout.sampling import training_sampling
+from lockstep.rollout.engine import training_sampling
 from lockstep.tape.format import StepRecord
 from lockstep.tape.observer import answers_of
 from lockstep.tape.rows import fed_examples

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.kernels.noise import gumbel_noise, sequence_keys
+from lockstep.kernels.sampling import gumbel_noise, sequence_keys
 from lockstep.parity.replay.checks import Check
 from lockstep.parity.replay.loop import by_prompt_and_sample
 from lockstep.types import Rollout

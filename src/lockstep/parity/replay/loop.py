@@ -15,7 +15,7 @@ from lockstep.parity.replay.tolerance import tolerance_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import drawn_by
-from lockstep.reward.shaping import rescored
+from lockstep.reward.row_rewards import rescored
 from lockstep.run.console import Console
 from lockstep.tape.format import TapeFolder
 from lockstep.tape.record import refuse_no_weights, weights_of

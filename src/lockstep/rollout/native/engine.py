@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.kernels.generating import GeneratingLayers, generating_layers
-from lockstep.kernels.noise import sequence_keys
-from lockstep.kernels.paged import KVCache
+from lockstep.kernels.attention.layout import KVCache
+from lockstep.kernels.decode_layers import GeneratingLayers, generating_layers
+from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy
 from lockstep.parallel.tensor import group_of
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.ending import why_ended
-from lockstep.rollout.engine import Further, SharedWeights
-from lockstep.rollout.native.positions import refuse_moving_positions
-from lockstep.rollout.native.prefill import prefill_budget
+from lockstep.rollout.engine import Further, SharedWeights, why_ended
+from lockstep.rollout.native.limits import prefill_budget, refuse_moving_positions
 from lockstep.rollout.native.runner import Round, Runner
-from lockstep.rollout.native.scheduler import Scheduler
-from lockstep.rollout.native.sequence import Prefix, Sample
+from lockstep.rollout.native.scheduler import Prefix, Sample, Scheduler
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 
 if TYPE_CHECKING:

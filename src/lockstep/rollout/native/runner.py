@@ -12,17 +12,16 @@ import torch
 
 from lockstep.device.base import Device, fetched, sent
 from lockstep.errors import first_line
-from lockstep.kernels.generating import GeneratingLayers
-from lockstep.kernels.layout import make_layout
+from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, make_layout
+from lockstep.kernels.attention.paged import PrefillPass
+from lockstep.kernels.decode_layers import GeneratingLayers
 from lockstep.kernels.logprob import projected_logprobs_
-from lockstep.kernels.paged import Chunk, DecodePass, KVCache, PrefillPass
 from lockstep.model.decoder import inner_decoder
-from lockstep.model.output_head import output_head
-from lockstep.model.policy import Policy
+from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
-from lockstep.rollout.native.board import DecodeBoard, DecodeState
+from lockstep.rollout.native.decode_batch import DecodeBoard, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
-from lockstep.rollout.native.sequence import Sample, Stretch
+from lockstep.rollout.native.scheduler import Sample, Stretch
 from lockstep.types import Sampling
 
 # Passes between two looks of the host at the device, where the device runs ahead of the host.

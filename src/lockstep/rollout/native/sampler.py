@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.kernels.noise import gumbel_noise
-from lockstep.kernels.truncate import Truncation, truncate_
+from lockstep.kernels.sampling import Truncation, gumbel_noise, truncate_
 from lockstep.types import Sampling
 
 
@@ -45,7 +44,7 @@ def _fused(
     logits_BV: torch.Tensor, sampling: Sampling, keys_B2: torch.Tensor, positions_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same tokens from one pass over the logits, or over what a truncation leaves of them."""
-    from lockstep.kernels.triton_sampler import draw
+    from lockstep.kernels.sampling_triton import draw
 
     truncation, temperature = truncation_of(sampling), sampling.temperature
     if not truncation.active:

@@ -1,21 +1,97 @@
-"""Who is computed next: continuous batching over a cache of limited size.
-
-A prompt's prefix (all but its last token) is computed once, in chunks under a token budget. Its samples then join the
-running batch as rows become free, first come first served; each feeds the prompt's last token as its first pass.
-Where a round is several tokens of each running sample, free rows are filled before it: a round of a small batch takes
-about as long as one of a large batch.
-When blocks run out, those who came later give way: prefixes that nobody runs on first, then the youngest running
-sample, which is computed again later. So the oldest one always goes on, and every request is finished.
-"""
+"""The scheduler: continuous batching over a KV cache of limited size; sequences and cache blocks."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.rollout.native.blocks import BlockPool
-from lockstep.rollout.native.sequence import Prefix, Sample, Stretch
+# What the engine keeps of a prompt and of each of its samples.
+
+
+@dataclass(eq=False)
+class Stretch:
+    """Tokens whose keys and values go to the cache: `cached` of them are there, in `blocks`."""
+
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    cached: int = 0
+
+
+@dataclass(eq=False)
+class Prefix(Stretch):
+    """A prompt without its last token: computed once, read by all samples of the prompt."""
+
+    waiting: int = 0
+    running: int = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.cached == len(self.tokens)
+
+
+@dataclass(eq=False)
+class Sample(Stretch):
+    """One continuation. Its last token is the one that is fed next, so it is never cached before the pass."""
+
+    request: int = 0
+    number: int = 0
+    prompt: int = 0
+    """Tokens of the prompt."""
+    limit: int = 0
+    """Tokens at which it ends, prompt included."""
+    keys: tuple[int, int] = (0, 0)
+    logprobs: list[float] = field(default_factory=list)
+    stop: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """Everything before the last token is cached: the next pass can produce a token."""
+        return self.cached == len(self.tokens) - 1
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who came first is served first."""
+        return self.request, self.number
+
+
+# Blocks of the key/value cache, counted by how many sequences read them.
+
+
+class BlockPool:
+    def __init__(self, count: int):
+        self._free = deque(range(count))
+        self._readers = [0] * count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        block = self._free.popleft()
+        self._readers[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._readers[block] += 1
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._readers[block] -= 1
+            if not self._readers[block]:
+                self._free.append(block)
+
+
+# Who is computed next: continuous batching over a cache of limited size.
+#
+# A prompt's prefix (all but its last token) is computed once, in chunks under a token budget. Its samples then join
+# the running batch as rows become free, first come first served; each feeds the prompt's last token as its first
+# pass. Where a round is several tokens of each running sample, free rows are filled before it: a round of a small
+# batch takes about as long as one of a large batch. When blocks run out, those who came later give way: prefixes that
+# nobody runs on first, then the youngest running sample, which is computed again later. So the oldest one always goes
+# on, and every request is finished.
 
 
 @dataclass

@@ -11,11 +11,10 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.kernels.noise import sequence_keys
+from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.ending import why_ended
-from lockstep.rollout.place import RunPlace
+from lockstep.rollout.engine import RunPlace, why_ended
 from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Back, Done, Lost

@@ -14,7 +14,7 @@ from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.place import RunPlace
+from lockstep.rollout.engine import RunPlace
 from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts, ServerNeeds
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Fleet, Server

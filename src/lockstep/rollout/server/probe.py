@@ -13,7 +13,7 @@ import torch
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.kernels.rotary import fixed_length
-from lockstep.kernels.truncate import Truncation
+from lockstep.kernels.sampling import Truncation
 from lockstep.model.policy import Policy, Scoring
 from lockstep.rollout.server.dialect import Answer, WantedSample
 from lockstep.types import Example, Origin, Sampling

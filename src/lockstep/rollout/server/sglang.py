@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 
 from lockstep.device.serving import serving_on
-from lockstep.kernels.truncate import Truncation
+from lockstep.kernels.sampling import Truncation
 from lockstep.rollout.server.dialect import (
     Announced,
     Answer,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.recipe import Recipe
-from lockstep.rollout.worker.memory import Place
+from lockstep.rollout.worker.worker_weights import Place
 from lockstep.types import Completion, Request, Sampling
 
 

@@ -1,0 +1,167 @@
+"""What commands without a recipe need: a generator, questions and rewards from options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.commands.options import as_options
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.prompt_rows import ASKED, find_question_columns, read_questions
+from lockstep.data.sources.read import RowSet
+from lockstep.device.base import Device
+from lockstep.errors import Problem, Refusal
+from lockstep.functions import located
+from lockstep.masking import comparable
+from lockstep.model.fingerprint import model_files
+from lockstep.model.resolve import model_folder
+from lockstep.parallel.world import World
+from lockstep.recipe.keys_data import Data, Source
+from lockstep.recipe.keys_online import Reward
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.recipe.registry import ENGINES
+from lockstep.reward.rules import DEFAULT_RULES, RULES
+from lockstep.reward.scorer import Scorer, active_weights
+from lockstep.rollout.generator import Generator
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.run.console import Console
+from lockstep.run.files import checksum
+from lockstep.types import Failure, Prompt, Question, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# The generator of a command without a recipe: the built-in engine, or transformers where that cannot run a model.
+
+
+def load_generator(
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    device: Device,
+    world: World,
+    console: Console,
+    settings: RolloutSettings | None = None,
+) -> Generator:
+    """A recipe would be told to set rollout.engine=hf; here that is done, and said."""
+    wanted = settings or RolloutSettings()
+    try:
+        return Generator.load(folder, tokenizer, dtype, device, world, wanted)
+    except Refusal as refusal:
+        if any(problem.remedy != NativeEngine.instead for problem in refusal.problems):
+            raise
+        console.say(f"{refusal.problems[0].why}: transformers' own generate answers instead, which is slower")
+    plain = next(name for name, row in ENGINES.items() if not row.paged and not row.served)
+    return Generator.load(folder, tokenizer, dtype, device, world, wanted.model_copy(update={"engine": plain}))
+
+
+# The questions of a command that has no recipe: columns are named by options.
+
+QUESTION_OPTIONS = {"data.prompt_key": "--prompt-key", "data.label_key": "--label-key"}
+
+
+@dataclass(frozen=True)
+class NamedColumns:
+    """Columns that options name; None where they are found by the names that rows have."""
+
+    prompt: str | None = None
+    label: str | None = None
+
+
+BY_NAME = NamedColumns()
+
+
+def asked_questions(
+    rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, asked: frozenset[str] = ASKED
+) -> list[Question]:
+    """What is refused advises options, not keys of a recipe."""
+    source = Source(path=rows.files[0].name, prompt_key=named.prompt, label_key=named.label)
+    try:
+        columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), asked)
+        return read_questions(rows, limit, columns, first=first)
+    except Refusal as refusal:
+        raise as_options(refusal, QUESTION_OPTIONS) from refusal
+
+
+# The rewards of `lockstep sample`: named by options of the command, tried before the first response.
+
+# How a reward's key in a recipe is called on the command line.
+REWARD_OPTIONS = {
+    "reward.function": "--reward-function",
+    "reward.model": "--reward-model",
+    "reward.remote": "--reward-remote",
+    "reward.format": "--format",
+    "reward.rules.": "--rule ",
+    "reward.rules": "--rule",
+}
+
+
+def identity_of(reward: Reward) -> dict[str, Any]:
+    """What the scores depend on, by option: files by their content, so that a mended function is another one."""
+    model = model_folder(reward.model) if isinstance(reward.model, str) else None
+    return {
+        "--rule": reward.rules,
+        "--reward-function": _function(reward.function) if reward.function else None,
+        # A path that is no folder is refused when the model is loaded.
+        "--reward-model": model_files(model) if model and Path(model).is_dir() else model,
+        "--reward-remote": comparable(reward.remote),
+        "--format": reward.format,
+    }
+
+
+def _function(function_path: str) -> dict[str, str]:
+    file, name = located(function_path, "--reward-function")
+    return {"name": name, "file": checksum(file)}
+
+
+def opened_scorer(
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    torch_device: torch.device,
+    console: Console,
+    output: Path | None,
+    options: Mapping[str, str] = REWARD_OPTIONS,
+) -> Scorer:
+    """The rewards, tried on real rows; what is refused is named by its option.
+
+    The last lines that a function prints are kept in files whose names begin with `output`.
+    """
+    sources = sorted({prompt.question.data_source for prompt in prompts})
+    unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
+    if unruled and "rule" in active_weights(reward)[0]:
+        remedy = f"give a {options['reward.function']}, or --rule SOURCE=RULE, RULE being {', '.join(RULES)}"
+        raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
+    try:
+        scorer = Scorer.open(reward, sources, torch_device, output=output)
+        try:
+            with console.task("Trying the rewards on real rows", None):
+                tried = scorer.dry_run([prompt.question for prompt in prompts])
+        except BaseException:
+            scorer.close()
+            raise
+    except Refusal as refusal:
+        raise as_options(refusal, options) from refusal
+    for line in tried.lines:
+        console.say(line)
+    for warning in tried.warnings:
+        console.warn(warning)
+    return scorer
+
+
+def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
+    """A reward that fails often is not worth the sampling: stop, keeping the chunks before."""
+    failed = [(rollout, rollout.score) for rollout in made if isinstance(rollout.score, Failure)]
+    if len(failed) <= most * len(made):
+        return
+    first, failure = failed[0]
+    raise Refusal.at(
+        REWARD_OPTIONS.get(f"reward.{failure.part}", f"reward {failure.part}"),
+        f"{len(failed)} of {len(made)} responses could not be scored, over --max-failures {most:g}; the first, to "
+        f"{first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
+        f"mend the reward, or raise --max-failures; finished chunks stay in {folder}",
+    )

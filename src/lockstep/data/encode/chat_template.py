@@ -1,0 +1,145 @@
+"""The chat template of a run: the tokenizer's own or one that `data.template` names, with its arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.data.encode.chat import encode_spans, render_chat, render_prompt, special_ids
+from lockstep.data.encode.dialogue import common_length
+from lockstep.data.encode.encoding import last_trained
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.recipe.keys_data import Data
+from lockstep.types import Message, Origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+KEY = "data.template"
+# Tokens that a template of ours writes; the last one ends a turn.
+TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedTokenizerBase:
+    """The tokenizer with the template and the arguments of `data`: wherever a chat is rendered, they hold."""
+    if is_named(data):
+        tokenizer.chat_template = template_text(data.template)
+        _refuse_missing_tokens(tokenizer, data.template)
+        end_of_turn(tokenizer, data)
+    return with_arguments(tokenizer, data.template_arguments)
+
+
+def is_named(data: Data) -> bool:
+    """Whether the template is another than the tokenizer's own."""
+    return data.template not in ("auto", "none")
+
+
+def template_text(name: str) -> str:
+    """A template of ours, or the file of one."""
+    if name in TOKENS:
+        return (resources.files("lockstep") / "data" / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    try:
+        text = Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise Refusal.at(f"{KEY} {name}", f"cannot be read: {why}", "give the path of a chat template") from error
+    if not text.strip():
+        raise Refusal.at(f"{KEY} {name}", "is empty", "give the path of a chat template")
+    return text
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
+    """The token that the template of `data` ends an answer with, tried on a chat. None where it need not end with one.
+
+    A run that generates must stop at it, also where the model's own end is another.
+    """
+    if not is_named(data):
+        return None
+    origin = Origin(f"{KEY} {data.template}, tried on a chat of one question:", 0)
+    try:
+        example, _ = encode_spans(tokenizer, render_chat(tokenizer, _answered(tokenizer, origin), origin), origin)
+    except Refusal as refusal:
+        raise Refusal.at(f"{KEY} {data.template}", refusal.problems[0].why, "mend the template") from refusal
+    last = last_trained(example)
+    if last in special_ids(tokenizer):
+        return last
+    if data.require_end:
+        raise Refusal.at(
+            f"{KEY} {data.template}",
+            f"ends an answer with {tokenizer.decode([last])!r}, which is no end token of the tokenizer: the model "
+            "would not learn to stop",
+            _ends_with(tokenizer) + ", or set data.require_end=false",
+        )
+    return None
+
+
+def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Message]:
+    """A question and its answer, which begins as the template begins one for the model: some open it with a mark."""
+    question: Message = {"role": "user", "content": "2+3?"}
+    asked = render_prompt(tokenizer, [question], origin)
+    told = render_prompt(tokenizer, [question, {"role": "assistant", "content": "5"}], origin, open_turn=False)
+    opening = asked[common_length([asked, told]) :]
+    return [question, {"role": "assistant", "content": f"{opening}5"}]
+
+
+def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """A mark that is several tokens here would be spelt out letter by letter, and end nothing."""
+    special = special_ids(tokenizer)
+    missing = [
+        token
+        for token in TOKENS.get(name, ())
+        if len(ids := tokenizer(token, add_special_tokens=False)["input_ids"]) != 1 or ids[0] not in special
+    ]
+    if missing:
+        raise Refusal.at(
+            f"{KEY} {name}",
+            f"writes {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} no special token of the "
+            "tokenizer",
+            f"use a template whose marks it has; a file of your own can work with any: {_ends_with(tokenizer)}",
+        )
+
+
+def _ends_with(tokenizer: PreTrainedTokenizerBase) -> str:
+    token = tokenizer.eos_token
+    return f"end the assistant's turn with {token}" if token else "end the assistant's turn with a special token"
+
+
+def _near_word(name: str, template: str) -> str:
+    near = get_close_matches(name, sorted(set(re.findall(r"\b[a-z]\w*", template))), n=1, cutoff=0.8)
+    return f"did you mean {near[0]}? Else remove it" if near else "remove it"
+
+
+def with_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, bool | int | float | str]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, whose template has the arguments set at its beginning: wherever it is rendered, they hold.
+
+    For the run alone: an export has the template without them.
+    """
+    if not arguments:
+        return tokenizer
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    refuse_all(
+        [
+            Problem(f"data.template_arguments.{name}", "the chat template does not read it", _near_word(name, template))
+            for name in arguments
+            if not re.search(rf"\b{re.escape(name)}\b", template)
+        ]
+    )
+    opening = "".join(f"{{% set {name} = {_literal(value)} %}}" for name, value in arguments.items())
+    tokenizer.chat_template = opening + template
+    return tokenizer
+
+
+def _literal(value: bool | int | float | str) -> str:
+    return json.dumps(value)  # true, false, numbers and quoted text are written alike in both

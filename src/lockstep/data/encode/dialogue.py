@@ -1,0 +1,234 @@
+"""One prompt and its responses, from the many forms of rows; special tokens spelled out in text."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data.encode.messages import as_messages, is_message
+from lockstep.errors import Refusal
+from lockstep.types import Message, Origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# One prompt and the responses to it, out of the many ways in which rows write them down.
+
+Turns = str | list[Message]
+"""A text, or the messages of a chat."""
+
+# Where the answer begins in dialogues written as one text (Anthropic's helpful and harmless pairs).
+ANSWER_MARK = "\n\nAssistant:"
+# How the text of a chat begins that was written as JSON, or as Python shows it.
+_CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+_PYTHON_CHAT = re.compile(
+    r"\[\{'(role|from)': '\w+', '(content|value)': |\[\{'(content|value)': .*, '(role|from)': '\w+'", re.DOTALL
+)
+_CHAT_KEYS = ({"role", "content"}, {"from", "value"})
+_SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
+
+
+def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
+    """The prompt and each response without it. A prompt of None is what all responses begin with.
+
+    Responses are texts or chats; a chat that does not start with the assistant is a whole one and must begin with
+    the prompt. `names` say which column each response came from.
+    """
+    responses = [_filled(name, response, origin) for name, response in zip(names, responses, strict=True)]
+    if len({type(response) for response in responses}) > 1:
+        raise Refusal.at(origin, f"{_listed(names)} are partly text and partly chats", "write all of them in one way")
+    if prompt is None:
+        if all(response == responses[0] for response in responses):
+            raise Refusal.at(origin, f"{_listed(names)} are identical", "remove the row")
+        shared = _shared_text if isinstance(responses[0], str) else _shared_turns
+        beginning, rests = shared(responses, names, origin)
+    elif isinstance(responses[0], str):
+        beginning, rests = as_turns(prompt, "the prompt", origin), list(responses)
+    else:
+        beginning, rests = _continued(as_turns(prompt, "the prompt", origin), responses, names, origin)
+    if isinstance(beginning, list) and beginning[-1]["role"] == "assistant":
+        raise Refusal.at(origin, "the prompt ends with the assistant, who would answer itself", "mend the prompt")
+    for name, rest in zip(names, rests, strict=True):
+        _refuse_no_answer(name, rest, origin)
+    return beginning, rests
+
+
+def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
+    """A dialogue that is written as one text up to the mark of its answer, as a chat; None for anything else.
+
+    A chat template would put the whole of it into one message of the user.
+    """
+    if not isinstance(beginning, str) or not all(isinstance(answer, str) for answer in answers):
+        return None
+    before, *pieces = _SPEAKERS.split("\n\n" + beginning.lstrip())
+    speakers, said = pieces[0::2], [piece.strip() for piece in pieces[1::2]]
+    if before or speakers[:1] != ["Human"] or speakers[-1:] != ["Assistant"] or said[-1] or not all(said[:-1]):
+        return None
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [{"role": roles[who], "content": text} for who, text in zip(speakers[:-1], said[:-1], strict=True)]
+    return turns, [str(answer).strip() for answer in answers]
+
+
+def as_turns(value: Any, name: str, origin: Origin) -> Turns:
+    """A text, or messages in the form that templates know: of a list, or of one message alone. Else a refusal.
+
+    A text that is the JSON of messages, as a csv file has them, is that chat.
+    """
+    if isinstance(value, str):
+        value = _written_chat(value, name, origin)
+        if isinstance(value, str):
+            return value
+    turns = [value] if is_message(value) else value
+    if not isinstance(turns, list) or not all(map(is_message, turns)):
+        raise Refusal.at(
+            origin, f"{name} is neither text nor a list of {{role, content}} messages", "mend or remove the row"
+        )
+    return as_messages(turns, origin)
+
+
+def _written_chat(text: str, name: str, origin: Origin) -> Any:
+    """The messages that a text is the JSON of, else the text."""
+    if not _CHAT_TEXT.match(text):
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        if not _PYTHON_CHAT.match(text):
+            return text
+        why = f"{name} looks like a chat as Python shows it, and is no JSON: {error}"
+        raise Refusal.at(origin, why, "write it as JSON, or as a list of messages") from error
+    is_chat = all(isinstance(one, dict) and any(keys <= one.keys() for keys in _CHAT_KEYS) for one in found)
+    return found if is_chat else text
+
+
+def _filled(name: str, response: Any, origin: Origin) -> Turns:
+    turns = as_turns(response, name, origin)
+    if not turns or (isinstance(turns, str) and not turns.strip()):
+        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in")
+    return turns
+
+
+def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
+    if isinstance(rest, str):
+        if not rest.strip():
+            raise Refusal.at(origin, f"{name} has no answer after the prompt", "remove the row or fill it in")
+    elif not rest or rest[0]["role"] != "assistant" or rest[-1]["role"] != "assistant":
+        raise Refusal.at(
+            origin, f"{name} must go on after the prompt with the assistant and end with it", "mend or remove the row"
+        )
+
+
+def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[str], origin: Origin) -> Any:
+    heads: list[list[Message]] = []
+    rests: list[list[Message]] = []
+    for name, chat in zip(names, chats, strict=True):
+        whole = chat[0]["role"] != "assistant"
+        cut = _end_of_prompt(prompt, chat) if whole else 0
+        if cut is None:
+            raise Refusal.at(
+                origin,
+                f"{name} is a whole chat that does not begin with the prompt",
+                "the prompt belongs to another row, or mend the columns' settings (data.prompt_key)",
+            )
+        opening = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        heads.append(chat[:cut] if whole else opening)
+        rests.append(chat[cut:])
+    if any(head != heads[0] for head in heads):
+        raise _different_prompts(names, origin)
+    return heads[0], rests
+
+
+def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
+    """How many messages of a whole chat are the prompt. A prompt of text is the last user turn that says it."""
+    if isinstance(prompt, list):
+        return len(prompt) if chat[: len(prompt)] == prompt else None
+    turns = [
+        number
+        for number, turn in enumerate(chat, 1)
+        if turn["role"] == "user" and str(turn.get("content")).strip() == prompt.strip()
+    ]
+    return turns[-1] if turns else None
+
+
+def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: Origin) -> Any:
+    shortest = min(len(chat) for chat in chats)
+    cut = common_length(chats)
+    if cut == shortest:
+        short = names[[len(chat) for chat in chats].index(shortest)]
+        raise Refusal.at(
+            origin, f"{short} is only the beginning of the others, so it has no answer", "mend or remove the row"
+        )
+    if not cut or any(chat[cut]["role"] != "assistant" for chat in chats):
+        raise _different_prompts(names, origin)
+    return chats[0][:cut], [chat[cut:] for chat in chats]
+
+
+def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> Any:
+    common = texts[0][: common_length(texts)]
+    if ANSWER_MARK in common:
+        cut = common.rindex(ANSWER_MARK) + len(ANSWER_MARK)
+    else:
+        cut = next((i for i in range(len(common), 0, -1) if common[i - 1].isspace()), 0)
+    rests = [text[cut:] for text in texts]
+    # A further answer behind the cut: the dialogues part before their last answer.
+    if not common[:cut].strip() or any(ANSWER_MARK in rest for rest in rests):
+        raise _different_prompts(names, origin)
+    return common[:cut], rests
+
+
+def common_length(sequences: Sequence[Any]) -> int:
+    """How long the beginning is that all share."""
+    first, shortest = sequences[0], min(map(len, sequences))
+    return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))
+
+
+def _different_prompts(names: Sequence[str], origin: Origin) -> Refusal:
+    return Refusal.at(
+        origin,
+        f"{_listed(names)} answer different prompts: they have no common beginning before their answers",
+        "pair responses to one prompt, or name its column with data.prompt_key",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
+# Special tokens that are spelt out in the text of a row.
+#
+# A tokenizer reads them as what they are called, whoever wrote them: a user's `<|im_end|>` ends the user's turn. So
+# it is for every trainer that renders a chat and tokenises the text; here it is counted and said.
+
+
+class SpecialText:
+    """The names of a tokenizer's special tokens, to be looked for in texts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        names = {name for name in (*added, *tokenizer.all_special_tokens) if name}
+        self._firsts = {name[0] for name in names}
+        self._any = re.compile("|".join(map(re.escape, sorted(names))) or r"(?!)")
+
+    def inside(self, turns: Iterable[Turns]) -> bool:
+        """Whether any of the texts, or of the chats' contents, holds one."""
+        return any(
+            self._in(str(message.get("content") or ""))
+            for one in turns
+            for message in ([{"content": one}] if isinstance(one, str) else one)
+        )
+
+    def _in(self, text: str) -> bool:
+        # Most texts hold not even the character that all names begin with.
+        return any(first in text for first in self._firsts) and self._any.search(text) is not None
+
+
+def told(rows: int, first: object) -> str:
+    """For the lines that say what was found."""
+    return (
+        f"{rows:,} rows hold special tokens of the tokenizer in their text, which are read as such and may end a turn; "
+        f"the first is {first}"
+    )

@@ -1,0 +1,239 @@
+"""Texts and chats as tokens within the token limit: shared by all row readers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lockstep.data.encode.chat import Tools, check_messages, encode_spans, render_chat, special_ids
+from lockstep.data.encode.tokenizer_cache import token_ids
+from lockstep.errors import Refusal
+from lockstep.recipe.keys_data import Data
+from lockstep.types import Example, Message, Origin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Sequences within the limit of tokens, as `data.overlong` says: refused, dropped, or cut at an end.
+
+ExampleT = TypeVar("ExampleT", bound=Example)
+
+_DROP = "raise data.max_tokens or drop the row"
+
+
+class OverLimit(Refusal):
+    """A row over the limit, which is `data.overlong`'s business alone."""
+
+
+def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
+    """Which of the tokens stay: None when the row is dropped. `over` is raised where nothing may be cut."""
+    if tokens <= limit:
+        return slice(0, tokens)
+    if overlong == "drop":
+        return None
+    if overlong == "error":
+        raise over
+    return slice(tokens - limit, tokens) if overlong == "truncate_left" else slice(0, limit)
+
+
+def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
+    return OverLimit.at(
+        origin,
+        f"{what} tokens, over data.max_tokens={limit}",
+        "raise data.max_tokens as far as batch.tokens and the model's context allow, or set data.overlong to drop, "
+        "truncate_left or truncate_right",
+    )
+
+
+def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token") -> ExampleT | None:
+    """The example within `limit` tokens, of which one `needed` must stay; None when it is dropped."""
+    if len(example) <= limit:
+        return example
+    over = too_long(example.origin, f"has {len(example)}", limit)
+    span = kept_span(len(example), limit, overlong, over)
+    if span is None:
+        return None
+    short = example.cut(span)
+    if not short.targets:
+        raise Refusal.at(example.origin, f"{overlong} to {limit} tokens leaves no {needed}", _DROP)
+    return short
+
+
+def fit_responses(
+    examples: Sequence[Example], names: Sequence[str], limit: int, overlong: str
+) -> Sequence[Example] | None:
+    """Responses to one prompt within `limit` tokens each; None when they are dropped.
+
+    From the left the prompt alone is cut, for all responses at the same position; from the right each response.
+    """
+    longest = max(len(example) for example in examples)
+    if longest <= limit:
+        return examples
+    origin, name = examples[0].origin, names[[len(example) for example in examples].index(longest)]
+    span = kept_span(longest, limit, overlong, too_long(origin, f"prompt and {name} have {longest}", limit))
+    if span is None:
+        return None
+    if overlong == "truncate_left":
+        prompt = prompt_length(examples[0])
+        if span.start >= prompt:
+            raise Refusal.at(
+                origin, f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt", _DROP
+            )
+        return [example.cut(span) for example in examples]
+    short = [example.cut(span) for example in examples]
+    for name, example in zip(names, short, strict=True):
+        if not example.targets:
+            raise Refusal.at(origin, f"truncate_right to {limit} tokens leaves nothing of {name}", _DROP)
+    refuse_equal(short, names, f" once cut to {limit} tokens")
+    return short
+
+
+def prompt_length(example: Example) -> int:
+    """Tokens before the response."""
+    return example.trained.index(1)
+
+
+def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str = "") -> None:
+    """Refuse responses that are the same tokens: there is nothing to prefer."""
+    first: dict[tuple[int, ...], str] = {}
+    for name, example in zip(names, examples, strict=True):
+        twin = first.setdefault(tuple(example.ids), name)
+        if twin != name:
+            raise Refusal.at(
+                example.origin, f"{twin} and {name} are identical{after}", _DROP if after else "remove the row"
+            )
+
+
+# Texts and chats as tokens: what every reader of rows shares, whatever it trains.
+
+
+class Encoding:
+    """One tokenizer with the settings of `data`. Without `learned` nothing need end in an end token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, *, learned: bool = True):
+        self.tokenizer = tokenizer
+        self.system, self.template = data.system, data.template
+        self.templated = data.template != "none" and bool(tokenizer.chat_template)
+        self.prompt_format = data.prompt_format
+        self.require_end = data.require_end and learned
+        self.special = special_ids(tokenizer)
+        self.unseparated = 0
+        """Prompts that were joined with a response without a space or line break between them."""
+        # What the tokenizer itself puts before plain text: a BOS token, or nothing.
+        self.opening: list[int] = list(tokenizer("")["input_ids"])
+        if data.system and not self.templated:
+            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of the text alone."""
+        return token_ids(self.tokenizer, text)
+
+    def chat(self, messages: list[Message], origin: Origin, tools: Tools = ()) -> tuple[Example, bool]:
+        """A chat whose every assistant turn is trained, and whether it was split at a turn's border."""
+        check_messages(messages, origin)
+        self.need_template(origin)
+        spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
+        return encode_spans(self.tokenizer, spans, origin)
+
+    def joined(self, prompt: str, response: str, origin: Origin) -> Example:
+        """Prompt, in its format, and response as they are, tokenised apart; response and end token are trained."""
+        prompt = formatted(prompt, self.prompt_format)
+        self.unseparated += bool(prompt[-1:].strip() and response[:1].strip())
+        before = self.opening + self.ids(prompt)
+        after = self.ids(response) + self.end(origin)
+        return Example(array("q", before + after), bytes([0] * len(before) + [1] * len(after)), origin)
+
+    def text(self, text: str, origin: Origin) -> Example:
+        """Plain text, all of it trained."""
+        after = self.ids(text) + self.end(origin)
+        trained = bytes([0] * len(self.opening) + [1] * len(after))
+        return Example(array("q", self.opening + after), trained, origin)
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        return after_system(messages, self.system)
+
+    def need_template(self, origin: Origin) -> None:
+        if self.template == "none":
+            raise Refusal.at(
+                origin,
+                "the row is a chat (messages, a system message or tools), and data.template is none",
+                "set data.template to auto, or give rows of plain text",
+            )
+        if not self.tokenizer.chat_template:
+            raise Refusal.at(
+                origin,
+                "the row holds a chat, but the tokenizer has no chat template",
+                "name one with data.template, use a model whose tokenizer has one, or rows of plain text",
+            )
+
+    def end(self, origin: Origin) -> list[int]:
+        if self.tokenizer.eos_token_id is not None:
+            return [self.tokenizer.eos_token_id]
+        if self.require_end:
+            raise Refusal.at(origin, "the tokenizer has no eos token to train as the end", "set data.require_end=false")
+        return []
+
+    def checked(self, example: Example) -> Example:
+        """The example, unless it opens twice, trains nothing or does not learn to stop."""
+        self.refuse_two_openings(example)
+        if not example.targets:
+            raise Refusal.at(example.origin, "no token of the row is trained")
+        last = last_trained(example)
+        if self.require_end and last not in self.special:
+            token = self.tokenizer.decode([last])
+            raise Refusal.at(
+                example.origin,
+                f"the last trained token is {token!r}, not an end token: the model would not learn to stop",
+                "use a chat template that ends assistant turns with the end token, or set data.require_end=false",
+            )
+        return example
+
+    def refuse_two_openings(self, example: Example) -> None:
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and list(example.ids[:2]) == [bos, bos]:
+            raise Refusal.at(
+                example.origin,
+                f"starts with two {self.tokenizer.bos_token!r} tokens",
+                "the rows or the template already carry the BOS token; remove it from the rows",
+            )
+
+
+def after_system(messages: list[Message], system: str | None) -> list[Message]:
+    """The chat after the message of `data.system`, where it has none of its own; an empty one gives way to it."""
+    own = [message for message in messages if message["role"] in ("system", "developer")]
+    if not system or any(str(message["content"]).strip() for message in own):
+        return messages
+    return [{"role": "system", "content": system}, *(message for message in messages if message not in own)]
+
+
+def written(prompt: Any, form: str | None, origin: Origin) -> Any:
+    """A prompt in the text of `data.prompt_format`: a text, or the user's one message of a chat."""
+    if form is None or isinstance(prompt, str):
+        return prompt if form is None else formatted(prompt, form)
+    users = [number for number, turn in enumerate(prompt) if turn["role"] == "user"]
+    if len(users) != 1 or any(turn["role"] not in ("system", "user") for turn in prompt):
+        raise Refusal.at(
+            origin,
+            "the prompt is a chat of several turns, and data.prompt_format is for one",
+            "remove data.prompt_format",
+        )
+    asked = prompt[users[0]]
+    turns = list(prompt)
+    turns[users[0]] = {**asked, "content": formatted(str(asked["content"]), form)}
+    return turns
+
+
+def formatted(prompt: str, form: str | None) -> str:
+    """The prompt in the text of `data.prompt_format`."""
+    return prompt if form is None else form.replace("{}", prompt, 1)
+
+
+def last_trained(example: Example) -> int:
+    """The token that ends the row's training; generation must stop at it."""
+    return example.ids[bytes(example.trained).rindex(1)]
+
+
+def as_chat(prompt: Any) -> list[Any]:
+    return prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]

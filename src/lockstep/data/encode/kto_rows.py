@@ -1,0 +1,148 @@
+"""Rows of single responses with a verdict, good or bad; pairs are taken as one of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data.dataset import Kept
+from lockstep.data.encode.columns import CHATS, NOTHING, PROMPTS, Beside, ColumnFinder, filled, lookup
+from lockstep.data.encode.dialogue import as_turns, divide
+from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
+from lockstep.data.encode.preference_rows import RankingColumns, find_pair_columns, pair_names, pair_of, prompt_told
+from lockstep.data.encode.responses import ResponseEncoder
+from lockstep.errors import Refusal
+from lockstep.types import Example, Judged, Origin, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+RESPONSES = ("completion", "response", "output")
+# Every spelling that says clearly good or bad; 1 == 1.0 == True, so these cover the booleans too.
+VERDICTS: dict[Any, bool] = {1: True, 0: False, -1: False}
+SPELLED = {"true": True, "false": False, "1": True, "+1": True, "0": False, "-1": False}
+
+
+@dataclass(frozen=True)
+class JudgedColumns:
+    """A prompt with its response, or a chat that ends with it; beside it the verdict."""
+
+    label: str
+    prompt: str = ""
+    response: str = ""
+    messages: str = ""
+    beside: Beside = NOTHING
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.label, self.prompt, self.response, self.messages, *self.beside.columns)
+
+
+def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
+    """What the settings name, then responses with a label, chats with a label, pairs."""
+    label = finder.find("label_key", ("label", "kto_tag"))
+    pair = find_pair_columns(finder)
+    if pair and (not label or finder.setting("chosen_key")):
+        return pair
+    for key in ("chosen_key", "rejected_key"):
+        if finder.setting(key):
+            raise finder.unknown("hold the pairs", f"data.{key} and its other half must both be there")
+    prompt, response = finder.find("prompt_key", PROMPTS), finder.find("response_key", RESPONSES)
+    messages = finder.find("messages_key", CHATS)
+    wants_chat = bool(finder.setting("messages_key")) and not finder.setting("response_key")
+    if label and prompt and response and not wants_chat:
+        return JudgedColumns(label, prompt=prompt, response=response, beside=finder.beside(prompt, response, label))
+    if label and messages:
+        return JudgedColumns(label, messages=messages, beside=finder.beside(messages, label))
+    if pair:
+        return pair
+    raise finder.unknown("hold the judged responses", "set data.prompt_key, data.response_key and data.label_key")
+
+
+class JudgedRows:
+    """The rows of one source as judged responses, with a count of the verdicts."""
+
+    unusable = 0
+
+    def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
+        self.columns, self.limit, self.overlong = find_judged_columns(finder), limit, finder.data.overlong
+        self.encode = ResponseEncoder(Encoding(tokenizer, finder.data))
+        self.finder = finder
+        self.tally: Counter[str] = Counter()
+
+    @property
+    def split_rows(self) -> int:
+        return self.encode.split_rows
+
+    @property
+    def special_rows(self) -> int:
+        return self.encode.special_rows
+
+    @property
+    def unseparated_rows(self) -> int:
+        return self.encode.unseparated_rows
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Judged] | None]:
+        columns = self.columns
+        if isinstance(columns, RankingColumns):
+            names, responses = pair_of(row, columns, origin)
+            divided = self.encode.as_chats(*columns.divided(row, responses, names, origin), self.tally)
+            examples = self.encode(*divided, origin, columns.beside.tools_of(row, origin))
+            refuse_equal(examples, names)
+            verdicts = [True, False]
+        else:
+            names, verdicts = [columns.response or columns.messages], [verdict(row, columns.label, origin)]
+            prompt, response = _answered(row, columns, origin)
+            divided = divide(prompt, [response], names, origin)
+            examples = self.encode(*divided, origin, columns.beside.tools_of(row, origin))
+        kept = [self._kept(*parts) for parts in zip(examples, names, verdicts, strict=True)]
+        self.tally.update("desirable" if entry.item.desirable else "undesirable" for entry in kept if entry is not None)
+        return kept
+
+    def _kept(self, whole: Example, name: str, desirable: bool) -> Kept[Judged] | None:
+        fitted = fit_responses([whole], [name], self.limit, self.overlong)
+        if fitted is None:
+            return None
+        return Kept.of(Judged(fitted[0], desirable), len(fitted[0]) < len(whole), (last_trained(whole),))
+
+    def found(self) -> str:
+        return self._found() + self.finder.unread(*self.columns.names)
+
+    def _found(self) -> str:
+        columns = self.columns
+        verdicts = f"{self.tally['desirable']:,} desirable, {self.tally['undesirable']:,} undesirable"
+        if isinstance(columns, RankingColumns):
+            prompt = prompt_told(columns, self.tally)
+            return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"
+        parts = (columns.messages or f"{columns.prompt}, {columns.response}") + columns.beside.told()
+        return f"judged responses ({parts}; verdict from {columns.label}): {verdicts}"
+
+
+def verdict(row: Row, key: str, origin: Origin) -> bool:
+    """Whether the row's label calls the response desirable."""
+    label = lookup(row, key, origin)
+    if isinstance(label, str):
+        found = SPELLED.get(label.strip().lower())
+    else:
+        found = VERDICTS.get(label) if isinstance(label, bool | int | float) else None
+    if found is None:
+        raise Refusal.at(origin, f"{key} is {label!r}, which is no verdict", "write true or false, 1 or 0, or 1 or -1")
+    return found
+
+
+def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, Any]:
+    """The prompt, and the response to it: a column, or the last turn of the chat."""
+    if not columns.messages:
+        asked = columns.beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+        return asked, lookup(row, columns.response, origin)
+    chat = as_turns(filled(row, columns.messages, origin), columns.messages, origin)
+    if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
+        raise Refusal.at(
+            origin,
+            f"{columns.messages} must be a chat of a prompt and the assistant's turn that is judged",
+            "mend or remove the row",
+        )
+    return columns.beside.chat(chat[:-1], row, origin), chat[-1:]

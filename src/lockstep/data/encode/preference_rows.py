@@ -1,0 +1,316 @@
+"""Preference rows: pairs and rankings of responses."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.data.dataset import Kept
+from lockstep.data.encode.columns import NOTHING, Beside, ColumnFinder, filled, lookup
+from lockstep.data.encode.dialogue import Turns, as_turns, divide
+from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
+from lockstep.data.encode.responses import DIALOGUES, ResponseEncoder
+from lockstep.errors import Refusal
+from lockstep.types import Example, Origin, Probe, Ranking, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Responses with scores, best first: texts beside a list of scores, or objects that hold both (UltraFeedback).
+
+# Keys of an object that holds a response and its score, looked for in this order.
+TEXTS = ("response", "text", "content", "completion")
+SCORES = ("overall_score", "score", "rating", "reward")
+
+
+@dataclass(frozen=True)
+class RankedResponses:
+    """Responses, best first, with what to call each of them; `alike` counts those left out for an equal score."""
+
+    names: list[str]
+    responses: list[Any]
+    alike: int = 0
+
+
+def is_objects(responses: Sequence[Any]) -> bool:
+    """Whether each response is an object with a score of its own, and not a message."""
+    return all(isinstance(one, dict) and "role" not in one and "from" not in one for one in responses)
+
+
+def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin) -> tuple[list[Any], list[Any], str]:
+    """The responses, their scores, and the key of the scores."""
+    text = next((key for key in TEXTS if all(isinstance(one.get(key), str) for one in responses)), None)
+    score = next((key for key in SCORES if all(is_number(one.get(key)) for one in responses)), None)
+    if text is None or score is None:
+        missing = f"a text ({', '.join(TEXTS)})" if text is None else f"a number ({', '.join(SCORES)})"
+        raise Refusal.at(origin, f"not every response of {column} has {missing}", "mend or remove the row")
+    return [one[text] for one in responses], [one[score] for one in responses], score
+
+
+def best_first(responses: Sequence[Any], names: Sequence[str], scores: Sequence[float]) -> RankedResponses:
+    """By falling score; of equal scores, which do not say what is better, the first alone stays."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    kept = [i for place, i in enumerate(order) if not place or scores[i] != scores[order[place - 1]]]
+    return RankedResponses([names[i] for i in kept], [responses[i] for i in kept], len(order) - len(kept))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# Rows that say which response is better: pairs, and rankings of several.
+
+Read = Literal["response", "score"]
+_BY = "by "
+SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+
+
+@dataclass(frozen=True)
+class RankingColumns:
+    """Where the parts of a row are; empty strings where it has no such part. Either a pair or a list of responses."""
+
+    prompt: str
+    chosen: str = ""
+    rejected: str = ""
+    margin: str = ""
+    scores_of_pair: tuple[str, str] | None = None
+    responses: str = ""
+    scores: str = ""
+    beside: Beside = NOTHING
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        sides = (self.chosen, self.rejected, self.margin, *(self.scores_of_pair or ()), self.responses, self.scores)
+        return (self.prompt, *sides, *self.beside.columns)
+
+    def divided(
+        self, row: Row, responses: Sequence[Any], names: Sequence[str], origin: Origin
+    ) -> tuple[Turns, list[Turns]]:
+        """The prompt of a row, with what belongs to it, and each response without it."""
+        if not self.prompt:
+            beginning, answers = divide(None, responses, names, origin)
+            return self.beside.chat(beginning, row, origin), answers
+        asked = filled(row, self.prompt, origin)
+        turns = [as_turns(response, name, origin) for name, response in zip(names, responses, strict=True)]
+        if any(isinstance(chat, list) and chat and chat[0]["role"] != "assistant" for chat in turns):
+            # Whole chats begin with the prompt as it stands in its column, without what is beside it.
+            beginning, answers = divide(asked, turns, names, origin)
+            return self.beside.prompt(beginning, self.prompt, row, origin), answers
+        return divide(self.beside.prompt(asked, self.prompt, row, origin), turns, names, origin)
+
+
+def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
+    """Pairs where there are both sides of one (or a setting names one), else lists of responses."""
+    prompt = finder.prompt()
+    pair = find_pair_columns(finder)
+    scores = finder.find("scores_key", ("scores",))
+    # Completions without a column of scores are objects that hold their own; by `prm` the name means steps.
+    responses = finder.find("responses_key", ("responses", "completions"))
+    wants_list = bool(finder.setting("responses_key")) and not finder.setting("chosen_key")
+    if pair and not wants_list:
+        return pair
+    if responses:
+        return RankingColumns(
+            prompt, responses=responses, scores=scores, beside=finder.beside(prompt, responses, scores)
+        )
+    raise finder.unknown(
+        "hold the preferences",
+        "set data.chosen_key and data.rejected_key, or data.responses_key, and data.prompt_key",
+    )
+
+
+def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
+    """The columns of a pair, None where a side is missing."""
+    chosen, rejected = finder.find("chosen_key", ("chosen",)), finder.find("rejected_key", ("rejected",))
+    if not (chosen and rejected):
+        return None
+    margin, scores = finder.find("margin_key", ("margin",)), finder.known_pair(SCORES_OF_PAIR)
+    prompt = finder.prompt()
+    return RankingColumns(prompt, chosen, rejected, margin, scores, beside=finder.beside(prompt, chosen, rejected))
+
+
+class RankingRows:
+    """The rows of one source as rankings. `read` is what the model gives of a response: its log-probability, token by
+    token, or a score at the last token of the text. Without `several` a row has two responses."""
+
+    def __init__(
+        self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, read: Read, several: bool
+    ):
+        self.columns, self.limit, self.overlong = find_ranking_columns(finder), limit, finder.data.overlong
+        self.read, self.several, self.finder = read, several, finder
+        self.tally: Counter[str] = Counter()
+        self.encode = ResponseEncoder(Encoding(tokenizer, finder.data, learned=read == "response"))
+
+    @property
+    def split_rows(self) -> int:
+        return self.encode.split_rows
+
+    @property
+    def special_rows(self) -> int:
+        return self.encode.special_rows
+
+    @property
+    def unseparated_rows(self) -> int:
+        return self.encode.unseparated_rows
+
+    @property
+    def unusable(self) -> int:
+        return self.tally["all equal"]
+
+    @property
+    def scored_by(self) -> str:
+        """Where the scores of listed responses stand; empty where their order says it all."""
+        return next((key.removeprefix(_BY) for key in self.tally if key.startswith(_BY)), "")
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:
+        columns = self.columns
+        found = self._ranked(row, origin)
+        if found is None:
+            return [None]
+        names, responses = found
+        margin = _margin(row, columns, origin, used=self.read == "score")
+        divided = columns.divided(row, responses, names, origin)
+        beginning, answers = self.encode.as_chats(*divided, self.tally)
+        whole = self.encode(beginning, answers, origin, columns.beside.tools_of(row, origin))
+        refuse_equal(whole, names)
+        fitted = fit_responses(whole, names, self.limit, self.overlong)
+        if fitted is None:
+            return [None]
+        truncated = any(len(short) < len(long) for short, long in zip(fitted, whole, strict=True))
+        if self.read == "score":
+            return [Kept.of(Ranking(tuple(map(_scored_at_the_end, fitted)), margin), truncated)]
+        return [Kept.of(Ranking(tuple(fitted)), truncated, tuple(map(last_trained, whole)))]
+
+    def _ranked(self, row: Row, origin: Origin) -> tuple[list[str], list[Any]] | None:
+        """The responses that are compared, best first; None where their scores do not say which is better."""
+        columns = self.columns
+        if not columns.responses:
+            return pair_of(row, columns, origin)
+        scored, scored_by = listed_responses(row, columns, origin)
+        names, responses = scored.names, scored.responses
+        if scored_by:
+            self.tally[_BY + scored_by] += 1
+            self.tally["alike"] += scored.alike if len(responses) > 1 else 0
+            if len(responses) < 2:
+                self.tally["all equal"] += 1
+                return None
+            if not self.several and len(responses) > 2:
+                self.tally["passed over"] += len(responses) - 2
+                return [names[0], names[-1]], [responses[0], responses[-1]]
+        elif len(responses) > 2 and not self.several:
+            raise Refusal.at(
+                origin,
+                f"has {len(responses)} responses, and this method compares two",
+                "write it as pairs, or give each response its score (data.scores_key)",
+            )
+        return names, responses
+
+    def _told_of_scores(self) -> str:
+        told = {
+            "passed over": "the best against the worst, {:,} others left out",
+            "alike": "{:,} responses left out, whose score another has too",
+            "all equal": "{:,} rows dropped, whose scores are all equal",
+        }
+        return "".join(f"; {said.format(self.tally[key])}" for key, said in told.items() if self.tally[key])
+
+    def found(self) -> str:
+        return self._found() + self.finder.unread(*self.columns.names)
+
+    def _found(self) -> str:
+        columns = self.columns
+        prompt = prompt_told(columns, self.tally)
+        if columns.responses:
+            order = f"by {self.scored_by}" if self.scored_by else "best first"
+            return f"rankings ({prompt}, {columns.responses}; {order}{self._told_of_scores()})"
+        margin = columns.margin or " - ".join(columns.scores_of_pair or ())
+        if self.read == "score":
+            said = f"; margin from {margin}" if margin else ""
+        else:
+            said = f"; the margin ({margin}) is not used" if margin else ""
+        return f"{'prompt/' if columns.prompt else ''}chosen/rejected pairs ({prompt}, {pair_names(columns)}{said})"
+
+
+def prompt_told(columns: RankingColumns, tally: Counter[str]) -> str:
+    """Where the prompts come from, and how they were read."""
+    count = tally[DIALOGUES]
+    spoken = f", {count:,} dialogues of Human and Assistant read as chats" if count else ""
+    return (columns.prompt or "the prompt is what the responses begin with") + columns.beside.told() + spoken
+
+
+def pair_names(columns: RankingColumns) -> str:
+    return f"{columns.chosen}, {columns.rejected}"
+
+
+def pair_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str], list[Any]]:
+    """The two responses, the better one first, and what to call each of them."""
+    keys = [columns.chosen, columns.rejected]
+    refuse_swapped(row, columns, origin)
+    return keys, [lookup(row, key, origin) for key in keys]
+
+
+def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[RankedResponses, str]:
+    """The responses of a list, best first, and where their scores stand: empty where their order says it all."""
+    responses = lookup(row, columns.responses, origin)
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise Refusal.at(
+            origin, f"{columns.responses} must be a list of two or more responses", "mend or remove the row"
+        )
+    names = [f"{columns.responses}.{i}" for i in range(len(responses))]
+    if columns.scores:
+        scores = _scores(row, columns, len(responses), origin)
+        return best_first(responses, names, scores), columns.scores
+    if is_objects(responses):
+        texts, scores, key = of_objects(responses, columns.responses, origin)
+        return best_first(texts, names, scores), f"{columns.responses}.{key}"
+    return RankedResponses(names, responses), ""
+
+
+def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
+    """Scores that contradict the columns' names mean that somebody mixed the sides up."""
+    if columns.scores_of_pair is None:
+        return
+    better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)
+    if is_number(better) and is_number(worse) and better < worse:
+        raise Refusal.at(
+            origin,
+            f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: the sides are swapped",
+            "swap the responses, or mend the scores",
+        )
+
+
+def _scores(row: Row, columns: RankingColumns, count: int, origin: Origin) -> list[float]:
+    scores = lookup(row, columns.scores, origin)
+    if not isinstance(scores, list) or not all(is_number(score) for score in scores):
+        raise Refusal.at(origin, f"{columns.scores} must be a list of finite numbers", "mend or remove the row")
+    if len(scores) != count:
+        raise Refusal.at(origin, f"has {count} responses and {len(scores)} scores", "give each response its score")
+    return scores
+
+
+def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) -> float:
+    if not used or not (columns.margin or columns.scores_of_pair):
+        return 0.0
+    if columns.margin:
+        margin = _finite(lookup(row, columns.margin, origin), columns.margin, origin)
+    else:
+        better, worse = (_finite(lookup(row, key, origin), key, origin) for key in columns.scores_of_pair or ())
+        margin = better - worse
+    if margin < 0 or not math.isfinite(margin):
+        raise Refusal.at(
+            origin, f"a margin of {margin} asks that the rejected response wins", "swap the responses or mend it"
+        )
+    return margin
+
+
+def _finite(value: Any, key: str, origin: Origin) -> float:
+    if not is_number(value):
+        raise Refusal.at(origin, f"{key} is {value!r}, not a finite number", "mend or remove the row")
+    return float(value)
+
+
+def _scored_at_the_end(example: Example) -> Probe:
+    return Probe(example.ids, bytes(len(example)), example.origin, positions=(len(example) - 1,))

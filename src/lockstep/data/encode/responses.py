@@ -1,0 +1,128 @@
+"""The responses to one prompt as tokens that begin alike."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+from lockstep.data.encode.chat import (
+    Spans,
+    Tools,
+    check_messages,
+    encode_spans,
+    has_markers,
+    is_trained,
+    refuse_another_opening,
+    render_chat,
+    render_prompt,
+    says,
+)
+from lockstep.data.encode.dialogue import SpecialText, Turns, spoken
+from lockstep.data.encode.encoding import Encoding, as_chat, prompt_length, written
+from lockstep.data.encode.template_checks import lost_beside, refuse_vanished
+from lockstep.errors import Refusal
+from lockstep.types import Example, Message, Origin
+
+DIALOGUES = "dialogues"
+"""In the tally of a reader: prompts that were read as `as_chats` does."""
+
+
+class ResponseEncoder:
+    """Prompts and responses into examples that train the response alone, whatever the prompt's chat holds."""
+
+    def __init__(self, encoding: Encoding):
+        self.encoding = encoding
+        self.split_rows = self.special_rows = self.unseparated_rows = 0
+        self.special_text = SpecialText(encoding.tokenizer)
+
+    def __call__(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools = ()) -> list[Example]:
+        texts = all(isinstance(turns, str) for turns in (prompt, *responses))
+        if texts and not tools and not self.encoding.templated:
+            before = self.encoding.unseparated
+            examples = self._joined(prompt, responses, origin)
+            self.unseparated_rows += self.encoding.unseparated > before
+        else:
+            prompt = written(prompt, self.encoding.prompt_format, origin)
+            examples = self._rendered(prompt, responses, origin, tools)
+            self.special_rows += self.special_text.inside([prompt, *responses])
+        return [self.encoding.checked(example) for example in examples]
+
+    def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
+        """A dialogue written as one text becomes a chat where a template will write it; it is counted."""
+        chat = spoken(prompt, responses) if self.encoding.templated else None
+        if chat is None:
+            return prompt, responses
+        tally[DIALOGUES] += 1
+        return chat
+
+    def _joined(self, prompt: Turns, responses: Sequence[Turns], origin: Origin) -> list[Example]:
+        return [self.encoding.joined(str(prompt), str(response), origin) for response in responses]
+
+    def _rendered(self, prompt: Turns, responses: Sequence[Turns], origin: Origin, tools: Tools) -> list[Example]:
+        self.encoding.need_template(origin)
+        tokenizer = self.encoding.tokenizer
+        rendered = [self._spans(as_chat(prompt), _answer(response), origin, tools) for response in responses]
+        encoded = [encode_spans(tokenizer, spans, origin) for spans in rendered]
+        examples, split = [example for example, _ in encoded], any(split for _, split in encoded)
+        if not _begin_alike(examples):
+            # What follows can change how a prompt's last words become tokens; alone it is always the same tokens.
+            examples, split = [self._apart(spans, origin) for spans in rendered], True
+        if not _begin_alike(examples):
+            raise Refusal.at(
+                origin,
+                "the chat template renders the prompt differently for each response",
+                "use a template that renders a prompt alike whatever follows",
+            )
+        self.split_rows += split
+        return examples
+
+    def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
+        """The whole chat as text, of which the answer's assistant turns are trained."""
+        tokenizer = self.encoding.tokenizer
+        check_messages([*prompt, *answer], origin)
+        if not is_trained(answer[0]):
+            raise Refusal.at(
+                origin,
+                "the first turn of a response has a weight of 0: nothing of it would be compared",
+                "put it into the prompt, or remove the weight",
+            )
+        prompt = self.encoding.with_system(prompt)
+        before = render_prompt(tokenizer, prompt, origin, tools)
+        if len(answer) == 1 and not has_markers(tokenizer):
+            # Not by `render_chat`: it would ask of the prompt's own assistant turns that they can be found too, and
+            # templates that shorten earlier turns (reasoning models') do not let them be.
+            text = render_prompt(tokenizer, [*prompt, *answer], origin, tools, open_turn=False)
+            spans = Spans(text, ((len(before), len(text)),))
+            refuse_vanished(text, [*prompt, *answer], tools, origin)
+            if not text.startswith(before):
+                refuse_another_opening(before, text, answer[0], "the response", origin)
+        else:
+            # Of the whole chat the answer alone is trained.
+            earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
+            spans = render_chat(tokenizer, [*earlier, *answer], origin, tools)
+        whole_answer = says(spans.text, len(before), len(spans.text), answer[0]) and not lost_beside(
+            answer[0], spans.text[len(before) :]
+        )
+        if not spans.text.startswith(before) or not whole_answer:
+            raise Refusal.at(
+                origin,
+                "the chat template does not render the response as it is after the prompt it would generate from",
+                "mend the template, or use one that neither drops nor changes assistant turns",
+            )
+        return spans
+
+    def _apart(self, spans: Spans, origin: Origin) -> Example:
+        tokenizer, border = self.encoding.tokenizer, spans.trained[0][0]
+        prompt = self.encoding.ids(spans.text[:border])
+        moved = Spans(spans.text[border:], tuple((start - border, end - border) for start, end in spans.trained))
+        answer, _ = encode_spans(tokenizer, moved, origin)
+        return Example(array("q", [*prompt, *answer.ids]), bytes([*[0] * len(prompt), *answer.trained]), origin)
+
+
+def _answer(response: Turns) -> list[Message]:
+    return response if isinstance(response, list) else [{"role": "assistant", "content": response}]
+
+
+def _begin_alike(examples: Sequence[Example]) -> bool:
+    return len({tuple(example.ids[: prompt_length(example)]) for example in examples}) == 1

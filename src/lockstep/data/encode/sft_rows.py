@@ -1,0 +1,189 @@
+"""Rows of supervised training: which columns a source has, what of a row is trained, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data.dataset import Kept
+from lockstep.data.encode.chat import Tools
+from lockstep.data.encode.columns import CHATS, NOTHING, Beside, ColumnFinder, filled
+from lockstep.data.encode.dialogue import SpecialText, as_turns
+from lockstep.data.encode.encoding import Encoding, as_chat, fit, last_trained, written
+from lockstep.data.encode.messages import refuse_not_text
+from lockstep.errors import Refusal
+from lockstep.recipe.keys_data import Data
+from lockstep.types import Example, Origin, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Column names that users of other trainers know, looked for in this order when no key is set.
+PAIR_COLUMNS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("prompt", "answer"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("input", "output"),
+    ("query", "response"),
+    ("problem", "solution"),
+)
+TEXT_COLUMNS = ("text", "content")
+
+
+@dataclass(frozen=True)
+class SupervisedColumns:
+    """Where the parts of a row are. Empty strings where a shape does not use them."""
+
+    shape: str
+    messages: str = ""
+    prompt: str = ""
+    response: str = ""
+    text: str = ""
+    beside: Beside = NOTHING
+
+    def __str__(self) -> str:
+        keys = " + ".join(key for key in (self.messages, self.prompt, self.response, self.text) if key)
+        return f"{self.shape} ({keys}{self.beside.told()})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.messages, self.prompt, self.response, self.text, *self.beside.columns)
+
+
+def find_columns(finder: ColumnFinder) -> SupervisedColumns:
+    """The source's own settings, then the recipe's, then the well-known names."""
+    data = finder.data
+    shape = finder.source.shape or (None if data.shape == "auto" else data.shape)
+    keys = ("messages_key", "prompt_key", "response_key", "text_key")
+    messages, prompt, response, text = map(finder.setting, keys)
+    if shape is None:
+        shape = "messages" if messages else "prompt_response" if prompt or response else "text" if text else None
+    chat, plain = finder.known(CHATS), finder.known(TEXT_COLUMNS)
+    pair = finder.known_pair(PAIR_COLUMNS)
+    if shape is None:
+        shape = "messages" if chat else "prompt_response" if pair else "text" if plain else None
+    if shape == "messages" and (messages or chat):
+        return SupervisedColumns(shape, messages=messages or chat, beside=finder.beside(messages or chat))
+    if shape == "prompt_response" and (pair or (prompt and response)):
+        known = pair or ("", "")
+        prompt, response = prompt or known[0], response or known[1]
+        return SupervisedColumns(shape, prompt=prompt, response=response, beside=finder.beside(prompt, response))
+    if shape == "text" and (text or plain):
+        return SupervisedColumns(shape, text=text or plain)
+    wanted = {
+        "messages": "data.messages_key",
+        "prompt_response": "data.prompt_key and data.response_key",
+        "text": "data.text_key",
+    }
+    general = "set data.shape and its keys, for example data.prompt_key and data.response_key"
+    raise finder.unknown("to train on", f"set {wanted[shape]}" if shape else general)
+
+
+class Encoder:
+    """Turns the rows of one source into examples with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: SupervisedColumns, data: Data):
+        self.encoding = Encoding(tokenizer, data)
+        self.columns = columns
+        self.split_rows = self.special_rows = 0
+        self.special_text = SpecialText(tokenizer)
+        if data.system and columns.shape == "text":
+            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+        if data.prompt_format is not None and columns.shape != "prompt_response":
+            raise Refusal.at("data.prompt_format", f"rows of shape {columns.shape} have no prompt apart", "remove it")
+        if columns.shape == "messages" and data.template == "none":
+            raise Refusal.at(
+                "data.template",
+                f"is none, and rows are chats ({columns.messages})",
+                "set it to auto, or use data.prompt_key and data.response_key",
+            )
+        if columns.shape == "messages" and not tokenizer.chat_template:
+            raise Refusal.at(
+                "data.shape",
+                "rows are chats, but the tokenizer has no chat template",
+                "name one with data.template, or use data.prompt_key and data.response_key",
+            )
+
+    def __call__(self, row: Row, origin: Origin) -> Example:
+        """The sft example of a row, or a refusal that names the row."""
+        shape = self.columns.shape
+        if shape == "text":
+            refuse_not_text(row, "the row", origin)
+            text = self._text(filled(row, self.columns.text, origin), self.columns.text, origin)
+            example = self.encoding.text(text, origin)
+        elif shape == "messages":
+            beside, key = self.columns.beside, self.columns.messages
+            messages = as_turns(filled(row, key, origin), key, origin)
+            if isinstance(messages, str):
+                raise Refusal.at(
+                    origin,
+                    f"{key} is text, not a list of messages",
+                    "set data.text_key, if it is meant, or write it as JSON",
+                )
+            example = self._chat(beside.chat(messages, row, origin), origin, beside.tools_of(row, origin))
+        else:
+            example = self._pair(row, origin)
+        return self.encoding.checked(example)
+
+    def _chat(self, messages: Any, origin: Origin, tools: Tools) -> Example:
+        example, split = self.encoding.chat(messages, origin, tools)
+        self.special_rows += self.special_text.inside([messages])
+        self.split_rows += split
+        return example
+
+    def _pair(self, row: Row, origin: Origin) -> Example:
+        columns, beside = self.columns, self.columns.beside
+        asked = beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+        response = as_turns(filled(row, columns.response, origin), columns.response, origin)
+        tools = beside.tools_of(row, origin)
+        if isinstance(asked, str) and isinstance(response, str) and not tools and not self.encoding.templated:
+            return self.encoding.joined(asked, response, origin)
+        prompt = as_chat(written(asked, self.encoding.prompt_format, origin))
+        # A response that is itself a list of messages continues the prompt's chat.
+        answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+        return self._chat([*prompt, *answer], origin, tools)
+
+    def _text(self, value: Any, key: str, origin: Origin) -> str:
+        if not isinstance(value, str):
+            raise Refusal.at(origin, f"{key} is {type(value).__name__}, not text")
+        return value
+
+
+class SupervisedRows:
+    """One example a row."""
+
+    unusable = 0
+
+    def __init__(self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int):
+        self.encoder = Encoder(tokenizer, find_columns(finder), finder.data)
+        self.finder = finder
+        self.limit, self.overlong = limit, finder.data.overlong
+
+    @property
+    def split_rows(self) -> int:
+        return self.encoder.split_rows
+
+    @property
+    def special_rows(self) -> int:
+        return self.encoder.special_rows
+
+    @property
+    def unseparated_rows(self) -> int:
+        return self.encoder.encoding.unseparated
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
+        whole = self.encoder(row, origin)
+        example = fit(whole, self.limit, self.overlong)
+        if example is None:
+            return [None]
+        return [Kept.of(example, len(example) < len(whole), (last_trained(whole),))]
+
+    def found(self) -> str:
+        columns = self.encoder.columns
+        return f"{columns}{self.finder.unread(*columns.names)}"

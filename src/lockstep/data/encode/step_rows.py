@@ -1,0 +1,394 @@
+"""Rows with a label on each step of a solution (process reward models)."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data.dataset import Kept
+from lockstep.data.encode.chat import check_messages, render_prompt
+from lockstep.data.encode.columns import ColumnFinder, filled
+from lockstep.data.encode.dialogue import Turns, as_turns
+from lockstep.data.encode.encoding import Encoding, as_chat, fit
+from lockstep.data.encode.template_checks import refuse_vanished
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.types import Message, Origin, Probe, Row, Steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# The tokens that judge a step, where they are asked for, and a row's labels in them.
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The placeholder and the judging tokens, each a single one."""
+
+    placeholder: str
+    placeholder_id: int
+    tokens: tuple[str, ...]
+    token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, placeholder: str, tokens: Sequence[str]) -> Marks:
+        """Refuse what is several tokens here, before any row is read."""
+        texts = [("prm.placeholder", placeholder), *(("prm.tokens", token) for token in tokens)]
+        ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text in texts]
+        problems = [
+            Problem(
+                key,
+                f"{text!r} is {len(found)} tokens ({', '.join(map(str, found))}) in this tokenizer, not one",
+                f"set {key} to a text that is one token, or add {text!r} to the tokenizer",
+            )
+            for (key, text), found in zip(texts, ids, strict=True)
+            if len(found) != 1
+        ]
+        token_ids = tuple(found[0] for found in ids[1:] if found)
+        if not problems and len(set(token_ids)) < len(token_ids):
+            problems.append(Problem("prm.tokens", f"{', '.join(tokens)} are not all different", "name each word once"))
+        refuse_all(problems)
+        return cls(placeholder, ids[0][0], tuple(tokens), token_ids)
+
+
+def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:
+    """The wanted distribution over the judging tokens at each step, of a list or of one written as JSON.
+
+    A token is certain. A number (with two tokens) is the first one's probability: true, 1, 0.8.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise Refusal.at(
+                origin, f"{key} is text, but not a JSON list: {error.msg}", 'write it as ["+", "-"] or [1, 0]'
+            ) from error
+    if not isinstance(value, list) or not value:
+        raise Refusal.at(origin, f"{key} must be a list with a label for each step", "mend or remove the row")
+    return [_distribution(label, number, key, marks, origin) for number, label in enumerate(value, 1)]
+
+
+def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origin) -> tuple[float, ...]:
+    if isinstance(label, str) and label in marks.tokens:
+        return tuple(float(token == label) for token in marks.tokens)
+    if isinstance(label, bool | int | float) and len(marks.tokens) == 2 and math.isfinite(label) and 0 <= label <= 1:
+        return (float(label), 1.0 - label)
+    numbers = ", or numbers from 0 to 1 (the probability of the first)" if len(marks.tokens) == 2 else ""
+    raise Refusal.at(
+        origin,
+        f"label {number} of {key} is {label!r}",
+        f"labels are the words of prm.tokens ({', '.join(marks.tokens)}){numbers}",
+    )
+
+
+# Verdicts on steps as their projects publish them: Math-Shepherd's written into the text, PRM800K's ratings.
+
+# Stands after each step of Math-Shepherd's `input`; its `label` is the same text with a verdict in that place.
+SHEPHERD = "ки"
+_VERDICTS = {"+": 1, "-": 0}
+
+
+def shepherd(text: str, labelled: str, names: tuple[str, str], origin: Origin) -> tuple[list[str], list[int]]:
+    """The pieces of the text before each placeholder and after the last, and the verdict in each place."""
+    pieces = text.split(SHEPHERD)
+    verdicts: list[int] = []
+    rest = labelled
+    for number, piece in enumerate(pieces, 1):
+        if not rest.startswith(piece):
+            raise _parts(names, number, origin)
+        rest = rest[len(piece) :]
+        if number < len(pieces):
+            if rest[:1] not in _VERDICTS:
+                raise _parts(names, number, origin)
+            verdicts.append(_VERDICTS[rest[0]])
+            rest = rest[1:]
+    if rest:
+        raise _parts(names, len(pieces), origin)
+    return pieces, verdicts
+
+
+def _parts(names: tuple[str, str], number: int, origin: Origin) -> Refusal:
+    return Refusal.at(
+        origin,
+        f"{names[1]} is not {names[0]} with + or - in place of each {SHEPHERD!r}: they part at step {number}",
+        "mend or remove the row",
+    )
+
+
+@dataclass(frozen=True)
+class Rated:
+    """The steps that were gone on from, with their verdicts; `others` were rated too, and led nowhere."""
+
+    problem: str
+    steps: list[str]
+    verdicts: list[int]
+    others: int
+
+
+def is_rated(label: Any) -> bool:
+    return isinstance(label, dict) and isinstance(label.get("steps"), list)
+
+
+def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: Origin) -> Rated:
+    """A solution of PRM800K: at each step the completion that was chosen, or a person's own, or the last one rated.
+
+    A rating of 1 is good and so is 0 (neutral), as its paper scores them; -1 is bad. At a step that nobody rated the
+    solution ends.
+    """
+    problem = question.get("problem") if isinstance(question, dict) else None
+    if not isinstance(problem, str) or not problem.strip():
+        raise Refusal.at(origin, f"{names[0]} has no problem", "mend or remove the row")
+    steps: list[str] = []
+    verdicts: list[int] = []
+    others = 0
+    for number, step in enumerate(label["steps"], 1):
+        completions = (step.get("completions") if isinstance(step, dict) else None) or []
+        if not isinstance(step, dict) or not all(isinstance(one, dict) for one in completions):
+            raise Refusal.at(origin, f"step {number} of {names[1]} is not one of PRM800K", "mend or remove the row")
+        chosen, own = step.get("chosen_completion"), step.get("human_completion")
+        if chosen is None and isinstance(own, dict):
+            taken: dict[str, Any] = {"rating": 1, **{key: own[key] for key in own if own[key] is not None}}
+            others += len(completions)
+        elif completions and (chosen is None or (isinstance(chosen, int) and 0 <= chosen < len(completions))):
+            taken = completions[chosen or 0]
+            others += len(completions) - 1
+        else:
+            break
+        text, rating = taken.get("text"), taken.get("rating")
+        if rating is None:
+            break
+        if rating not in (-1, 0, 1) or not isinstance(text, str) or not text.strip():
+            raise Refusal.at(
+                origin, f"step {number} of {names[1]} has the rating {rating!r} or no text", "mend or remove the row"
+            )
+        steps.append(text)
+        verdicts.append(int(rating >= 0))
+        if chosen is None and not isinstance(own, dict):
+            break
+    return Rated(problem, steps, verdicts, others)
+
+
+# Rows of solutions whose every step is judged: a placeholder stands after each step, where the judgement is read.
+#
+# A row is a text that holds the placeholders, or a prompt with a list of steps. The latter is written as the steps in
+# lines of their own, the placeholder at the end of each: `step 1<placeholder>\nstep 2<placeholder>`. They are the
+# assistant's turn after the prompt as the user's, or without a chat template a line each after the prompt.
+
+LABELS = ("label", "labels", "value", "values")
+TEXTS = ("input", "text", "prompt")
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    """A text with placeholders, or a prompt with its steps; beside it the verdicts."""
+
+    label: str
+    text: str = ""
+    prompt: str = ""
+    steps: str = ""
+
+
+def find_step_columns(finder: ColumnFinder) -> StepColumns:
+    """A list of steps where there is one (`steps_key`, `completions`), else a text with placeholders."""
+    label, steps = finder.find("label_key", LABELS), finder.find("steps_key", ("completions",))
+    prompt = finder.prompt()
+    wants_text = bool(finder.setting("text_key")) and not finder.setting("steps_key")
+    if label and steps and prompt and not wants_text:
+        return StepColumns(label, prompt=prompt, steps=steps)
+    text = finder.setting("text_key") or finder.find("prompt_key", TEXTS)
+    if label and text:
+        return StepColumns(label, text=text)
+    if label and prompt:
+        # PRM800K: a question, and a label that holds the steps with their ratings.
+        return StepColumns(label, prompt=prompt)
+    raise finder.unknown(
+        "hold the judged steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
+    )
+
+
+class StepWriter:
+    """Steps as the text that a process reward model reads, in training and when it judges."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Marks):
+        self.tokenizer, self.marks = tokenizer, marks
+        # Tokenizers that mark a word's beginning know the placeholder as a word, and need the space before it.
+        sticks = self._ids("x" + marks.placeholder)[-1] != marks.placeholder_id
+        self.before_placeholder = " " if sticks else ""
+
+    def marked(self, steps: Sequence[str]) -> str:
+        """Each step in a line of its own, the placeholder at its end."""
+        return "\n".join(step + self.before_placeholder + self.marks.placeholder for step in steps)
+
+    def chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
+        """The text of a chat whose last turn holds marked steps, and its tokens."""
+        text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
+        refuse_vanished(text, messages, (), origin)
+        return text, self._ids(text)
+
+    def positions(self, ids: Sequence[int]) -> list[int]:
+        """Where the steps are judged."""
+        return [position for position, token in enumerate(ids) if token == self.marks.placeholder_id]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class StepRows:
+    """The rows of one source as judged steps. Of `tokens`, which judge a step, the first is the good one."""
+
+    split_rows = special_rows = unseparated_rows = 0
+
+    def __init__(
+        self,
+        finder: ColumnFinder,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        *,
+        placeholder: str,
+        tokens: Sequence[str],
+    ):
+        self.marks, self.finder = Marks.of(tokenizer, placeholder, tokens), finder
+        self.tally: Counter[str] = Counter()
+        self.columns, self.limit, self.overlong = find_step_columns(finder), limit, finder.data.overlong
+        self.encoding = Encoding(tokenizer, finder.data, learned=False)
+        self.writer = StepWriter(tokenizer, self.marks)
+        if finder.data.system and self.columns.text:
+            raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Steps] | None]:
+        read = self._labelled(row, origin)
+        if read is None:
+            self.tally["unrated"] += 1
+            return [None]
+        labels, text, ids = read
+        positions = self.writer.positions(ids)
+        self._refuse_mismatch(text, len(positions), len(labels), origin)
+        probe = Probe(
+            array("q", ids), bytes(len(ids)), origin, positions=tuple(positions), token_ids=self.marks.token_ids
+        )
+        self.encoding.refuse_two_openings(probe)
+        whole = Steps(probe, tuple(labels))
+        fitted = fit_steps(whole, self.limit, self.overlong)
+        return [None] if fitted is None else [Kept.of(fitted, fitted is not whole)]
+
+    def _labelled(self, row: Row, origin: Origin) -> tuple[list[tuple[float, ...]], str, list[int]] | None:
+        """The labels, the text and its tokens; None for a row in which nothing is judged."""
+        columns = self.columns
+        value = filled(row, columns.label, origin)
+        if is_rated(value) and not columns.steps:
+            return self._from_ratings(row, value, origin)
+        if not (columns.steps or columns.text):
+            raise Refusal.at(
+                origin,
+                f"{columns.label} has no steps with ratings, as PRM800K has them, and there is no column of steps",
+                "set data.steps_key or data.text_key",
+            )
+        text = filled(row, columns.text, origin) if columns.text else None
+        if isinstance(text, str) and isinstance(value, str) and SHEPHERD in text and not value.lstrip().startswith("["):
+            pieces, verdicts = shepherd(text, value, (columns.text, columns.label), origin)
+            self.tally["shepherd"] += 1
+            return self._parsed(verdicts, origin), *self._from_text(self.marks.placeholder.join(pieces), origin)
+        labels = parse_labels(value, columns.label, self.marks, origin)
+        if columns.steps:
+            return labels, *self._from_steps(row, len(labels), origin)
+        return labels, *self._from_text(text, origin)
+
+    def _from_ratings(
+        self, row: Row, label: dict[str, Any], origin: Origin
+    ) -> tuple[list[tuple[float, ...]], str, list[int]] | None:
+        key = self.columns.prompt or self.finder.prompt()
+        solution = rated(filled(row, key, origin), label, (key, self.columns.label), origin)
+        if not solution.steps:
+            return None
+        self.tally["rated"] += 1
+        self.tally["others"] += solution.others
+        return self._parsed(solution.verdicts, origin), *self._written(solution.problem, solution.steps, origin)
+
+    def _parsed(self, verdicts: list[int], origin: Origin) -> list[tuple[float, ...]]:
+        return parse_labels(verdicts, self.columns.label, self.marks, origin)
+
+    @property
+    def unusable(self) -> int:
+        return self.tally["unrated"]
+
+    def found(self) -> str:
+        columns = self.columns
+        parts = columns.text or ", ".join(key for key in (columns.prompt, columns.steps) if key)
+        kind = "texts with a placeholder after each step" if columns.text else "prompts with a list of steps"
+        how = ""
+        if self.tally["shepherd"]:
+            how = (
+                f", where it says + or - for {SHEPHERD!r} (Math-Shepherd), which is written {self.marks.placeholder!r}"
+            )
+        if self.tally["rated"]:
+            kind = "rated solutions of PRM800K"
+            others = f"{self.tally['others']:,} completions that were not gone on from are left out"
+            how = f": 1 and 0 are good, -1 is bad; {others}"
+        left = f"; {self.unusable:,} rows dropped, in which no step is rated" if self.unusable else ""
+        unread = self.finder.unread(columns.label, columns.text, columns.prompt, columns.steps)
+        return f"{kind} ({parts}; verdicts from {columns.label}{how}{left}){unread}"
+
+    def _from_text(self, value: Any, origin: Origin) -> tuple[str, list[int]]:
+        turns = as_turns(value, self.columns.text, origin)
+        if isinstance(turns, list):
+            return self._chat(turns, origin)
+        return turns, self.encoding.opening + self.encoding.ids(turns)
+
+    def _from_steps(self, row: Row, labels: int, origin: Origin) -> tuple[str, list[int]]:
+        steps = filled(row, self.columns.steps, origin)
+        if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
+            raise Refusal.at(
+                origin, f"{self.columns.steps} must be a list of texts, none empty", "mend or remove the row"
+            )
+        if len(steps) != labels:
+            raise Refusal.at(origin, f"has {len(steps)} steps and {labels} labels", "give each step its label")
+        prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
+        return self._written(prompt, steps, origin)
+
+    def _written(self, prompt: Turns, steps: list[str], origin: Origin) -> tuple[str, list[int]]:
+        answer = self.writer.marked(steps)
+        if self.encoding.templated or isinstance(prompt, list):
+            return self._chat([*as_chat(prompt), {"role": "assistant", "content": answer}], origin)
+        text = f"{prompt}\n{answer}"
+        return text, self.encoding.opening + self.encoding.ids(text)
+
+    def _chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
+        check_messages(messages, origin)
+        self.encoding.need_template(origin)
+        return self.writer.chat(self.encoding.with_system(messages), origin)
+
+    def _refuse_mismatch(self, text: str, found: int, labels: int, origin: Origin) -> None:
+        placeholder = self.marks.placeholder
+        held = text.count(placeholder)
+        if not held:
+            raise Refusal.at(
+                origin, f"the text holds no placeholder {placeholder!r}", "set prm.placeholder to what the rows use"
+            )
+        if held != found:
+            raise Refusal.at(
+                origin,
+                f"the text holds the placeholder {placeholder!r} {held} times, but its token {found} times: it merges "
+                "with its neighbours",
+                "put a space or a line break around it, or add it to the tokenizer as a token of its own",
+            )
+        if held != labels:
+            raise Refusal.at(
+                origin,
+                f"has {held} placeholders {placeholder!r} and {labels} labels",
+                "give each placeholder its label, or set prm.placeholder to a text that no step holds",
+            )
+
+
+def fit_steps(item: Steps, limit: int, overlong: str) -> Steps | None:
+    """The item within `limit` tokens, with the steps that remain; None when it is dropped."""
+    fitted = fit(item.example, limit, overlong, needed="placeholder")
+    if fitted is None or fitted is item.example:
+        return None if fitted is None else item
+    # One end alone is cut, and with it the steps there.
+    count = len(fitted.positions)
+    return Steps(fitted, item.labels[-count:] if overlong == "truncate_left" else item.labels[:count])

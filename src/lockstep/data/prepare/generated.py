@@ -1,0 +1,341 @@
+"""Generated task data (arithmetic, preferences) and GSM8K, written as RL rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.sources.read import RowSet, read_rows
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.run.files import replace_text, written_aside
+from lockstep.types import Message, Row
+
+# What the makers of data share: rows of the RL schema, and rows as files that appear whole or not at all.
+
+
+def rl_row(data_source: str, prompt: list[Message], truth: object, **extra_info: Any) -> Row:
+    """A row of mathematics in verl's schema."""
+    return {
+        "data_source": data_source,
+        "prompt": prompt,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(truth)},
+        "extra_info": extra_info,
+    }
+
+
+def asked(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def answered(text: str) -> list[Message]:
+    return [{"role": "assistant", "content": text}]
+
+
+def too_few(**rows: int) -> list[Problem]:
+    """What is wrong with numbers of rows below 1, by their options."""
+    return [
+        Problem(name, f"{count} rows are not enough", "give at least 1") for name, count in rows.items() if count < 1
+    ]
+
+
+def write_files(folder: Path, files: Mapping[str, Sequence[Row]]) -> dict[str, int]:
+    """Each of them as `name`.parquet; returns rows by file."""
+    for name, rows in files.items():
+        write_rows(folder / f"{name}.parquet", rows)
+    return {f"{name}.parquet": len(rows) for name, rows in files.items()}
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """As parquet or, by another ending of the name, as JSON lines."""
+    if path.parent.exists() and not path.parent.is_dir():
+        raise Refusal.at(path.parent, "is a file, not a folder", "give another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix != ".parquet":
+        replace_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    with written_aside(path) as aside:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), aside)
+
+
+# Generated arithmetic with checkable answers: the embedded default's data, at four difficulties.
+#
+# Every answer works the sum out in small steps and ends with `#### result`. Questions are drawn without repetition,
+# and no validation question is a training question.
+
+ARITHMETIC_SOURCE = "arithmetic"
+# At most this share of a level's questions is held out when the level is small.
+LARGEST_VAL_SHARE = 0.2
+
+
+# A sign and the numbers it joins.
+ArithmeticQuestion = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A question, its worked answer and the result."""
+
+    question: str
+    answer: str
+    result: int
+
+
+def write_arithmetic(
+    folder: Path, *, train_rows: int = 2000, val_rows: int = 200, difficulty: int = 1, seed: int = 0
+) -> dict[str, int]:
+    """Write train and val rows in the RL schema and in the SFT schema (`sft_*`); returns rows by file.
+
+    Difficulty 1: sums of two or three 1-digit numbers (1,100 questions in all). 2: sums of two 2-digit numbers
+    (8,100). 3: sums and differences of 3-digit numbers (1,214,550). 4: products of 2-digit numbers (8,100).
+    A level with fewer questions than asked for gives what it has, a fifth of it for validation at most: the returned
+    counts say so. Questions are held out, not facts: `3 + 4 = 7` may be a step of another row's answer.
+    """
+    problems = too_few(train_rows=train_rows, val_rows=val_rows)
+    if difficulty not in LEVELS:
+        problems.append(Problem("difficulty", f"{difficulty} is not one of {', '.join(map(str, LEVELS))}"))
+    refuse_all(problems)
+    draw = random.Random(f"{difficulty}/{seed}")
+    size, question_at = LEVELS[difficulty]
+    held_out = min(val_rows, int(LARGEST_VAL_SHARE * size))
+    drawn = draw.sample(range(size), min(size, held_out + train_rows))
+    sums = [_worked(*question_at(number)) for number in drawn]
+    splits = {"val": sums[:held_out], "train": sums[held_out : held_out + train_rows]}
+    files: dict[str, list[Row]] = {}
+    for split in ("train", "val"):
+        files[split] = [
+            rl_row(
+                ARITHMETIC_SOURCE,
+                asked(w.question),
+                w.result,
+                split=split,
+                index=i,
+                question=w.question,
+                answer=w.answer,
+            )
+            for i, w in enumerate(splits[split])
+        ]
+        files[f"sft_{split}"] = [{"messages": asked(w.question) + answered(w.answer)} for w in splits[split]]
+    return write_files(folder, files)
+
+
+def _one_digit(number: int) -> ArithmeticQuestion:
+    if number < 100:
+        return "+", divmod(number, 10)
+    a, rest = divmod(number - 100, 100)
+    return "+", (a, *divmod(rest, 10))
+
+
+def _two_digit(number: int) -> tuple[int, int]:
+    a, b = divmod(number, 90)
+    return 10 + a, 10 + b
+
+
+def _three_digit(number: int) -> ArithmeticQuestion:
+    if number < 900 * 900:
+        a, b = divmod(number, 900)
+        return "+", (100 + a, 100 + b)
+    # The rest are the pairs a > b in the order (1, 0), (2, 0), (2, 1), (3, 0) ...
+    rest = number - 900 * 900
+    a = (1 + math.isqrt(8 * rest + 1)) // 2
+    return "-", (100 + a, 100 + rest - a * (a - 1) // 2)
+
+
+# How many questions a level has, and which is the one of a number.
+LEVELS: dict[int, tuple[int, Callable[[int], ArithmeticQuestion]]] = {
+    1: (1100, _one_digit),
+    2: (90 * 90, lambda number: ("+", _two_digit(number))),
+    3: (900 * 900 + 900 * 899 // 2, _three_digit),
+    4: (90 * 90, lambda number: ("*", _two_digit(number))),
+}
+
+
+def _worked(sign: str, numbers: tuple[int, ...]) -> Sum:
+    if sign == "*":
+        result, steps = numbers[0] * numbers[1], _product_steps(*numbers)
+    elif sign == "-":
+        result, steps = numbers[0] - numbers[1], _difference_steps(*numbers)
+    elif max(numbers) < 10:
+        result, steps = sum(numbers), running_steps(numbers)
+    else:
+        result, steps = sum(numbers), _column_steps(*numbers)
+    question = f"What is {f' {sign} '.join(map(str, numbers))}?"
+    return Sum(question, "\n".join([*steps, f"#### {result}"]), result)
+
+
+def running_steps(numbers: tuple[int, ...]) -> Iterator[str]:
+    total = numbers[0]
+    for number in numbers[1:]:
+        yield f"{total} + {number} = {total + number}"
+        total += number
+
+
+def _column_steps(a: int, b: int) -> Iterator[str]:
+    """Right to left with the carry, as on paper."""
+    carry = 0
+    while a or b:
+        column = a % 10 + b % 10 + carry
+        yield f"{a % 10} + {b % 10} + {carry} = {column}"
+        a, b, carry = a // 10, b // 10, column // 10
+
+
+def _difference_steps(a: int, b: int) -> Iterator[str]:
+    """Right to left; a column that is too small takes ten from the next."""
+    borrow = 0
+    while a or b:
+        top, bottom = a % 10, b % 10 + borrow
+        lent = 10 if top < bottom else 0
+        yield f"{top + lent} - {bottom} = {top + lent - bottom}"
+        a, b, borrow = a // 10, b // 10, lent // 10
+
+
+def _product_steps(a: int, b: int) -> Iterator[str]:
+    tens, ones = b // 10 * 10, b % 10
+    yield f"{a} * {tens} = {a * tens}"
+    yield f"{a} * {ones} = {a * ones}"
+    yield f"{a * tens} + {a * ones} = {a * b}"
+
+
+# Generated preferences: sums of one-digit numbers where the prompt says how the answer should look.
+#
+# Every sum is asked twice, once for a brief answer and once for a worked one, with the same two answers the other way
+# round: whoever does not read the request is right half of the time. Beside the pairs: the same prompts for online
+# methods, and lists of small sums with a verdict on each for process reward models.
+
+BREVITY_SOURCE = "brevity"
+BRIEF, WORKED = "Be brief.", "Show the work."
+STEPS_PROMPT = "Add up."
+FEWEST_STEPS, MOST_STEPS = 10, 14
+
+
+@dataclass(frozen=True)
+class RequestedSum:
+    """A sum with a request."""
+
+    numbers: tuple[int, ...]
+    request: str
+
+    @property
+    def prompt(self) -> list[Message]:
+        return asked(f"What is {' + '.join(map(str, self.numbers))}? {self.request}")
+
+
+def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> dict[str, int]:
+    """Write `pairs_*`, `prompts_*` (RL schema) and `steps_*`, a file for training and one for validation; returns rows
+    by file.
+
+    There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; where more are asked for, the
+    files hold what there is, a fifth of it for validation at most. No sum of a validation pair or prompt is among the
+    training rows, and no row of steps has the sums of another; single facts such as `3 + 4 = 7` are in both.
+    """
+    refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
+    wanted = {"train": train_rows, "val": val_rows}
+    questions = _questions(wanted, random.Random(f"pairs/{seed}"))
+    steps = _step_rows(random.Random(f"steps/{seed}"))
+    # Validation first: it keeps its rows whatever the number of training rows is.
+    judged = {split: [next(steps) for _ in range(wanted[split])] for split in ("val", "train")}
+    files: dict[str, list[Row]] = {}
+    for split in ("train", "val"):
+        files[f"pairs_{split}"] = list(map(_pair_row, questions[split]))
+        files[f"prompts_{split}"] = [
+            rl_row(BREVITY_SOURCE, q.prompt, sum(q.numbers), split=split, index=index, request=q.request)
+            for index, q in enumerate(questions[split])
+        ]
+        files[f"steps_{split}"] = judged[split]
+    return write_files(folder, files)
+
+
+def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[RequestedSum]]:
+    """Each sum with both requests (an odd last one with one of them), in an order that keeps the two apart."""
+    size, question_at = LEVELS[1]
+    drawn = draw.sample(range(size), size)
+    # Two questions a sum, rounded up.
+    held_out = min(-(-wanted["val"] // 2), int(LARGEST_VAL_SHARE * size))
+    sums = {"val": drawn[:held_out], "train": drawn[held_out:]}
+    questions = {}
+    for split in ("val", "train"):
+        both = [RequestedSum(question_at(number)[1], request) for number in sums[split] for request in (BRIEF, WORKED)]
+        questions[split] = both[: wanted[split]]
+        draw.shuffle(questions[split])
+    return questions
+
+
+def _pair_row(question: RequestedSum) -> Row:
+    brief = f"#### {sum(question.numbers)}"
+    worked = "\n".join([*running_steps(question.numbers), brief])
+    chosen, rejected = (brief, worked) if question.request == BRIEF else (worked, brief)
+    return {"prompt": question.prompt, "chosen": answered(chosen), "rejected": answered(rejected)}
+
+
+def _step_rows(draw: random.Random) -> Iterator[Row]:
+    """Rows of several sums below ten, each wrong with probability one half.
+
+    One token for a number and one step like the other: what is left to learn is to add, which a tiny model can. There
+    are so many lists of sums (55 to the power of ten and more) that none comes twice.
+    """
+    facts = [(a, b) for a in range(10) for b in range(10 - a)]
+    while True:
+        sums = draw.choices(facts, k=draw.randint(FEWEST_STEPS, MOST_STEPS))
+        labels = [draw.random() < 0.5 for _ in sums]
+        yield {
+            "prompt": asked(STEPS_PROMPT),
+            "completions": [
+                f"{a}+{b}={a + b if right else _wrong(a + b, draw)}" for (a, b), right in zip(sums, labels, strict=True)
+            ],
+            "labels": labels,
+        }
+
+
+def _wrong(result: int, draw: random.Random) -> int:
+    return draw.choice([number for number in range(10) if number != result])
+
+
+# GSM8K as RL rows: from the data set's raw jsonl files, or from the hub.
+
+GSM8K_SOURCE = "openai/gsm8k"
+INSTRUCTION = "Think step by step, and give the final answer after ####."
+COUNTS = {"train": 7473, "test": 1319}
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = True) -> dict[str, int]:
+    """Write train.parquet and test.parquet; returns rows by file. `source` holds the raw train.jsonl and test.jsonl."""
+    written: dict[str, list[Row]] = {}
+    problems: list[Problem] = []
+    for split, expected in COUNTS.items():
+        path = str(source / f"{split}.jsonl") if source is not None else f"hub:{GSM8K_SOURCE}:main:{split}"
+        rows = read_rows(path)
+        if check_counts and len(rows) != expected:
+            problems.append(
+                Problem(
+                    path, f"has {len(rows):,} rows, the data set has {expected:,}", "get a whole copy of the data set"
+                )
+            )
+        written[split] = list(_convert(rows, split, problems))
+    refuse_all(problems, "rows")
+    return write_files(out, written)
+
+
+def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[Row]:
+    for index in range(len(rows)):
+        row, origin = rows[index], rows.origin(index)
+        question, answer = row.get("question"), row.get("answer")
+        if not (isinstance(question, str) and question.strip() and isinstance(answer, str)):
+            problems.append(Problem(str(origin), "needs a question and an answer, both text"))
+            continue
+        _, mark, final = answer.rpartition("####")
+        truth = final.strip().replace(",", "")
+        if not mark or not _NUMBER.fullmatch(truth):
+            problems.append(Problem(str(origin), "the answer does not end with '#### number'"))
+            continue
+        prompt = asked(f"{question} {INSTRUCTION}")
+        yield rl_row(GSM8K_SOURCE, prompt, truth, split=split, index=index, question=question, answer=answer)

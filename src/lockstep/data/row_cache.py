@@ -1,0 +1,246 @@
+"""Encoded rows on disk, found again by all that they depend on: rows, tokenizer, template, settings, code, packages.
+
+An entry is a file that is written aside under a name of its own and then renamed, so that several runs may write the
+same one at once without a lock: the last one wins, and all of them wrote the same. It begins with the checksum of the
+rest; an entry that was cut or changed is as good as none. The folder may be deleted, whole or in part, at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lockstep
+from lockstep.data.encode.tokenizer_cache import plain_backend
+from lockstep.data.sources.rowset import RowSet
+from lockstep.errors import first_line
+from lockstep.recipe.keys_data import Data, Source
+from lockstep.run.caches import ROWS, cache_home
+from lockstep.run.files import ASIDE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+FORMAT = 1
+# Rows of an entry: about a second's work.
+PART_ROWS = 1024
+_MAGIC = b"lockstep rows, encoded.\n"  # with the checksum a multiple of eight, so that what follows is aligned
+_HEAD = len(_MAGIC) + hashlib.sha256().digest_size
+# Keys that say which rows are read, when and how often, or how: none of them changes what a row becomes.
+_NOT_ASKED = {
+    "data": {
+        "train",
+        "val",
+        "max_rows",
+        "shuffle",
+        "drop_last",
+        "cache",
+        "cache_gb",
+        "reader_limit",
+        "reader_memory_gb",
+    },
+    "source": {"weight", "rows"},
+}
+_PACKAGES = ("transformers", "tokenizers", "jinja2", "pyarrow")
+# What is written aside is whole within minutes; older leftovers are those of runs that were killed.
+_LEFT_AFTER = 24 * 3600
+
+
+class RowCache:
+    """The entries of one source: `key` names all that its items depend on, a span the rows that an entry holds."""
+
+    def __init__(self, home: Path, key: str, bound: float):
+        self.home, self.folder, self._bound = home, home / key, bound
+        self._key = key
+        self.failure = ""
+        """Why the last entry could not be written."""
+
+    @classmethod
+    def of(
+        cls,
+        open_rows: Callable[..., Any],
+        source: Source,
+        data: Data,
+        rows: RowSet,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+    ) -> RowCache | None:
+        """None where the recipe wants none, or where what the items depend on cannot be told by content."""
+        home, reader, words = cache_folder(data), _named(open_rows), tokenizer_content(tokenizer)
+        if home is None or reader is None or words is None:
+            return None
+        asked = {
+            "format": FORMAT,
+            "code": code_digest(),
+            "packages": {name: _version(name) for name in _PACKAGES},
+            "reader": reader,
+            "rows": [(file.sha256, file.rows) for file in rows.files],
+            "columns": rows.columns,
+            "data": data.model_dump(mode="json", exclude=_NOT_ASKED["data"]),
+            "source": source.model_dump(mode="json", exclude=_NOT_ASKED["source"]),
+            "limit": limit,
+            "tokenizer": words,
+        }
+        text = json.dumps(asked, sort_keys=True)
+        return cls(home, hashlib.sha256(text.encode()).hexdigest(), data.cache_gb * 2**30)
+
+    def get(self, span: tuple[int, int]) -> memoryview | None:
+        """The bytes of an entry; None where there is none, or one that is not what was written."""
+        return kept(self._path(span), self._name(span))
+
+    def put(self, span: tuple[int, int], data: bytes) -> memoryview | bytes:
+        """Keep an entry; what comes back is mapped from disk, where it could be written."""
+        try:
+            keep(self._path(span), self._name(span), data)
+        except OSError as error:
+            # A cache that cannot be written costs time at the next start.
+            self.failure = f"{self.home}: encoded rows could not be kept: {first_line(error)}"
+            return data
+        found = self.get(span)
+        return data if found is None else found
+
+    def prune(self) -> None:
+        """Delete what was not used for longest, until all entries are within the bound; and what kills left."""
+        with contextlib.suppress(OSError):
+            entries = sorted(_entries(self.home), key=lambda entry: entry[1].st_mtime)
+            size = sum(facts.st_size for _, facts in entries)
+            for path, facts in entries:
+                left = path.name.startswith(ASIDE)
+                if (size > self._bound and not left) or (left and time.time() - facts.st_mtime > _LEFT_AFTER):
+                    size -= facts.st_size
+                    _delete(path)
+
+    def _path(self, span: tuple[int, int]) -> Path:
+        return self.folder / f"{span[0]}-{span[1]}.rows"
+
+    def _name(self, span: tuple[int, int]) -> str:
+        return f"{self._key} {span}"
+
+
+def worth_keeping(rows: int) -> bool:
+    """Fewer are encoded as fast as they are found."""
+    return rows >= PART_ROWS
+
+
+def keep(path: Path, name: str, data: bytes) -> None:
+    """Write an entry aside and give it its place; OSError where that cannot be done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=ASIDE)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_MAGIC + _checksum(name, data))
+            file.write(data)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+
+
+def kept(path: Path, name: str) -> memoryview | None:
+    """What was kept there under this name, mapped; None where it is not there whole."""
+    try:
+        with path.open("rb") as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        return None
+    head, body = bytes(mapped[:_HEAD]), mapped[_HEAD:]
+    if head != _MAGIC + _checksum(name, body):
+        return None
+    with contextlib.suppress(OSError):  # a folder that may only be read
+        os.utime(path)  # what was used last is deleted last
+    return body
+
+
+def _checksum(name: str, body: bytes | memoryview) -> bytes:
+    """Of the body and of what it is: an entry in a place that is not its own is none."""
+    digest = hashlib.sha256(name.encode())
+    digest.update(body)
+    return digest.digest()
+
+
+def cache_folder(data: Data) -> Path | None:
+    """Where encoded rows are kept; None where they are not."""
+    if data.cache == "off":
+        return None
+    if data.cache != "on":
+        return Path(data.cache).expanduser()
+    try:
+        return cache_home() / ROWS
+    except RuntimeError:  # no home
+        return None
+
+
+def _entries(home: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in home.glob("*/*"):
+        with contextlib.suppress(OSError):  # another run deleted it
+            yield path, path.stat()
+
+
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()  # succeeds with the last entry
+
+
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """All that decides what a text becomes, by content; None for a tokenizer that is more than its vocabulary."""
+    backend = plain_backend(tokenizer)
+    if backend is None:
+        return None
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(("_path", "_file"))}
+    return {
+        "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+        "vocabulary": hashlib.sha256(backend.to_str().encode()).hexdigest(),
+        "template": tokenizer.chat_template,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "settings": json.dumps(settings, sort_keys=True, default=str),
+    }
+
+
+def _named(open_rows: Callable[..., Any]) -> str | None:
+    """A reader's class and the arguments it was given beforehand; None where they are not plain values."""
+    given: list[Any] = []
+    while isinstance(open_rows, partial):
+        given.append([list(open_rows.args), open_rows.keywords])
+        open_rows = open_rows.func
+    if "<" in open_rows.__qualname__:
+        return None  # a class inside a function is told apart by nothing
+    try:
+        return json.dumps([open_rows.__module__, open_rows.__qualname__, given], sort_keys=True, default=_listed)
+    except TypeError:
+        return None
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+@cache
+def code_digest() -> str:
+    """Of all code that decides what rows become."""
+    root = Path(lockstep.__file__).parent
+    digest = hashlib.sha256()
+    for path in [*sorted((root / "data").rglob("*.py")), root / "types.py"]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _version(package: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None

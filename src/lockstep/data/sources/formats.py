@@ -1,0 +1,375 @@
+"""Rows from the bytes of parquet, arrow, jsonl, json and csv files, each looked at whole.
+
+Everything wrong is reported by row or line; parsing goes on where it can.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.data.parallel import in_processes, processes_here
+from lockstep.data.sources.rowset import JsonRows, LineOrigin, Problems, ShapeGroups, a, kind_of
+from lockstep.types import Origin, Row
+
+_MAGIC, _ARROW_MAGIC, _ARROW_END = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+_BATCH_ROWS = 8192  # small enough that no batch of long answers passes Arrow's 2 GiB limit for a string column
+_INDEX = "Unnamed: 0"
+_TRUNCATED = "the file looks truncated"
+_COPY_AGAIN = "copy or download it again"
+PART_BYTES = 8 << 20  # of JSON lines that one process looks at: about a tenth of a second
+_NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
+
+
+@dataclass
+class Parsed:
+    """Rows in file order. `lines` runs beside them in line formats and is None in json. `groups` are the rows by
+    shape, where they were looked at on the way."""
+
+    rows: Sequence[Row] = field(default_factory=list)
+    lines: Sequence[int] | None = None
+    groups: ShapeGroups | None = None
+
+
+def parse(format: str, name: str, data: bytes, problems: Problems) -> Parsed:
+    return {"jsonl": _parse_jsonl, "json": _parse_json, "csv": _parse_csv}[format](
+        name, data.removeprefix(codecs.BOM_UTF8), problems
+    )
+
+
+def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
+    last = data.rstrip().count(b"\n") + 1
+    parts = _line_parts(data)
+    done = dict(in_processes(lambda part: _parse_lines(name, data, last, part), parts, processes_here(len(parts))))
+    starts, ends, lines, groups = array("q"), array("q"), array("q"), ShapeGroups()
+    for part in parts:
+        found = done.pop(part)
+        starts, ends, lines = starts + found.starts, ends + found.ends, lines + found.lines
+        groups.extend(found.groups)
+        problems.extend(found.problems)
+    return Parsed(JsonRows(data, starts, ends), lines, groups)
+
+
+@dataclass
+class _JsonLines:
+    """Some lines of JSON: where those begin and end that hold a row, and what is wrong with the others."""
+
+    problems: Problems
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    ends: array[int] = field(default_factory=lambda: array("q"))
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    groups: ShapeGroups = field(default_factory=ShapeGroups)
+
+
+def _line_parts(data: bytes) -> list[tuple[int, int, int]]:
+    """Parts of whole lines: the first byte, the end and the number of the first line."""
+    parts, start, line = [], 0, 1
+    while start < len(data):
+        end = data.find(b"\n", start + PART_BYTES) + 1 or len(data)
+        parts.append((start, end, line))
+        line += data.count(b"\n", start, end)
+        start = end
+    return parts
+
+
+def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) -> _JsonLines:
+    end, behind, first = part
+    found = _JsonLines(Problems(name))
+    problems = found.problems
+    stream = io.BytesIO(data)
+    stream.seek(end)
+    # Split at \n alone: str.splitlines would also split at U+2028, which may stand inside a JSON string.
+    for line, raw in enumerate(stream, start=first):
+        if end == behind:
+            break
+        start, end = end, end + len(raw)
+        raw = raw.strip()
+        if not raw:
+            continue
+        try:
+            text = raw.decode()
+            value = _load(text)
+        except UnicodeDecodeError as error:
+            at_end = line == last and error.end == len(raw)
+            _report_bytes(LineOrigin(name, line), error, problems, at_end=at_end)
+        except json.JSONDecodeError as error:
+            cut = line == last and raw[:1] == b"{" and (not data.endswith(b"\n") or _ran_out(error, text))
+            why = f"invalid JSON at line {line}, column {error.colno}: {error.msg}"
+            told = why + (f"; {_TRUNCATED}" if cut else "")
+            problems.add(LineOrigin(name, line), told, _COPY_AGAIN if cut else _one_a_line(raw, line))
+        except (ValueError, RecursionError) as error:
+            problems.add(LineOrigin(name, line), f"JSON that cannot be read: {error}")
+        else:
+            if isinstance(value, dict):
+                found.starts.append(start)
+                found.ends.append(end)
+                found.lines.append(line)
+                found.groups.add(value)
+            else:
+                remedy = "one JSON list for the whole file is the .json format" if isinstance(value, list) else ""
+                problems.add(LineOrigin(name, line), f"is {a(kind_of(value))}, not an object", remedy)
+    return found
+
+
+def _one_a_line(raw: bytes, line: int) -> str:
+    if line == 1 and raw in (b"[", b"{"):
+        return (
+            "a .jsonl file has one whole object on each line; a list or object over several lines is the .json format"
+        )
+    return ""
+
+
+def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
+    text = _decode(name, data, problems)
+    if text is None or not text.strip():
+        return Parsed()
+    try:
+        value = _load(text)
+    except json.JSONDecodeError as error:
+        where = LineOrigin(name, error.lineno)
+        why = f"invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        if error.msg == "Extra data":
+            problems.add(where, why, "one object on each line is the .jsonl format: rename the file")
+        elif _ran_out(error, text):
+            problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN)
+        else:
+            problems.add(where, why)
+        return Parsed()
+    except (ValueError, RecursionError) as error:
+        problems.add(name, f"JSON that cannot be read: {error}")
+        return Parsed()
+    return Parsed(_objects(name, _the_list(name, value, problems), problems))
+
+
+def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
+    """The rows' list: the whole file, the only list of objects in an object such as {"data": [...]}, or one row."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        problems.add(name, f"holds {a(kind_of(value))}, not a list of objects")
+        return []
+    lists = {key: inner for key, inner in value.items() if isinstance(inner, list) and _has_objects(inner)}
+    if len(lists) == 1:
+        return next(iter(lists.values()))
+    if not any(isinstance(inner, list | dict) for inner in value.values()):
+        return [value]  # a file for each row, as MATH is published
+    held = f"several lists of objects ({', '.join(map(repr, lists))})" if lists else "no list of objects"
+    problems.add(name, f"is an object with {held}", 'give a list of objects, or an object with one: {"data": [...]}')
+    return []
+
+
+def _has_objects(values: list[Any]) -> bool:
+    return any(isinstance(value, dict) for value in values)
+
+
+def _objects(name: str, values: list[Any], problems: Problems) -> list[Row]:
+    for number, value in enumerate(values):
+        if not isinstance(value, dict):
+            problems.add(Origin(name, number), f"is {a(kind_of(value))}, not an object")
+    # A row left out would shift the numbers of those after it, so nothing is judged further until this is mended.
+    return values if all(isinstance(value, dict) for value in values) else []
+
+
+def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
+    text = _decode(name, data, problems)
+    rows: list[Row] = []
+    lines: list[int] = []
+    parsed = Parsed(rows, lines)
+    if text is None:
+        return parsed
+    records = _csv_records(name, text, problems)
+    first = next(records, None)
+    if first is None:
+        return parsed
+    line, header = first
+    if header[0] == "" and header.count("") == 1 and len(header) > 1:
+        header[0] = _INDEX  # of a table that pandas wrote
+    if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+        why = f"the header is one column, {header[0]!r}"
+        problems.add(LineOrigin(name, line), why, "separate the columns with commas")
+        return parsed
+    twice = sorted({column for column in header if header.count(column) > 1})
+    if twice or "" in header:
+        what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"
+        problems.add(LineOrigin(name, line), f"the header {what}", "give every column its own name")
+        return parsed
+    last = text.rstrip("\r\n").count("\n") + 1
+    for line, fields in records:
+        if len(fields) == len(header):
+            rows.append(dict(zip(header, fields, strict=True)))
+            lines.append(line)
+            continue
+        cut = len(fields) < len(header) and line == last and not text.endswith(("\n", "\r"))
+        why = f"has {len(fields)} fields, the header has {len(header)}"
+        problems.add(LineOrigin(name, line), why + (f"; {_TRUNCATED}" if cut else ""), _COPY_AGAIN if cut else "")
+    return parsed
+
+
+def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+    """(the line it starts on, fields) for each record; blank lines are none."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    start = 1
+    with _no_field_limit():
+        try:
+            for fields in reader:
+                if fields:
+                    yield start, fields
+                start = reader.line_num + 1
+        except csv.Error as error:
+            cut = "unexpected end of data" in str(error)
+            why = f"a quoted field never ends; {_TRUNCATED}" if cut else f"invalid csv: {error}"
+            problems.add(LineOrigin(name, start), why, _COPY_AGAIN if cut else "")
+
+
+@contextmanager
+def _no_field_limit() -> Iterator[None]:
+    before = csv.field_size_limit(_NO_FIELD_LIMIT)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _load(text: str) -> Any:
+    """json.loads that refuses what it would silently lose or what no tokenizer can take."""
+    # `json.loads` would make a decoder for each text; it also has words of its own for a byte order mark.
+    value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
+    if "\\u" in text and ("\\ud" in text or "\\uD" in text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("it holds half of a surrogate pair, which is not text") from error
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _ran_out(error: json.JSONDecodeError, text: str) -> bool:
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
+
+
+def _decode(name: str, data: bytes, problems: Problems) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        for line, raw in enumerate(io.BytesIO(data), start=1):
+            try:
+                raw.decode()
+            except UnicodeDecodeError as error:
+                last = data.count(b"\n") + 1 == line
+                _report_bytes(LineOrigin(name, line), error, problems, at_end=last and error.end == len(raw))
+        return None
+
+
+def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, at_end: bool) -> None:
+    bad = error.object[error.start]
+    why = f"is not UTF-8: byte 0x{bad:02x} at byte {error.start + 1} of the line"
+    if at_end and error.reason == "unexpected end of data":
+        problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN)
+    else:
+        problems.add(where, why, "save the file as UTF-8")
+
+
+def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
+    """The file's batches, or nothing if there is a problem."""
+    if not _is_whole(name, path, problems):
+        return []
+    try:
+        # ParquetFile, not read_table: that would add columns for parents called "key=value".
+        with pq.ParquetFile(path) as file:
+            if _repeats(name, file.schema_arrow.names, problems):
+                return []
+            batches = [batch for batch in file.iter_batches(_BATCH_ROWS) if batch.num_rows]
+    except (pa.ArrowException, OSError) as error:
+        problems.add(name, f"damaged parquet: {error}", _COPY_AGAIN)
+        return []
+    _check_values(name, batches, problems)
+    return batches
+
+
+def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
+    """The batches of an Arrow file, or of a stream, as the package datasets writes; nothing if there is a problem."""
+    try:
+        source = pa.memory_map(str(path))
+        is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+        source.seek(0)
+        if is_file:
+            file = pa.ipc.open_file(source)
+            schema, batches = file.schema, [file.get_batch(i) for i in range(file.num_record_batches)]
+        else:
+            stream = pa.ipc.open_stream(source)
+            schema, batches = stream.schema, list(stream)
+            source.seek(max(0, source.size() - len(_ARROW_END)))
+            if source.read() != _ARROW_END:  # cut off between two batches, which reads as a shorter stream
+                problems.add(name, "is truncated: the end of the arrow stream is missing", _COPY_AGAIN)
+                return []
+    except (pa.ArrowException, OSError) as error:
+        problems.add(name, f"damaged arrow: {error}", _COPY_AGAIN)
+        return []
+    if _repeats(name, schema.names, problems):
+        return []
+    batches = [batch for batch in batches if batch.num_rows]
+    _check_values(name, batches, problems)
+    return batches
+
+
+def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
+    twice = sorted({column for column in columns if columns.count(column) > 1})
+    if twice:
+        problems.add(name, f"has the column {', '.join(map(repr, twice))} twice", "give every column its own name")
+    return bool(twice)
+
+
+def _is_whole(name: str, path: Path, problems: Problems) -> bool:
+    """Parquet begins and ends with the same four bytes; a copy that was cut off has only the first."""
+    with path.open("rb") as file:
+        head = file.read(len(_MAGIC))
+        file.seek(-min(len(_MAGIC), path.stat().st_size), 2)
+        tail = file.read()
+    if head != _MAGIC:
+        problems.add(name, "is not a parquet file: it does not begin with PAR1")
+    elif tail != _MAGIC or path.stat().st_size < 3 * len(_MAGIC):
+        problems.add(name, "is truncated: the footer of the parquet file is missing", _COPY_AGAIN)
+    else:
+        return True
+    return False
+
+
+def _check_values(name: str, batches: list[pa.RecordBatch], problems: Problems) -> None:
+    """Arrow does not look at string bytes when it reads, so text that is not UTF-8 would fail mid-training."""
+    start = 0
+    for batch in batches:
+        if _fault(batch):
+            for number in range(batch.num_rows):
+                fault = _fault(batch.slice(number, 1))
+                if fault:
+                    problems.add(Origin(name, start + number), f"invalid value: {fault}")
+        start += batch.num_rows
+
+
+def _fault(batch: pa.RecordBatch) -> str:
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        return str(error)
+    return ""

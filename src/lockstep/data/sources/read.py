@@ -1,0 +1,268 @@
+"""Rows from what a recipe names: a file, a folder or a pattern of files, or a data set of the hub.
+
+Everything is looked at before the first row is handed out, and all that is wrong is refused at once: a run must not
+die at hour nine of a truncated last file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from lockstep.data.sources.files import DataFile, KnownFiles, locate
+from lockstep.data.sources.formats import parse, read_arrow, read_parquet
+from lockstep.data.sources.rowset import (
+    ArrowFile,
+    FileInfo,
+    LineOrigin,
+    Problems,
+    RowFile,
+    RowSet,
+    ShapeGroup,
+    ShapeGroups,
+    TextFile,
+    disagreements,
+    kind_of_arrow,
+    merged,
+    partly_there,
+)
+from lockstep.data.sources.user_reader import OwnReader, read_own
+from lockstep.errors import Refusal, missing_extra
+from lockstep.run.files import checksum
+
+__all__ = ["FileInfo", "LineOrigin", "RowSet", "read_rows"]
+
+TABLES = {"parquet": read_parquet, "arrow": read_arrow}
+HUB = "hub:"
+_FORM = "write hub:owner/name:config:split; the config may be left empty, as in hub:owner/name::train"
+
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def read_rows(
+    path: str, *, base: Path | None = None, reader: OwnReader | None = None, cache: Path | None = None
+) -> RowSet:
+    """The rows behind `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
+
+    A relative path is looked up under `base` (the working folder if not given). Files are taken in order of name.
+    `reader` is a function of the user's own, which reads whatever `path` means to it. `cache` is a folder in which
+    files are known that were read before (`data/sources/files.py`).
+    """
+    if reader is not None:
+        return read_own(path, reader)
+    if path.startswith(HUB):
+        return read_hub(path)
+    found = locate(path, base)
+    problems = Problems(path)
+    known = None if cache is None else KnownFiles(cache)
+    parts = [part for file in found.files if (part := _read_file(file, problems, known)) is not None]
+    _check_agreement(parts, problems)
+    problems.refuse()
+    return RowSet(parts, found.ignored)
+
+
+def _read_file(file: DataFile, problems: Problems, known: KnownFiles | None) -> RowFile | None:
+    """The file's rows, or None with at least one problem added."""
+    try:
+        size, sha256, is_pointer = _examine(file.path)
+        if is_pointer:
+            problems.add(file.name, "is a git-LFS pointer, not the data", "run git lfs pull where it was cloned")
+        elif size == 0:
+            problems.add(file.name, "is empty")
+        else:
+            form = file.format + (".gz" if file.name.lower().endswith(".gz") else "")
+            before = known and known.find(file.name, form, size, sha256, lambda: _opened_later(file, size, sha256))
+            if before:
+                return before
+            read = _parsed(file, size, sha256, problems)
+            if known is not None and read is not None:
+                known.remember(form, read)
+            return read
+    except OSError as error:
+        problems.add(file.name, f"cannot be read: {error.strerror or error}")
+    return None
+
+
+def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:
+    return (_read_arrow if file.format in TABLES else _read_text)(file, size, sha256, problems)
+
+
+def _opened_later(file: DataFile, size: int, sha256: str) -> RowFile:
+    """A file that is known, for its rows."""
+    problems = Problems(file.name)
+    now = _examine(file.path)[:2]
+    if now != (size, sha256):
+        problems.add(file.name, "was changed while it was read", "start again")
+    read = _parsed(file, size, sha256, problems)
+    problems.refuse()
+    assert read is not None
+    return read
+
+
+def _read_arrow(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:
+    before = problems.count
+    batches = TABLES[file.format](file.name, file.path, problems)
+    if problems.count > before:
+        return None
+    rows = sum(batch.num_rows for batch in batches)
+    if not rows or not batches[0].schema.names:
+        problems.add(file.name, "has no rows")
+        return None
+    shape = {column.name: kind_of_arrow(column.type) for column in batches[0].schema}
+    return ArrowFile(FileInfo(file.name, rows, size, sha256), shape, batches)
+
+
+def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFile | None:
+    before = problems.count
+    data = _unpacked(file, problems)
+    if data is None:
+        return None
+    parsed = parse(file.format, file.name, data, problems)
+    if not parsed.rows:
+        if problems.count == before:
+            problems.add(file.name, "has no rows")
+        return None
+    groups = (parsed.groups or ShapeGroups(parsed.rows)).all()
+    info = FileInfo(file.name, len(parsed.rows), size, sha256)
+    found = TextFile(info, merged(groups), parsed.rows, parsed.lines, partly_there(groups))
+
+    def place(number: int) -> str:
+        return str(found.origin(number)).removeprefix(f"{file.name} ")
+
+    for number, why in disagreements(groups, place):
+        remedy = "rows need these columns with values of one kind; null is allowed anywhere"
+        problems.add(found.origin(number), why, remedy)
+    if problems.count == before and not groups[0].shape:
+        problems.add(file.name, "has rows without any column")
+    return found if problems.count == before else None
+
+
+def _check_agreement(parts: list[RowFile], problems: Problems) -> None:
+    if len(parts) < 2:
+        return
+    groups = [ShapeGroup(part.shape, [number]) for number, part in enumerate(parts)]
+    for number, why in disagreements(groups, lambda number: parts[number].info.name):
+        remedy = "files read together need the same columns; give different data as sources of its own"
+        problems.add(parts[number].info.name, why, remedy)
+
+
+def _examine(path: Path) -> tuple[int, str, bool]:
+    """(bytes, sha256, whether it is a git-LFS pointer) of the file as it lies on disk."""
+    with path.open("rb") as file:
+        head = file.read(len(_LFS_POINTER))
+    return path.stat().st_size, checksum(path), head == _LFS_POINTER
+
+
+def _unpacked(file: DataFile, problems: Problems) -> bytes | None:
+    data = file.path.read_bytes()
+    if not file.name.lower().endswith(".gz"):
+        return data
+    try:
+        return gzip.decompress(data)
+    except EOFError:
+        problems.add(file.name, "is truncated: the gzip stream ends early", "copy or download it again")
+    except (gzip.BadGzipFile, zlib.error) as error:
+        problems.add(file.name, f"is not a whole gzip file: {error}", "copy or download it again")
+    return None
+
+
+@dataclass(frozen=True)
+class HubName:
+    """`hub:name[:config[:split]]`, taken apart. A split may be a slice and hold colons itself: train[:100]."""
+
+    name: str
+    config: str | None
+    split: str | None
+
+
+def parse_hub_name(given: str) -> HubName:
+    name, config, split = [*given.removeprefix(HUB).split(":", 2), "", ""][:3]
+    if not name:
+        raise Refusal.at(given, "names no data set", _FORM)
+    return HubName(name, config or None, split or None)
+
+
+def read_hub(given: str) -> RowSet:
+    """The rows of one split of a hub data set, kept in Arrow."""
+    wanted = parse_hub_name(given)
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_extra("datasets", "hub", given) from error
+    unreached = None if Path(wanted.name).exists() else _refused_by_hub(wanted.name, given)
+    try:
+        with _from_its_cache(datasets, only=unreached is not None):
+            loaded = datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
+    except Exception as error:  # the package lets network, hub and parser errors of many libraries through
+        if unreached is not None:
+            raise unreached from error
+        raise Refusal.at(given, f"cannot be loaded: {error}", _FORM) from error
+    if isinstance(loaded, dict):
+        if len(loaded) != 1:
+            # Taking the first would train on whatever happens to stand there, perhaps the test rows.
+            raise Refusal.at(given, f"has several splits: {', '.join(loaded)}", _FORM)
+        loaded = next(iter(loaded.values()))
+    table: pa.Table = loaded.with_format("arrow")[:]
+    if not len(table):
+        raise Refusal.at(given, "has no rows")
+    shape = {column.name: kind_of_arrow(column.type) for column in table.schema}
+    batches = table.to_batches()
+    return RowSet([ArrowFile(_info(given, batches), shape, batches)])
+
+
+def _refused_by_hub(name: str, given: str) -> Refusal | None:
+    """Why the hub cannot give the data set, within seconds: the package itself tries again and again for a minute."""
+    from lockstep.model.resolve import ask_hub
+
+    remedy = "copy the files of the data set here and name them, or start where there is a network"
+    try:
+        status = ask_hub(name, given, "cannot be loaded", remedy, "datasets")
+    except Refusal as refusal:
+        return refusal
+    if status in (401, 403, 404):
+        why = f"the hub has no data set {name} that may be read ({status})"
+        return Refusal.at(given, why, "look at the name; for a private or gated one set HF_TOKEN")
+    return None
+
+
+@contextmanager
+def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
+    """With `only`, read the cache of an earlier download and do not use the network."""
+    from huggingface_hub import constants
+
+    switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]
+    before = [getattr(*switch) for switch in switches]
+    try:
+        for switch, was in zip(switches, before, strict=True):
+            setattr(*switch, only or was)
+        yield
+    finally:
+        for switch, was in zip(switches, before, strict=True):
+            setattr(*switch, was)
+
+
+def _info(given: str, batches: list[pa.RecordBatch]) -> FileInfo:
+    """Hashes the rows as JSON lines: the same rows hash alike however the package cached or chunked them."""
+    digest, size, rows = hashlib.sha256(), 0, 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, 1024):
+            for row in batch.slice(start, 1024).to_pylist():
+                line = json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n"
+                digest.update(line)
+                size += len(line)
+        rows += batch.num_rows
+    return FileInfo(given, rows, size, digest.hexdigest())
+
+
+def _plain(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

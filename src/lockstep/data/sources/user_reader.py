@@ -1,0 +1,180 @@
+"""Rows by a function of the user's own: `reader(path)` yields a dict for each row.
+
+It runs in a process of its own, with limits of time and memory. A callable that was given from Python has no file that
+another process could load: it runs here, with the limit of time alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.data.sources.reader_process import (
+    BAD_ROW,
+    CALL,
+    END,
+    NO_ROWS,
+    OUT_OF_MEMORY,
+    RAISED,
+    ROW,
+    UNLOADABLE,
+    encoded,
+    is_rows,
+)
+from lockstep.data.sources.rowset import FileInfo, Problems, RowSet, ShapeGroups, TextFile, disagreements, merged
+from lockstep.errors import LostProcess, Refusal
+from lockstep.functions import given, located, own_function
+from lockstep.launch.worker_process import FunctionProcess
+from lockstep.recipe.keys_data import Data
+from lockstep.run.output import write
+from lockstep.types import Origin, Row
+
+KEY, TIME, MEMORY = "data.reader", "data.reader_limit", "data.reader_memory_gb"
+REMEDY = "yield a dict of plain values (text, numbers, true and false, lists, dicts) for each row"
+
+
+@dataclass(frozen=True)
+class OwnReader:
+    """`function_path` is `path/to/file.py:name`; `seconds` are for all rows of one path."""
+
+    function_path: str
+    seconds: float = Data.model_fields["reader_limit"].default
+    memory_gb: float = Data.model_fields["reader_memory_gb"].default
+
+    @classmethod
+    def of(cls, data: Data) -> OwnReader | None:
+        return None if data.reader is None else cls(data.reader, data.reader_limit, data.reader_memory_gb)
+
+    def refuse(self, why: str, remedy: str) -> Refusal:
+        return Refusal.at(f"{KEY} {self.function_path}", why, remedy)
+
+
+def read_own(path: str, reader: OwnReader) -> RowSet:
+    """All rows, before anything else is done with them; the content's checksum stands for that of a file.
+
+    A process that was killed or stopped from outside is started once more. A second time is `LostProcess`: no fault of
+    the function's, as where a machine lacks memory, so a restart of the run may mend it.
+    """
+    if given(reader.function_path):
+        return _row_set(path, reader, _here(path, reader))
+    try:
+        return _row_set(path, reader, _in_process(path, reader))
+    except LostProcess as first:
+        (problem,) = first.problems
+        write(f"{problem.where}: {problem.why}; it is started once more", error=True)
+    return _row_set(path, reader, _in_process(path, reader))
+
+
+def _row_set(path: str, reader: OwnReader, told: Iterable[tuple[bytes, bytes]]) -> RowSet:
+    problems = Problems(path)
+    rows: list[Row] = []
+    digest, size = hashlib.sha256(), 0
+    for number, (kind, text) in enumerate(told):
+        if kind == BAD_ROW:
+            where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
+            problems.add(where, text.decode(errors="replace"), REMEDY)
+            continue
+        line = text + b"\n"
+        digest.update(line)
+        size += len(line)
+        rows.append(json.loads(text))
+    problems.refuse()
+    if not rows:
+        raise reader.refuse(f"yielded no rows for {path}", REMEDY)
+    groups = ShapeGroups(rows).all()
+    for number, why in disagreements(groups, lambda number: f"row {number}"):
+        where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
+        problems.add(where, why, "every row needs the same columns and kinds")
+    problems.refuse()
+    return RowSet([TextFile(FileInfo(path, len(rows), size, digest.hexdigest()), merged(groups), rows, None)])
+
+
+def _here(path: str, reader: OwnReader) -> list[tuple[bytes, bytes]]:
+    """Rows, good and bad, of a callable of this process."""
+    function = own_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
+
+    def read(path: str) -> list[tuple[bytes, bytes]]:
+        found = function.function(path)
+        if not is_rows(found):
+            raise reader.refuse(f"returned a {type(found).__name__} for {path}, not rows", REMEDY)
+        return [encoded(row) for row in found]
+
+    return function.calling(read)(path)
+
+
+def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
+    """Rows, good and bad, as they come from the reader's process; its failure is refused when it is met."""
+    file, name = located(reader.function_path, KEY)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "printed.log"
+        arguments = (str(file), name, int(reader.memory_gb * 2**30), path)
+        process = FunctionProcess("lockstep.data.sources.reader_process:serve", arguments, log)
+        deadline = Deadline(process, reader.seconds)
+        how = b""
+        try:
+            with process.connection.makefile("rb") as stream:
+                for line in stream:
+                    # What was being written when the process ended is no row.
+                    how = line[:1] if line.endswith(b"\n") else b""
+                    if how not in (ROW, BAD_ROW):
+                        break
+                    yield how, line[1:-1]
+        finally:
+            deadline.cancel()
+            status = process.ended()
+            process.connection.close()
+        if how == END:
+            return
+        said = json.loads(line[1:]) if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED) else None
+        why = _failure(path, reader, how, said, deadline.over, f"its process {status}{_last_line(log)}")
+        disturbed = said is None and (deadline.stopped if deadline.over else process.disturbed)
+        raise LostProcess(why.problems) if disturbed else why
+
+
+class Deadline:
+    """Ends the reader's process when its time is over."""
+
+    def __init__(self, process: FunctionProcess, seconds: float):
+        self.over = self.stopped = False
+        self._process = process
+        self._clock = threading.Timer(seconds, self._end)
+        self._clock.daemon = True
+        self._clock.start()
+
+    def _end(self) -> None:
+        self.stopped, self.over = self._process.disturbed, True
+        self._process.kill()
+
+    def cancel(self) -> None:
+        self._clock.cancel()
+
+
+def _failure(
+    path: str, reader: OwnReader, how: bytes, said: str | list[str] | None, late: bool, status: str
+) -> Refusal:
+    if how == UNLOADABLE:
+        assert isinstance(said, list)
+        return reader.refuse(*said)
+    if how == NO_ROWS:
+        return reader.refuse(f"returned a {said} for {path}, not rows", REMEDY)
+    if how == OUT_OF_MEMORY:
+        remedy = f"yield the rows one by one, or raise {MEMORY}"
+        return reader.refuse(f"raised {said}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy)
+    if how == RAISED:
+        return reader.refuse(f"raised {said}, for {path}", "mend the function")
+    if late:
+        why = f"had not given all rows of {path} in {reader.seconds:g} s ({TIME})"
+        return reader.refuse(why, f"let it end sooner, or raise {TIME}")
+    remedy = "mend the function, or see who has ended it: a machine that lacks memory does so"
+    return reader.refuse(f"{status}, before it had given all rows of {path}", remedy)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    printed = [line for line in lines if line.strip() and not line.startswith("[process ")]
+    return f" (it printed last: {printed[-1][:200]})" if printed else ""

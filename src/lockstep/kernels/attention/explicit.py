@@ -1,0 +1,127 @@
+"""Attention in plain torch for what torch's own lacks: soft-capped scores and attention sinks."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+# Attention sinks added to attention without them: from its output and the log of its sum of exponentials.
+#
+# With L that log over the keys, sinks leave the share sigmoid(L - sink) to the keys. A sink's value is 0, so its own
+# gradient is minus its probability times (upstream . output). T tokens, H heads.
+
+
+def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log of the sum of exponentials, the sinks among them."""
+    sinks_H1 = sinks_H.to(lse_HT.dtype)[:, None]
+    return out_THD * (lse_HT - sinks_H1).sigmoid().t()[:, :, None], torch.logaddexp(lse_HT, sinks_H1)
+
+
+def sink_gradient(
+    upstream_THD: torch.Tensor, out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor
+) -> torch.Tensor:
+    """From the output and the log that include the sinks."""
+    taken_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()
+    along_HT = (upstream_THD.to(lse_HT.dtype) * out_THD.to(lse_HT.dtype)).sum(-1).t()
+    return -(taken_HT * along_HT).sum(1).to(sinks_H.dtype)
+
+
+# Attention written out in plain torch, for what torch's own lacks: soft-capped scores and sinks.
+#
+# N sequences, H query heads, G key/value heads, Q queries, K keys, D head size. A soft cap c turns a score s into c *
+# tanh(s / c). A sink is a logit of its own for each head: it takes its share of the probability and adds nothing to
+# the output.
+
+# Memory of one block of fp32 scores: queries are taken in blocks, so that no (heads, T, T) of a long sequence appears.
+SCORE_BYTES = 64 * 2**20
+
+
+def masked_attention(
+    query_NHQD: torch.Tensor,
+    key_NGKD: torch.Tensor,
+    value_NGKD: torch.Tensor,
+    mask_NQK: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Softmax attention in fp32 at least, with `mask_NQK` added to the capped scores."""
+    heads, queries, groups = query_NHQD.shape[1], query_NHQD.shape[2], key_NGKD.shape[1]
+    wide = torch.promote_types(query_NHQD.dtype, torch.float32)
+    # The query heads that share a key/value head stand as rows of one query: no head is repeated in memory.
+    query = query_NHQD.to(wide).unflatten(1, (groups, heads // groups)).flatten(2, 3)
+    scores = (query @ key_NGKD.to(wide).transpose(-1, -2) * scale).view(len(query), heads, queries, -1)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores + mask_NQK[:, None]
+    if sinks_H is None:
+        shares = scores.softmax(-1)
+    else:
+        sinks = sinks_H.to(wide)[:, None, None]
+        shares = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)).exp()
+    shares = torch.nn.functional.dropout(shares, dropout)
+    out = shares.unflatten(1, (groups, heads // groups)).flatten(2, 3) @ value_NGKD.to(wide)
+    return out.view(len(query), heads, queries, -1).to(query_NHQD.dtype)
+
+
+def causal_attention(
+    query_NHQD: torch.Tensor,
+    key_NGKD: torch.Tensor,
+    value_NGKD: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    dropout: float = 0.0,
+    first: int = 0,
+) -> torch.Tensor:
+    """Each query, the first at position `first`, to the keys up to its own (the last `window` of them).
+
+    In blocks of queries; the backward pass computes each block's scores again.
+    """
+    batch, heads, queries, _ = query_NHQD.shape
+    rows = max(1, SCORE_BYTES // (4 * batch * heads * key_NGKD.shape[2]))
+    blocks = []
+    for start in range(first, first + queries, rows):
+        stop = min(start + rows, first + queries)
+        low = max(0, start + 1 - window) if window else 0
+        blocks.append(
+            checkpoint(
+                _block,
+                query_NHQD[:, :, start - first : stop - first],
+                key_NGKD[:, :, low:stop],
+                value_NGKD[:, :, low:stop],
+                sinks_H,
+                start - low,
+                scale,
+                softcap,
+                window,
+                dropout,
+                use_reentrant=False,
+                preserve_rng_state=bool(dropout),
+            )
+        )
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+
+def _block(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    offset: int,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    dropout: float,
+) -> torch.Tensor:
+    positions = torch.arange(key.shape[2], device=query.device)
+    back = torch.arange(offset, offset + query.shape[2], device=query.device)[:, None] - positions[None, :]
+    hidden = back < 0
+    if window:
+        hidden |= back >= window
+    mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, -float("inf"))
+    return masked_attention(query, key, value, mask[None], sinks_H, scale=scale, softcap=softcap, dropout=dropout)

@@ -1,0 +1,292 @@
+"""Torch's flash attention over packed sequences on NVIDIA devices, with sinks and shared prefixes (cascade)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
+from lockstep.kernels.attention.layout import Cascade, Layout
+from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections, Tensors, merge
+
+# Attention on a line whose sequences share beginnings, without a copy of a whole sequence: two parts put together.
+#
+# Every token attends to what stands on the line for its sequence alone, and, where a beginning is shared, to that;
+# the two are merged by the logarithms of their sums of exponentials (L). Given the merged output and L, the backward
+# of each part gives its share of the gradients, exactly. Shapes: T tokens of the line, R of them behind a shared
+# beginning, H query heads, G key/value heads, D head size.
+
+
+def cascade_attention(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    cascade: Cascade,
+    scale: float,
+    kernel: PartialKernel,
+) -> torch.Tensor:
+    return _CascadeAttention.apply(query_THD, key_TGD, value_TGD, cascade, scale, kernel)
+
+
+class _CascadeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cascade: Cascade,
+        scale: float,
+        kernel: PartialKernel,
+    ) -> torch.Tensor:
+        rows_R, keys_S = cascade.rows_R, cascade.keys_S
+        out, lse_HT = kernel.forward(query, key, value, cascade.own, scale)
+        beginning = key.index_select(0, keys_S), value.index_select(0, keys_S)
+        more = kernel.forward(query.index_select(0, rows_R), *beginning, cascade.shared, scale)
+        _rows(out).merge_(out, lse_HT, rows_R, *more)
+        ctx.save_for_backward(query, key, value, out, lse_HT)
+        ctx.cascade, ctx.scale, ctx.kernel = cascade, scale, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        upstream = grads[0].contiguous()
+        query, key, value, out, lse_HT = ctx.saved_tensors
+        cascade, scale, kernel = ctx.cascade, ctx.scale, ctx.kernel
+        rows_R, keys_S = cascade.rows_R, cascade.keys_S
+        own = kernel.backward(upstream, query, key, value, out, lse_HT, cascade.own, scale)
+        shared = kernel.backward(
+            upstream.index_select(0, rows_R),
+            query.index_select(0, rows_R),
+            key.index_select(0, keys_S),
+            value.index_select(0, keys_S),
+            out.index_select(0, rows_R),
+            lse_HT.index_select(1, rows_R),
+            cascade.shared,
+            scale,
+        )
+        add_rows_ = _rows(out).add_rows_
+        for total, more, places in zip(own, shared, (rows_R, keys_S, keys_S), strict=True):
+            add_rows_(total, places, more)
+        return *own, None, None, None
+
+
+class Rows(NamedTuple):
+    """What happens to some rows of a tensor, no row named twice."""
+
+    merge_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    add_rows_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def _rows(tensor: torch.Tensor) -> Rows:
+    if not tensor.is_cuda:
+        return Rows(merge_, add_rows_)
+    from lockstep.kernels.attention import cascade_triton as triton_cascade
+
+    return Rows(triton_cascade.merge_, triton_cascade.add_rows_)
+
+
+def merge_(
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    rows_R: torch.Tensor,
+    more_RHD: torch.Tensor,
+    more_lse_HR: torch.Tensor,
+) -> None:
+    """Put a second part into some rows of a first: into its output and L."""
+    merged, lse = merge(out_THD.index_select(0, rows_R), lse_HT.index_select(1, rows_R), more_RHD, more_lse_HR)
+    out_THD.index_copy_(0, rows_R, merged.to(out_THD.dtype))
+    lse_HT.index_copy_(1, rows_R, lse)
+
+
+def add_rows_(total_THD: torch.Tensor, rows_R: torch.Tensor, more_RHD: torch.Tensor) -> None:
+    total_THD.index_add_(0, rows_R, more_RHD)
+
+
+# Torch's flash attention over packed sequences on an NVIDIA device, also with attention sinks.
+#
+# Shapes: T tokens of the line, H query heads, G key/value heads, D head size. The plain-torch twin is in `varlen.py`.
+
+# What torch's kernel takes.
+LARGEST_HEAD = 256
+
+
+def flash_fits(query_THD: torch.Tensor, layout: Layout, dropout: float) -> bool:
+    half = query_THD.dtype in (torch.float16, torch.bfloat16)
+    return half and not dropout and query_THD.shape[-1] % 8 == 0 and query_THD.shape[-1] <= LARGEST_HEAD
+
+
+def flash_varlen(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    return torch.ops.aten._flash_attention_forward(
+        query_THD, key_TGD, value_TGD, *_sequences(layout), False, scale=scale, **_window(window)
+    )[0]
+
+
+def flash_shared(
+    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, cascade: Cascade, scale: float
+) -> torch.Tensor:
+    """On a line whose sequences share beginnings."""
+    return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, FLASH_PARTS)
+
+
+def flash_with_sinks(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    sinks_H: torch.Tensor,
+) -> torch.Tensor:
+    return _FlashWithSinks.apply(query_THD, key_TGD, value_TGD, sinks_H, layout, scale, window)
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """Attention without sinks, corrected by the share of probability that they take.
+
+    The kernel's backward needs only the output and the log of the sum of exponentials: given those that include the
+    sinks, its gradients do too (see `sinks.py`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks_H: torch.Tensor,
+        layout: Layout,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        bare, bare_lse_HT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *_sequences(layout), False, scale=scale, **_window(window)
+        )
+        wide, lse_HT = with_sinks(bare, bare_lse_HT, sinks_H)
+        out = wide.to(bare.dtype)
+        ctx.save_for_backward(query, key, value, sinks_H, out, lse_HT, rng_state, unused)
+        ctx.layout, ctx.scale, ctx.window = layout, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        upstream = grads[0].contiguous()
+        query, key, value, sinks_H, out, lse_HT, rng_state, unused = ctx.saved_tensors
+        back = torch.ops.aten._flash_attention_backward(
+            upstream,
+            query,
+            key,
+            value,
+            out,
+            lse_HT,
+            *_sequences(ctx.layout),
+            rng_state,
+            unused,
+            scale=ctx.scale,
+            **_window(ctx.window),
+        )
+        return *back, sink_gradient(upstream, out, lse_HT, sinks_H), None, None, None
+
+
+def flash_line_backward(
+    upstream_THD: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a forward pass that another kernel ran."""
+    state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        upstream_THD,
+        query_THD,
+        key_TGD,
+        value_TGD,
+        out_THD,
+        lse_HT,
+        *_sequences(layout),
+        state,
+        state[:0],
+        scale=scale,
+        **_window(window),
+    )
+
+
+def flash_part_fits(query_THD: torch.Tensor, value_SGE: torch.Tensor) -> bool:
+    half = query_THD.dtype in (torch.float16, torch.bfloat16)
+    size = query_THD.shape[-1]
+    return half and size == value_SGE.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD
+
+
+def flash_part(
+    query_THD: torch.Tensor,
+    key_SGD: torch.Tensor,
+    value_SGD: torch.Tensor,
+    where: Sections,
+    scale: float,
+    window: int | None = None,
+) -> Tensors:
+    """Some queries to some of their keys (`parts.py`). The kernel aligns a causal sequence at its end too."""
+    out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        query_THD, key_SGD, value_SGD, *_two_lines(where), False, scale=scale, **_window(window)
+    )
+    return out, lse_HT
+
+
+def flash_part_backward(
+    upstream_THD: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_SGD: torch.Tensor,
+    value_SGD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    where: Sections,
+    scale: float,
+    window: int | None = None,
+) -> Gradients:
+    # The generator's state, which the forward pass would give, is of no use without dropout.
+    state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        upstream_THD.to(query_THD.dtype).contiguous(),
+        query_THD,
+        key_SGD,
+        value_SGD,
+        out_THD.to(query_THD.dtype).contiguous(),
+        lse_HT.float().contiguous(),
+        *_two_lines(where),
+        state,
+        state[:0],
+        scale=scale,
+        **_window(window),
+    )
+
+
+FLASH_PARTS = PartialKernel(flash_part, flash_part_backward)
+
+
+def _two_lines(where: Sections) -> tuple[Any, ...]:
+    # Told that no sequence has more than one query, the kernel gives the normalisers in another order.
+    longest = max(2, where.longest_query), where.longest_key
+    return where.query_bounds, where.key_bounds, *longest, 0.0, where.causal
+
+
+def _sequences(layout: Layout) -> tuple[Any, ...]:
+    """Where queries and keys begin, how long they are at most, no dropout, causal."""
+    return layout.bounds, layout.bounds, layout.longest, layout.longest, 0.0, True
+
+
+def _window(window: int | None) -> dict[str, int]:
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if window else -1}

@@ -1,0 +1,119 @@
+"""Attention as transformers calls it: packed sequences in training, the paged KV cache in generation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from lockstep.kernels.attention.layout import DecodePass, Layout
+from lockstep.kernels.attention.masks import WINDOW, BeyondCausal
+from lockstep.kernels.attention.paged import PrefillPass, paged_attention
+from lockstep.kernels.attention.varlen import varlen_attention
+
+# Attention of tokens whose sequences are divided over ranks: what a layer is handed in the place of a layout.
+
+
+class DividedLayout(ABC):
+    """This rank's tokens of a line. See `parallel/` for the ways to divide one."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query_THD: torch.Tensor,
+        key_TGD: torch.Tensor,
+        value_TGD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        dropout: float,
+        softcap: float | None,
+        sinks_H: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `varlen_attention` for the whole line, of which every rank has its tokens and gets their output."""
+
+
+# Our attention as transformers calls it: packed sequences in training, whole or divided over ranks, and the paged
+# cache in generation.
+
+# The name under which transformers finds our attention (`attn_implementation`).
+ATTENTION = "lockstep"
+# What models hand to every attention and what says nothing about who sees whom: positions are in queries and keys
+# already, the window comes from the mask (`masks.py`), and the rest are switches of the caller.
+SAYS_NOTHING = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "sliding_window",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
+
+
+def transformers_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    layout: Layout | DividedLayout | PrefillPass | DecodePass | None = None,
+    **extra: Any,
+) -> tuple[torch.Tensor, None]:
+    """Our attention in the form transformers calls: (N, heads, T, D) in, (N, T, heads, D) out.
+
+    `layout` travels from the model's forward as a keyword and says where the tokens lie: in a packed line, on several
+    ranks, or in the engine's cache. What we cannot do exactly is an error.
+    """
+    _refuse_more(module, attention_mask, is_causal, extra)
+    if layout is None:
+        raise RuntimeError("the packed attention was called without a layout; generation uses another implementation")
+    rows, heads, width, size = query.shape
+    # N rows of one width are one line: right-padded batches come through here too.
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    scale = scaling if scaling is not None else size**-0.5
+    window: int | None = getattr(module, WINDOW)
+    dropout = dropout if module.training else 0.0
+    if isinstance(layout, Layout):
+        out = varlen_attention(
+            q, k, v, layout, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux
+        )
+    elif isinstance(layout, DividedLayout):
+        out = layout.attend(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap, sinks_H=s_aux)
+    else:
+        layer: Any = module.layer_idx
+        out = paged_attention(q, k, v, layout, layer, scale=scale, window=window, softcap=softcap, sinks_H=s_aux)
+    return out.reshape(rows, width, heads, -1), None
+
+
+def _refuse_more(
+    module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool | None, extra: dict[str, Any]
+) -> None:
+    """An argument that we do not know may be what makes this model's attention its own."""
+    name = type(module).__name__
+    if mask is not None:
+        raise BeyondCausal(f"{name} makes a mask of its own")
+    if (module.is_causal if is_causal is None and hasattr(module, "is_causal") else is_causal) is False:
+        raise BeyondCausal(f"{name} attends in both directions")
+    unknown = sorted(key for key, value in extra.items() if value is not None and key not in SAYS_NOTHING)
+    if unknown:
+        raise BeyondCausal(f"{name} hands {', '.join(unknown)} to its attention")
+    if not hasattr(module, WINDOW):
+        raise BeyondCausal(f"{name} was not called when the model's masks were read")
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="lockstep"` known to transformers. No mask is registered, so none is built."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, transformers_attention)

@@ -1,0 +1,206 @@
+"""Causal attention inside each packed sequence: one function, one kernel per device, and the plain-torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lockstep.kernels.attention.explicit import causal_attention
+from lockstep.kernels.attention.flash import flash_fits, flash_shared, flash_varlen, flash_with_sinks
+from lockstep.kernels.attention.layout import Bucket, Layout, Sharing
+from lockstep.kernels.attention.npu_attention import fusion_attention, fusion_fits
+from lockstep.kernels.invariant import invariant_fits, invariant_varlen
+
+
+def varlen_attention(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    layout: Layout,
+    *,
+    scale: float,
+    window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of every token to itself and the tokens before it in its own sequence (the last `window` of them).
+
+    With `softcap` c a score s counts as c * tanh(s / c); `sinks_H` are logits that take a share of the probability.
+    """
+    run = _fused(query_THD, value_TGD, layout, dropout, softcap, sinks_H)
+    if run is None:
+        return _buckets(query_THD, key_TGD, value_TGD, layout, scale, window, dropout, softcap, sinks_H)
+    unbounded = window is None or layout.longest <= window
+    shared = _shared(layout) if unbounded and sinks_H is None else None
+    if shared is not None:
+        return shared(query_THD, key_TGD, value_TGD, layout.cascade, scale)
+    sharing = layout.sharing
+    whole = (_to_whole(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
+    out = run(*whole, layout, scale, window, *(() if sinks_H is None else (sinks_H,)))
+    return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.line_E)
+
+
+def _buckets(
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    layout: Layout,
+    scale: float,
+    window: int | None,
+    dropout: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """The twin: sequences of like length are padded on the right to a grid, where plain causal attention is exact."""
+    query, key, value = (_to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
+    # One split: its backward joins the buckets' gradients, where slices would each fill and add a whole line.
+    sizes = [bucket.count * bucket.width for bucket in layout.buckets]
+    outputs = []
+    for bucket, *parts in zip(layout.buckets, *(rows.split(sizes) for rows in (query, key, value)), strict=True):
+        q, k, v = (_grid(part, bucket) for part in parts)
+        if softcap is not None or sinks_H is not None:
+            out = causal_attention(q, k, v, sinks_H, scale=scale, softcap=softcap, window=window, dropout=dropout)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            continue
+        mask = _window_mask(bucket.width, window, query.device) if window and bucket.width > window else None
+        out = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return _to_tokens(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout)
+
+
+def _grid(rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """(count * width, heads, D) as (count, heads, width, D)."""
+    return rows.unflatten(0, (bucket.count, bucket.width)).transpose(1, 2)
+
+
+class Fused(NamedTuple):
+    """A kernel for whole sequences along a line, and what it can take; the twin does the rest."""
+
+    run: Callable[..., torch.Tensor]
+    fits: Callable[[torch.Tensor, Layout, float], bool]
+    with_sinks: Callable[..., torch.Tensor] | None = None
+    """The kernel with sinks as one more argument. None of these kernels caps scores."""
+    shared: Callable[..., torch.Tensor] | None = None
+    """The kernel for a line with shared beginnings (a `Cascade`); None where every sequence is made whole for it."""
+
+
+# A device says in its `attention` which of these it uses.
+KERNELS: dict[str, Fused | None] = {
+    "sdpa": None,
+    "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks, flash_shared),
+    "invariant": Fused(invariant_varlen, invariant_fits),
+    "npu_fusion": Fused(fusion_attention, fusion_fits),
+}
+
+
+def _fused(
+    query_THD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    layout: Layout,
+    dropout: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> Callable[..., torch.Tensor] | None:
+    """The device's kernel, where there is one for what is asked."""
+    fused = KERNELS[layout.kernel]
+    # Latent attention has values of another size than its keys; the kernels take one size.
+    if fused is None or query_THD.shape[-1] != value_TGD.shape[-1]:
+        return None
+    if softcap is not None or not fused.fits(query_THD, layout, dropout):
+        return None
+    if sinks_H is None:
+        return fused.run
+    # Of lines of single tokens, flash attention gives the normalisers in another order.
+    return fused.with_sinks if layout.longest > 1 else None
+
+
+def _shared(layout: Layout) -> Callable[..., torch.Tensor] | None:
+    """The device's kernel for shared beginnings, where there are some that it can take."""
+    fused = KERNELS[layout.kernel]
+    if fused is None or fused.shared is None or layout.cascade is None:
+        return None
+    # As above: the parts are put together by their normalisers.
+    return fused.shared if layout.cascade.shared.longest_query > 1 else None
+
+
+def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
+    back = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)[None, :]
+    return (back >= 0) & (back < window)
+
+
+class _Take(torch.autograd.Function):
+    """Rows by index, with a backward that is again rows by index.
+
+    Every token has exactly one slot, and what padding slots receive is never read, so the gradient needs no
+    scatter-add: it is the inverse selection (with zeros where the inverse points at padding).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index, inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad,) = grads
+        index, inverse = ctx.saved_tensors
+        if len(inverse) <= len(index):
+            return grad.index_select(0, inverse), None, None
+        # From slots to tokens: padding slots get no gradient.
+        back = grad.new_zeros(len(inverse), *grad.shape[1:])
+        return back.index_copy_(0, index, grad), None, None
+
+
+class _Spread(torch.autograd.Function):
+    """Rows by index where some are taken several times (shared beginnings): their gradients are added up.
+
+    `slots_E` and `line_E` name the places that are not padding, and the row that each of them was taken from.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, index: torch.Tensor, slots_E: torch.Tensor | None, line_E: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(slots_E, line_E)
+        ctx.count = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (grad,) = grads
+        slots_E, line_E = ctx.saved_tensors
+        back = grad.new_zeros(ctx.count, *grad.shape[1:])
+        back.index_add_(0, line_E, grad if slots_E is None else grad.index_select(0, slots_E))
+        return back, None, None, None
+
+
+def _to_whole(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
+    """Every sequence with its own copy of what it shares."""
+    return rows_T if sharing is None else _Spread.apply(rows_T, sharing.line_E, None, sharing.line_E)
+
+
+def _to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
+    if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
+        return rows_T
+    if layout.sharing is not None:
+        return _Spread.apply(rows_T, layout.tokens_of_slots, layout.slots_E, layout.sharing.line_E)
+    return _Take.apply(rows_T, layout.tokens_of_slots, layout.slots_of_tokens)
+
+
+def _to_tokens(rows_S: torch.Tensor, layout: Layout) -> torch.Tensor:
+    if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
+        return rows_S
+    return _Take.apply(rows_S, layout.slots_of_tokens, layout.tokens_of_slots)

@@ -1,0 +1,362 @@
+"""Weights of several projections of one input as one: they lie one after the other in memory, each under its own name.
+
+A module's parameter stays the same object; only its memory is a stretch of a larger one. Whoever needs them as one
+looks at where they lie (`joined`), so nothing is wrong where somebody gives a parameter other memory: then they are
+not one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from triton.errors import TritonError
+
+from lockstep.device.base import first_sentence
+from lockstep.kernels.attention.layout import DecodePass, KVCache
+from lockstep.kernels.attention.masks import SHAPE, WINDOW
+from lockstep.kernels.attention.paged import PrefillPass, cached_attention
+from lockstep.kernels.decode_triton import Norms, add_norm_, heads_of_line, place_heads_, swiglu_
+from lockstep.kernels.fused_modules import KernelForward, drawn, epsilon_of, is_rms_norm, is_silu_gated
+from lockstep.kernels.norm_triton import WIDEST, rms_norm
+from lockstep.kernels.triton_math import runs_on
+
+
+def lay_side_by_side(parts: Sequence[nn.Parameter]) -> None:
+    """Move parameters, alike but for their first dimension, behind one another; nothing where they already are."""
+    if joined(parts) is not None:
+        return
+    # Made for training, whoever asks for it.
+    with torch.inference_mode(False), torch.no_grad():
+        for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
+            part.data = place
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The parts as one tensor on their own memory; None where they do not lie one after the other."""
+    first = parts[0]
+    storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        alike = part.shape[1:] == first.shape[1:] and part.dtype == first.dtype and part.is_contiguous()
+        if not alike or part.untyped_storage().data_ptr() != storage or part.storage_offset() != place:
+            return None
+        place += part.numel()
+    rows = sum(len(part) for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+# The decoder layers of Llama-like models while they generate, on an NVIDIA device: matrix products, and one kernel
+# between each two of them.
+#
+# The twin is the model's own forward. A model that looks like one of these is tried first: what its decoder does
+# outside of its layers exactly, and every layer on drawn numbers; where one of them gives other numbers, the modules
+# stay.
+
+Pass = PrefillPass | DecodePass
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the tokens' positions, (T, D)."""
+DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+PROJECTIONS, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
+# How far a layer's output may be from that of its modules, in their norm: shares of what it adds, and of the output.
+TOLERANCE = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (5e-2, 4e-3), torch.float16: (1e-2, 5e-4)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: its modules, and what its attention is told."""
+
+    module: Any
+    heads: int
+    groups: int
+    index: int
+    scale: float
+    window: int | None
+
+    @classmethod
+    def of(cls, module: Any) -> Layer:
+        attention = module.self_attn
+        groups, size, _ = getattr(attention, SHAPE)
+        scale = getattr(attention, "scaling", None)
+        return cls(
+            module,
+            heads=attention.q_proj.out_features // size,
+            groups=groups,
+            index=attention.layer_idx,
+            scale=size**-0.5 if scale is None else scale,
+            window=getattr(attention, WINDOW),
+        )
+
+    @property
+    def together(self) -> list[Sequence[nn.Linear]]:
+        """Projections of one input."""
+        attention, mlp = self.module.self_attn, self.module.mlp
+        return [(attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)]
+
+    @property
+    def head_norms(self) -> Norms | None:
+        query, key = (getattr(self.module.self_attn, name, None) for name in ("q_norm", "k_norm"))
+        if query is None or key is None:
+            return None
+        return query.weight, _epsilon(query), key.weight, _epsilon(key)
+
+    def run(
+        self,
+        stream_TW: torch.Tensor,
+        normed_TW: torch.Tensor,
+        angles: Angles,
+        step: Pass,
+        after: nn.Module,
+    ) -> torch.Tensor:
+        """Add what the layer computes to the stream, in place; returns the sum under the norm that comes `after` it."""
+        module: Any = self.module
+        heads = heads_of_line(self.place(normed_TW, angles, step), self.heads, self.groups)
+        mixed = cached_attention(*heads, step, self.index, scale=self.scale, window=self.window)
+        out: Any = module.self_attn.o_proj
+        normed = _add_norm(stream_TW, linear(mixed.flatten(1), out.weight, out.bias), module.post_attention_layernorm)
+        _, feeds = self.together
+        return _add_norm(stream_TW, linear(swiglu_(_product(normed, feeds)), module.mlp.down_proj.weight), after)
+
+    def place(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
+        """Queries, keys and values of the tokens side by side; keys and values go to the cache too."""
+        projections, _ = self.together
+        line = _product(normed_TW, projections)
+        place_heads_(line, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
+        return line
+
+
+class FusedLayers:
+    """A decoder's forward over tokens in one line, for the passes of the engine."""
+
+    def __init__(self, decoder: Any):
+        self.decoder = decoder
+        self.layers = [Layer.of(module) for module in self.decoder.layers]
+        first = [module.input_layernorm for module in self.decoder.layers]
+        self.norms = [*first, self.decoder.norm]
+        """Before each layer, and after the last."""
+
+    def lay(self) -> None:
+        """Put weights that are multiplied as one side by side, also where they were moved since the last time."""
+        if _looks_alike(self.decoder):
+            for parts in self._together():
+                lay_side_by_side(parts)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the layers are still what they were when they were tried, and nobody listens to their modules."""
+        return _looks_alike(self.decoder) and all(joined(parts) is not None for parts in self._together())
+
+    def _together(self) -> Iterator[list[nn.Parameter]]:
+        for layer in self.layers:
+            for projections in layer.together:
+                yield from _parameters(projections)
+
+    def decode(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DecodePass) -> torch.Tensor:
+        """The decoder's output for every token."""
+        stream, normed, angles = self._begin(ids_T, positions_T)
+        for layer, after in zip(self.layers, self.norms[1:], strict=True):
+            normed = layer.run(stream, normed, angles, step, after)
+        return normed
+
+    def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
+        """Keys and values alone: nobody reads what the last layer makes of them."""
+        stream, normed, angles = self._begin(ids_T, positions_T)
+        *layers, last = self.layers
+        for layer, after in zip(layers, self.norms[1:-1], strict=True):
+            normed = layer.run(stream, normed, angles, step, after)
+        last.place(normed, angles, step)
+
+    def _begin(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Angles]:
+        """The stream, in fresh memory that the layers write over, and under the first norm; the angles."""
+        stream = self.decoder.embed_tokens(ids_T)
+        return stream, _norm(stream, self.norms[0]), self.angles(stream, positions_T)
+
+    def angles(self, stream_TW: torch.Tensor, positions_T: torch.Tensor) -> Angles:
+        cos, sin = self.decoder.rotary_emb(stream_TW[None], positions_T[None])
+        return cos[0], sin[0]
+
+
+def fused_layers(decoder: nn.Module) -> FusedLayers | None:
+    """The fused forward of a decoder whose masks were read, its weights put side by side; None where it is not one of
+    those, or where a trial says that it computes something else."""
+    if not _looks_alike(decoder):
+        return None
+    fused = FusedLayers(decoder)
+    fused.lay()
+    training = decoder.training
+    decoder.eval()
+    try:
+        with torch.inference_mode():
+            wrong = _trial(fused)
+    except (TypeError, KeyError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        wrong = f"they failed on a trial: {first_sentence(error)}"
+    finally:
+        decoder.train(training)
+    if wrong:
+        warnings.warn(f"{type(decoder).__name__} generates without fused layers: {wrong}", stacklevel=2)
+        return None
+    return fused
+
+
+# -- what it looks like
+
+
+def _looks_alike(decoder: Any) -> bool:
+    """Whether all is built as in Llama, and everything is called as its class says."""
+    if _names(decoder) != DECODER or type(decoder.embed_tokens) is not nn.Embedding or not runs_on(_like(decoder)):
+        return False
+    norms = [decoder.norm]
+    plain: list[nn.Module] = [decoder, decoder.embed_tokens, *decoder.layers]
+    for layer in decoder.layers:
+        if _names(layer) != LAYER or not is_silu_gated(layer.mlp):
+            return False
+        attention, mlp = layer.self_attn, layer.mlp
+        if _names(attention) not in (PROJECTIONS, PROJECTIONS | HEAD_NORMS) or not _sized(attention):
+            return False
+        feeds = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        products = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *feeds]
+        if not all(_is_product(each, _like(decoder)) for each in products) or any(f.bias is not None for f in feeds):
+            return False
+        if len({each.bias is None for each in products[:3]}) > 1:
+            return False
+        plain += [attention, mlp, *products]
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)]
+    alike = all(is_rms_norm(norm) and norm.weight.dtype == _like(decoder).dtype for norm in norms)
+    heard = nn.modules.module._has_any_global_hook()
+    return alike and not heard and all(_silent(module) for module in (*plain, *norms))
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _like(decoder: Any) -> torch.Tensor:
+    weight: torch.Tensor = decoder.embed_tokens.weight
+    return weight
+
+
+def _sized(attention: Any) -> bool:
+    """Heads of one even size, normed one by one if at all, and nothing learned beside the projections."""
+    if not hasattr(attention, SHAPE):
+        return False
+    heads, size, value_size = getattr(attention, SHAPE)
+    normed = [getattr(attention, name).weight.shape[0] for name in HEAD_NORMS if hasattr(attention, name)]
+    widths = attention.q_proj.out_features % size, attention.k_proj.out_features, attention.v_proj.out_features
+    beside = list(attention.parameters(recurse=False))
+    wide = attention.q_proj.in_features <= WIDEST
+    same = size == value_size and size % 2 == 0 and all(each == size for each in normed)
+    return same and widths == (0, heads * size, heads * size) and not beside and wide
+
+
+def _is_product(module: nn.Module, like: torch.Tensor) -> bool:
+    """A plain product whose weight is an ordinary tensor: no adapter, no shard."""
+    if type(module) is not nn.Linear:
+        return False
+    parts = [module.weight] if module.bias is None else [module.weight, module.bias]
+    return all(type(p.data) is torch.Tensor and p.dtype == like.dtype and p.device == like.device for p in parts)
+
+
+def _silent(module: nn.Module) -> bool:
+    """It computes what its class says, or what our own kernels put in its place, and nobody listens."""
+    own = vars(module).get("forward")
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return (own is None or isinstance(own, KernelForward)) and not any(hooks)
+
+
+# -- the trial
+
+
+def _trial(fused: FusedLayers) -> str | None:
+    """What the model computes otherwise; None where both agree."""
+    decoder, like = fused.decoder, _like(fused.decoder)
+    groups, size, _ = getattr(decoder.layers[0].self_attn, SHAPE)
+    positions = torch.tensor([0, 5, 17, 30], device=like.device)
+    ids = torch.arange(1, 5, device=like.device) % len(like)
+    cache = KVCache(max(layer.index for layer in fused.layers) + 1, 8, 16, groups, size, like)
+    cache.slots.copy_(drawn(2, 1, *cache.slots.shape[2:], like=like))
+    table = torch.arange(8, device=like.device).view(4, 2)
+    slots = table.gather(1, (positions // 16)[:, None])[:, 0] * 16 + positions % 16
+    step = DecodePass(cache, "triton", slots, table, positions + 1)
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
+
+    def heard(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        calls.append((given, named, output[0] if isinstance(output, tuple) else output))
+
+    hooks = [module.register_forward_hook(heard, with_kwargs=True) for module in decoder.layers]
+    try:
+        out = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=step).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    stream = decoder.embed_tokens(ids)
+    angles = fused.angles(stream, positions)
+    if len(calls) != len(fused.layers):
+        return "not every layer is called once"
+    for (given, named, output), module in zip(calls, decoder.layers, strict=True):
+        if len(given) != 1 or not torch.equal(given[0][0], stream):
+            return f"something is done before {type(module).__name__} {module.self_attn.layer_idx}"
+        if not all(torch.equal(a[0], b) for a, b in zip(named["position_embeddings"], angles, strict=True)):
+            return "its layers have positions of their own"
+        stream = output[0]
+    if not _close(_norm(stream, decoder.norm), out[0], torch.zeros_like(stream)):
+        return "something is done after the last layer"
+    for layer, (_, named, _), after in zip(fused.layers, calls, fused.norms[1:], strict=True):
+        before = drawn(len(ids), like.shape[1], like=like, seed=layer.index)
+        wanted = layer.module(before[None], **named)
+        wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0]
+        stored = [part[slots].clone() for part in cache.layer(layer.index)]
+        stream = before.clone()
+        normed = layer.run(stream, _norm(stream, layer.module.input_layernorm), angles, step, after)
+        found = [part[slots] for part in cache.layer(layer.index)]
+        zeros = [torch.zeros_like(part) for part in stored]
+        same = _close(stream, wanted, before) and all(map(_close, found, stored, zeros))
+        if not same or not _close(normed, _norm(wanted, after), torch.zeros_like(wanted)):
+            return f"{type(layer.module).__name__} {layer.index} gives other numbers"
+    return None
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> bool:
+    of_change, of_all = TOLERANCE[wanted.dtype]
+    found, wanted, before = found.float(), wanted.float(), before.float()
+    allowed = of_change * (wanted - before).norm() + of_all * wanted.norm()
+    return bool((found - wanted).norm() <= allowed)
+
+
+# -- small parts
+
+
+def _parameters(projections: Sequence[Any]) -> list[list[nn.Parameter]]:
+    """Their weights, and their biases where they have them."""
+    biases = [each.bias for each in projections if each.bias is not None]
+    return [[each.weight for each in projections], *([biases] if biases else [])]
+
+
+def _product(x: torch.Tensor, projections: Sequence[nn.Linear]) -> torch.Tensor:
+    """What several projections give, side by side."""
+    weight, *bias = (joined(parts) for parts in _parameters(projections))
+    assert weight is not None
+    return linear(x, weight, *bias)
+
+
+def _norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return rms_norm(x, norm.weight, _epsilon(norm))
+
+
+def _add_norm(stream_TW: torch.Tensor, more_TW: torch.Tensor, norm: Any) -> torch.Tensor:
+    return add_norm_(stream_TW, more_TW, norm.weight, _epsilon(norm))
+
+
+def _epsilon(norm: nn.Module) -> float:
+    epsilon = epsilon_of(norm)
+    assert epsilon is not None
+    return epsilon

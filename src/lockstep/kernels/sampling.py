@@ -1,0 +1,162 @@
+"""Sampling: top-k, top-p and min-p truncation, and reproducible random numbers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+# Leaving unlikely tokens out of a distribution (top-k, top-p, min-p), the same in the engine and in the trainer.
+
+# Stands for minus infinity: its exponential is 0, and 0 times it is 0 rather than not-a-number.
+LEFT_OUT = -1e30
+
+
+def left_out_below(dtype: torch.dtype) -> float:
+    """What is not above this was left out of logits of `dtype`, whose reach may be shorter than LEFT_OUT."""
+    return max(LEFT_OUT / 2, torch.finfo(dtype).min)
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which tokens stay: the `top_k` likeliest, the likeliest that hold `top_p`, those not under `min_p` of the best.
+
+    The likeliest token always stays. Tokens of equal logits at the border of top-k stay together.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
+
+
+def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | None = None) -> torch.Tensor:
+    """Fill what is left out with LEFT_OUT, in place; `keep_R` are entries that stay whatever happens.
+
+    Logits are those of the temperature that is sampled at.
+    """
+    if not how.active:
+        return logits_RV
+    rows = logits_RV.float()
+    stay = torch.ones_like(rows, dtype=torch.bool)
+    if how.top_k and how.top_k < rows.shape[-1]:
+        stay &= rows >= rows.topk(how.top_k, dim=-1).values[..., -1:]
+    if how.min_p:
+        stay &= rows >= rows.amax(-1, keepdim=True) + math.log(how.min_p)
+    if how.top_p < 1:
+        # Stable: of equal logits the lower entry counts as likelier, wherever the rows are computed.
+        ordered, order = rows.masked_fill(~stay, LEFT_OUT).sort(dim=-1, descending=True, stable=True)
+        shares = ordered.softmax(-1)
+        before = shares.cumsum(-1) - shares
+        held = before < how.top_p
+        held[..., 0] = True  # a top-p that is 0 in these digits leaves the likeliest too
+        stay &= torch.empty_like(stay).scatter_(-1, order, held)
+    if keep_R is not None:
+        stay.scatter_(-1, keep_R[:, None], True)
+    return logits_RV.masked_fill_(~stay, LEFT_OUT)
+
+
+# Random numbers for sampling that are a pure function of what they are for.
+#
+# The noise of a vocabulary entry depends on (run seed, prompt, sample, position, entry) alone. Its bits come from
+# integer hashing in 32 bits, the same on every device; only the two logarithms that shape them into Gumbel noise are
+# rounded by the device. So a sample does not change with the batch it was drawn in, with scheduling or the number of
+# processes.
+
+_MASK = 0xFFFFFFFF
+# Multipliers of the 32-bit finaliser of MurmurHash3, and an odd constant near 2^32 / golden ratio.
+FIRST, SECOND, STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
+# Seen to wrap in this project's own tests; another device is tried before it draws.
+WRAP = ("cpu", "cuda")
+
+
+def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
+    """Two 32-bit keys of a sequence, as signed numbers that fit an int32 tensor."""
+    parts = (seed, seed >> 32, prompt, prompt >> 32, sample)
+    # Two chains, so that sequences that meet in one of them (one pair in 2^32) still differ in the other.
+    return _signed(_chain(parts, FIRST)), _signed(_chain(parts, SECOND))
+
+
+def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Standard Gumbel noise (B, V) in fp32 for the token at `positions_B` of each sequence.
+
+    `argmax(logits + noise)` is then a sample from softmax(logits).
+    """
+    bits = device_bits(keys_B2, positions_B, vocabulary)
+    # 31 bits as a number in (0, 1) that is finest near 0, where the largest noise comes from.
+    share = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return share.neg_().log1p_().neg_().log_().neg_()
+
+
+def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The noise's bits on the device of the keys; drawn on the host where that device computes others."""
+    if wraps(keys_B2.device):
+        return noise_bits(keys_B2, positions_B, vocabulary)
+    return noise_bits(keys_B2.cpu(), positions_B.cpu(), vocabulary).to(keys_B2.device)
+
+
+@cache
+def wraps(device: torch.device) -> bool:
+    """Whether products and sums of int32 wrap around at 32 bits there, as the hash needs: tried once a process."""
+    if device.type in WRAP:
+        return True
+    keys, positions = torch.tensor([[-(2**31), 2**31 - 1], [FIRST >> 1, -1]], dtype=torch.int32), torch.tensor([0, 9])
+    wanted = noise_bits(keys, positions, 64)
+    try:
+        same = torch.equal(noise_bits(keys.to(device), positions.to(device), 64).cpu(), wanted)
+    except RuntimeError:
+        same = False
+    if not same:
+        warnings.warn(
+            f"integers of {device} do not wrap around: the noise of sampling is drawn on the host", stacklevel=4
+        )
+    return same
+
+
+def noise_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """32 bits (B, V) for each entry of the vocabulary, as int32."""
+    step = positions_B.to(torch.int32)
+    first = _mix(keys_B2[:, 0] + step * _signed(STRIDE))
+    second = _mix(keys_B2[:, 1] ^ step * _signed(FIRST))
+    entries = _mix(torch.arange(1, vocabulary + 1, dtype=torch.int32, device=keys_B2.device))
+    bits = _mix(entries[None, :] ^ first[:, None])
+    return _mix(bits.add_(second[:, None]))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x ^ _shift(x, 16)
+    x = x.mul_(_signed(FIRST))
+    x ^= _shift(x, 13)
+    x = x.mul_(_signed(SECOND))
+    x ^= _shift(x, 16)
+    return x
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right: int32 shifts bring the sign along."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _chain(parts: Iterable[int], state: int) -> int:
+    for part in parts:
+        state = _mix_int(state + (part & _MASK) * STRIDE)
+    return state
+
+
+def _mix_int(x: int) -> int:
+    x &= _MASK
+    x = ((x ^ x >> 16) * FIRST) & _MASK
+    x = ((x ^ x >> 13) * SECOND) & _MASK
+    return x ^ x >> 16
+
+
+def _signed(x: int) -> int:
+    x &= _MASK
+    return x - 2**32 if x >= 2**31 else x

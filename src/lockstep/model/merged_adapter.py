@@ -1,0 +1,146 @@
+"""A PEFT adapter and its base as one Hugging Face folder, and the cache of converted folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+import lockstep
+from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
+from lockstep.model.adapter import CONFIG, WEIGHTS
+from lockstep.model.check import tokens
+from lockstep.model.export_check import Verification, probe_of_transformers, verify_export
+from lockstep.model.pretrained import has_tokenizer, pretrained, rounded, save_model, tokenizer_of, whole_model
+from lockstep.run.caches import FOLDERS, MadeFolder, cache_home, folders_bound, make_room
+from lockstep.run.files import aside_of, written_aside
+from lockstep.run.output import write
+
+# Folders that were made of models in another form (a checkpoint, an adapter, a GGUF file), each once.
+#
+# They lie in the cache by what they were made of; where that changes another folder is made. Whoever comes second
+# waits for the first. Those that were not used for longest are deleted when they take too much room together.
+
+VERSION = 2
+"""Of the conversions: another one makes the folders anew."""
+
+
+def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
+    """The folder that `convert` writes of `facts`, which say everything that it depends on. `what` is shown."""
+    text = json.dumps([VERSION, lockstep.__version__, facts], sort_keys=True, default=str)
+    try:
+        folder = cache_home() / FOLDERS / hashlib.sha256(text.encode()).hexdigest()[:24]
+    except RuntimeError as error:
+        why = "must be made into a model folder, and there is no home to keep that in"
+        raise Refusal.at(what, why, "set LOCKSTEP_CACHE to a folder") from error
+    made = MadeFolder(folder)
+    advice = "LOCKSTEP_CACHE names the folder of the cache"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made.hold()
+        if folder.is_dir():
+            return str(folder)
+        folders_bound()  # refused before the work
+        with made.alone():
+            if not folder.is_dir():
+                write(f"making a model folder of {what}: {folder}", error=True)
+                # Whoever asks may be counting parameters without storage.
+                with written_aside(folder) as aside, torch.device("cpu"):
+                    convert(aside)
+                made.label(str(Path(what).absolute()))
+        for line in make_room(made):
+            write(line, error=True)
+    except OSError as error:
+        raise unwritten(folder, error, advice) from error
+    except Refusal as refusal:
+        if refusal.problems[0].where != str(aside_of(folder)):
+            raise
+        raise Refusal.at(folder, refusal.problems[0].why, advice) from refusal
+    return str(folder)
+
+
+# A PEFT adapter and its base as one Hugging Face folder.
+
+# Tokens that are tried on the adapter beside its base and in it, and how far logits may part, of the largest one.
+PROBE, MERGED_ERROR = 16, 1e-3
+
+
+def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
+    """Merged in fp32 and rounded once to the precision that the base is stored in; what was written is compared with
+    the adapter beside its base."""
+    from peft import PeftModel
+
+    kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
+    if kind not in ("CAUSAL_LM", None):
+        raise Refusal.at(where, f"is an adapter for {kind}", "only adapters of language models are read here")
+    if not (adapter / WEIGHTS).is_file():
+        raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
+    model = whole_model(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of PEFT's, on tied weights: what comes out is looked at instead
+            adapted = PeftModel.from_pretrained(model, str(adapter))
+            _refuse_other_keys(adapted, adapter, where)
+            apart, probe = _logits(adapted), probe_of_transformers(adapted)
+            _untie(adapted)
+            merged: Any = adapted.merge_and_unload()
+            off = float((_logits(merged) - apart).abs().max() / apart.abs().max())
+    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
+        raise Refusal.at(
+            where, f"does not fit its base {base}: {first_line(error)}", "name the base it is of"
+        ) from error
+    if not off <= MERGED_ERROR:
+        why = f"merged into {base} it does not compute what it does beside it: logits are off by {off:.2g} of the most"
+        raise Refusal.at(where, why, "merge it with the library that it was made with")
+    tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
+    try:
+        save_model(rounded(merged, stored), out)
+        tokenizer.save_pretrained(out)
+    except (OSError, SafetensorError) as error:
+        raise unwritten(out, error) from error
+    del model, adapted, merged  # before another one is loaded
+    return verify_export(out, probe, "policy", stored, where)
+
+
+def _logits(adapted: Any) -> torch.Tensor:
+    ids = tokens(PROBE, adapted.get_input_embeddings().weight.shape[0])
+    found: torch.Tensor = adapted(input_ids=torch.tensor([ids])).logits
+    return found
+
+
+def _untie(adapted: Any) -> None:
+    """A head of its own where the adapter changes the embedding or the head of a model in which these are one matrix:
+    merged into it, the change of the one would be a change of the other too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = adapted.get_base_model()
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    if not any(isinstance(layer, BaseTunerLayer) for layer in layers):
+        return
+    plain = [layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers]
+    if plain[0].weight is plain[1].weight:
+        plain[1].weight = torch.nn.Parameter(plain[0].weight.detach().clone())
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
+    """PEFT passes over weights that it finds no place for, and leaves places that it finds no weights for as new."""
+    from peft import get_peft_model_state_dict
+
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        stored = set(file.keys())
+    own = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    # Whole weights of the model, as an adapter with new tokens has them.
+    whole = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
+    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(own - stored)]
+    problems += [Problem(where, f"its base has no place for {name}") for name in sorted(stored - own - whole)]
+    refuse_all(problems, "weights")

@@ -1,0 +1,149 @@
+"""The part `process`: a process reward model judges each step of a response.
+
+A response is split into steps by a text. Each step earns its probability of being good over the number of steps, so
+that a response earns the mean, and more steps are not worth more by themselves. A response without a step earns 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.algorithms.token_losses import good_probability
+from lockstep.data.encode.step_rows import Marks, StepWriter
+from lockstep.errors import Refusal, first_line
+from lockstep.model.policy import output_head
+from lockstep.model.pretrained import pretrained, tokenizer_of, whole_model
+from lockstep.model.resolve import model_folder
+from lockstep.parallel.offload import keep_on_host, resident
+from lockstep.reward.model import BatchedPart, Waiting, in_batches, padded
+from lockstep.reward.parts import PartOutcome, StepOutcome, settled
+from lockstep.types import Failure, Question
+
+# Beside the weights of a process reward model: the tokens it judges with.
+PROCESS = "process_reward.json"
+
+
+@dataclass(frozen=True)
+class ProcessModel:
+    """A loaded process reward model."""
+
+    model: Any
+    writer: StepWriter
+    device: torch.device
+    context: int | None
+
+    @torch.no_grad()
+    def judge(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each encoded row the probability that each of its steps is good, in order."""
+        with resident(self.model):
+            return in_batches(rows, self._forward)
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        with padded(self.model, rows, 0, self.device) as inputs:
+            hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+        head, judging = output_head(self.model), torch.tensor(self.writer.marks.token_ids, device=self.device)
+        # Only the judging tokens compete, so only their rows of the head are needed.
+        bias = None if head.bias_V is None else head.bias_V[judging]
+        head = head._replace(weight_VH=head.weight_VH[judging], bias_V=bias)
+        verdicts = []
+        for row, states in zip(rows, hidden, strict=True):
+            positions = torch.tensor(self.writer.positions(row), device=self.device)
+            verdicts.append(good_probability(head.logits(states[positions]).float()).tolist())
+        return verdicts
+
+
+def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
+    """The folder's model in the precision it is stored in, with the tokens that it judges with."""
+    where, folder = f"{key} {path}", Path(model_folder(path, key))
+    if not (folder / PROCESS).is_file():
+        raise Refusal.at(
+            where,
+            f"is no process reward model: it has no {PROCESS}",
+            'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
+        )
+    from transformers import AutoModelForCausalLM
+
+    trained_with = read_judging(folder)
+    tokenizer = tokenizer_of(str(folder), where)
+    marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])
+    model = whole_model(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
+    if not tokenizer.chat_template:
+        raise Refusal.at(where, "its tokenizer has no chat template", "put a chat_template.jinja into its folder")
+    model.to(device).eval().requires_grad_(False)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
+
+
+def process_config(path: str) -> Any:
+    """Of the folder's model."""
+    from transformers import AutoConfig
+
+    return pretrained(AutoConfig, model_folder(path, "reward.process"), f"reward.process {path}", "its config.json")
+
+
+def read_judging(folder: Path) -> dict[str, Any]:
+    """What a process reward model was trained with: its `placeholder`, and its judging `tokens`."""
+    file, remedy = folder / PROCESS, 'it holds {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
+    try:
+        trained_with: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        texts = [trained_with["placeholder"], *trained_with["tokens"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refusal.at(file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
+    if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
+        raise Refusal.at(file, "its placeholder and tokens are not all texts", remedy)
+    return trained_with
+
+
+def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
+    """The steps of a response, each with its end in the text. Blank ones are none."""
+    steps, start = [], 0
+    for piece in text.split(separator):
+        if piece.strip():
+            steps.append((piece.strip(), start + len(piece.rstrip())))
+        start += len(piece) + len(separator)
+    return steps
+
+
+class ProcessPart(BatchedPart):
+    name = "process"
+
+    def __init__(self, path: str, separator: str, device: torch.device, *, offload: bool = False):
+        self._model = load_process_model(path, device)
+        if offload:
+            keep_on_host(self._model.model, device)
+        self._separator = separator
+        super().__init__(self._model.context)
+
+    def submit(self, question: Question, text: str) -> Future[PartOutcome]:
+        steps = steps_of(text, self._separator)
+        if not steps:
+            return settled(StepOutcome({self.name: 0.0}, ()))
+        writer = self._model.writer
+        answer = writer.marked([step for step, _ in steps])
+        try:
+            _, ids = writer.chat([*question.prompt, {"role": "assistant", "content": answer}], question.origin)
+        except Refusal as refusal:
+            return settled(Failure(self.name, str(refusal.problems[0])))
+        if len(writer.positions(ids)) != len(steps):
+            why = f"the placeholder {writer.marks.placeholder!r} stands in the text itself"
+            return settled(Failure(self.name, why))
+        return self.wait(ids, [end for _, end in steps])
+
+    def outcomes(self, waiting: Sequence[Waiting]) -> list[PartOutcome]:
+        verdicts = self._model.judge([entry.ids for entry in waiting])
+        return [self._outcome(entry.ends, found) for entry, found in zip(waiting, verdicts, strict=True)]
+
+    def _outcome(self, ends: Sequence[int], found: Sequence[float]) -> PartOutcome:
+        mean = sum(found) / len(found)
+        if not math.isfinite(mean):
+            return Failure(self.name, f"the score is {mean}")
+        shares = [probability / len(found) for probability in found]
+        return StepOutcome({self.name: mean, f"{self.name}_worst": min(found)}, list(zip(ends, shares, strict=True)))

@@ -1,0 +1,143 @@
+"""Checks that an engine samples from the distribution that the trainer scores, on the model and on a miniature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.data.batching import micro_batch, to_device
+from lockstep.device.base import Device
+from lockstep.device.device_errors import refuse_trouble
+from lockstep.errors import Problem, Refusal, first_line
+from lockstep.kernels.attention.interface import ATTENTION
+from lockstep.kernels.rotary import fixed_length
+from lockstep.model.check import (
+    CHECK_TOLERANCE,
+    LOGPROB_ERROR,
+    RUN_ERRORS,
+    Miniature,
+    Unfit,
+    build_miniature,
+    tokens,
+)
+from lockstep.model.kernel_trial import refuse_unless_replayed
+from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY
+from lockstep.model.policy import Policy, Scoring
+from lockstep.model.verified import fingerprint, hardware, is_verified, remember
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.types import Example, Origin, Request, Sampling
+
+# Is the built-in engine what transformers would generate? Tried on a miniature of the architecture, in fp32.
+
+# One prompt within every limit and one past a window; with their responses both are.
+PROMPTS = (3, LIMIT + 3)
+LONGEST = ORIGINAL_LENGTH + LIMIT
+
+
+def check_engine_architecture(config: Any, kernel: str, device: Device, torch_device: torch.device) -> None:
+    """`Unfit` where the built-in engine would generate other than transformers; needs no weights, and is remembered."""
+    key = fingerprint(config, "engine", kernel, *hardware(torch_device))
+    if not is_verified(key):
+        try_engine(build_miniature(config, kernel, torch_device), device)
+        remember(key)
+
+
+def try_engine(miniature: Miniature, device: Device) -> None:
+    """Hold greedy tokens and their log-probs against transformers' own, with prompts whole and in pieces."""
+    policy = miniature.policy
+    fixed = fixed_length(policy.causal_lm.config.get_text_config())
+    longest = min(LONGEST, fixed or LONGEST)
+    prompts = [tokens(length, VOCABULARY) for length in PROMPTS]
+    theirs = [_greedy(policy.causal_lm, ids, longest - max(PROMPTS)) for ids in prompts]
+    for settings in (
+        RolloutSettings(block_tokens=4),
+        RolloutSettings(block_tokens=4, prefill_tokens=3, max_sequences=1),
+    ):
+        engine = NativeEngine(policy, device, settings, lambda ids: "")
+        requests = [Request(ids, key) for key, ids in enumerate(prompts)]
+        try:
+            made = list(engine.generate(requests, Sampling(max_tokens=longest - max(PROMPTS), temperature=0)))
+        except RUN_ERRORS as error:
+            refuse_trouble(error, next(policy.parameters()).device)
+            raise Unfit(f"the engine cannot run it: {first_line(error)}") from error
+        for one, (ids, logprobs) in zip(sorted(made, key=lambda c: c.request), theirs, strict=True):
+            ours = torch.tensor(one.logprobs)
+            difference = float((ours - logprobs).abs().max()) if one.ids == ids else float("inf")
+            if not difference <= LOGPROB_ERROR:
+                token = next((i for i, pair in enumerate(zip(one.ids, ids, strict=True)) if pair[0] != pair[1]), None)
+                what = f"differ by {difference:.2g}" if token is None else f"part at token {token} of a response"
+                raise Unfit(f"the engine's greedy tokens or log-probs and transformers' own {what}")
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """The plainest way to generate: the whole sequence anew for every token."""
+    device = model.get_input_embeddings().weight.device
+    ids, logprobs = list(prompt), []
+    model.set_attn_implementation("eager")
+    try:
+        for _ in range(count):
+            logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1].float()
+            ids.append(int(logits.argmax()))
+            logprobs.append(float(logits.log_softmax(-1)[ids[-1]]))
+    finally:
+        model.set_attn_implementation(ATTENTION)
+    return ids[len(prompt) :], torch.tensor(logprobs)
+
+
+# Does the engine generate from the distribution that the trainer scores? Tried on the loaded model.
+
+# What the check of a loaded model generates: prompts of one token and of what is left of the longest sequence.
+LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
+
+
+@torch.no_grad()
+def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str, *, paged_on: Device | None) -> None:
+    """Refuse a model whose generation the trainer would score differently.
+
+    Catches layers that keep a state of their own besides keys and values, and attention beyond the usual. `paged_on` is
+    the device of an engine whose row says `paged`: the architecture is tried there first.
+    """
+    name, remedy = type(policy.causal_lm).__name__, engine.instead
+    try:
+        if paged_on is not None:
+            check_engine_architecture(policy.causal_lm.config, policy.kernel, paged_on, device)
+        ours, trainers = _two_scores(engine, policy, device)
+    except Unfit as unfit:
+        # A replay goes on and judges what is generated: where the tape was recorded, this check passed.
+        refuse_unless_replayed(Problem(f"model.path {path}", f"{name}: {unfit}", remedy))
+        return
+    except RUN_ERRORS as error:
+        refuse_trouble(error, device)
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Refusal.at(f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy) from error
+    difference = (trainers - ours).abs().max().item()
+    if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
+        why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
+        refuse_unless_replayed(Problem(f"model.path {path}", why, remedy))
+
+
+def _two_scores(engine: Engine, policy: Policy, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a few sampled tokens: as the engine gave them, and as the policy scores them."""
+    vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
+    fixed = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LONGEST_TRIED
+    lengths = (1, min(LONGEST_TRIED, fixed) - NEW_TOKENS_TRIED)
+    prompts = [[(5 * i + 2) % vocabulary for i in range(n)] for n in lengths]
+    requests = [Request(ids, key) for key, ids in enumerate(prompts)]
+    made = sorted(engine.generate(requests, Sampling(max_tokens=NEW_TOKENS_TRIED, seed=1)), key=lambda c: c.request)
+    rows = [
+        Example(ids + c.ids, [0] * len(ids) + [1] * len(c.ids), Origin("check", 0))
+        for ids, c in zip(prompts, made, strict=True)
+    ]
+    before = policy.scoring, policy.training
+    policy.scoring = Scoring()
+    policy.eval()
+    try:
+        scores = policy(to_device(micro_batch(rows, packed=True, pad_id=0), device)).logprobs_K
+    finally:
+        policy.scoring = before[0]
+        policy.train(before[1])
+    return torch.tensor([score for c in made for score in c.logprobs], device=device), scores

@@ -1,9 +1,0 @@
-"""Where the rollout worker begins. What it needs is imported in the worker itself, not in the warden above it."""
-
-from __future__ import annotations
-
-
-def serve(connection: int) -> None:
-    from lockstep.rollout.worker.generation import work
-
-    work(connection)

@@ -1,0 +1,238 @@
+"""Weights on their way to the rollout worker: shared memory or broadcast, and the check that they arrived."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lockstep.data.batching import micro_batch, to_device
+from lockstep.errors import Refusal
+from lockstep.kernels.rotary import fixed_length
+from lockstep.model.policy import Policy, Scoring, evaluating
+from lockstep.rollout.server.plugin.lockstep_group import RUN, joined, left
+from lockstep.types import Example, Origin
+
+# Trained weights by broadcast: the run and its rollout worker are the two ranks of a group over their devices.
+
+HERE = "127.0.0.1"
+WORKER = 1
+_LOOK_SECONDS = 0.5
+
+
+class BroadcastFailed(RuntimeError):
+    """The other side is gone or does not answer."""
+
+
+class WeightGroup:
+    """One side of it. The other is waited for at the first hand-over, for `seconds` at most, then and later."""
+
+    def __init__(self, rank: int, backend: str, store: dist.TCPStore, seconds: float):
+        self.rank, self.backend, self.store = rank, backend, store
+        self._seconds = seconds
+        self._joined: dist.ProcessGroup | None = None
+        self.ended: Callable[[], bool] = lambda: False
+        """Whether the worker has ended, as the run sees it."""
+
+    @classmethod
+    def opened(cls, backend: str, seconds: float) -> WeightGroup:
+        """The run's side, which holds the store where the two meet."""
+        return cls(RUN, backend, dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False), seconds)
+
+    @classmethod
+    def met(cls, backend: str, port: int, seconds: float) -> WeightGroup:
+        """The worker's side."""
+        return cls(WORKER, backend, dist.TCPStore(HERE, port, is_master=False), seconds)
+
+    @property
+    def port(self) -> int:
+        return int(self.store.port)
+
+    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
+        """Tell the worker that weights come, and send them."""
+        tell()
+        if self._joined is None:
+            self._meet()
+        for _, parameter in parameters:
+            self._broadcast(parameter.detach().contiguous())
+
+    @torch.no_grad()
+    def read_into(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, parameter in parameters:
+            if parameter.is_contiguous():
+                self._broadcast(parameter.detach())
+            else:
+                parameter.copy_(self._broadcast(torch.empty_like(parameter, memory_format=torch.contiguous_format)))
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            self._group().broadcast(tensor, RUN).wait()
+        except RuntimeError as error:
+            raise BroadcastFailed(str(error)) from error
+        return tensor
+
+    def _meet(self) -> None:
+        """Join the group, on a thread: the store where the two meet waits for a worker that has ended too."""
+        failed: list[BaseException] = []
+
+        def join() -> None:
+            try:
+                self._group()
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                failed.append(error)
+
+        thread = threading.Thread(target=join, daemon=True, name="weights")
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            if thread.is_alive() and self.ended():
+                raise BroadcastFailed("the worker has ended")
+        if failed:
+            raise BroadcastFailed(str(failed[0])) from failed[0]
+
+    def _group(self) -> dist.ProcessGroup:
+        if self._joined is None:
+            # A process may train twice, each time with a worker of its own: the port tells the groups apart.
+            name = f"lockstep/weights/{self.port}"
+            self._joined = joined(self.backend, self.store, name, self.rank, 2, self._seconds)
+        return self._joined
+
+    def close(self) -> None:
+        if self._joined is not None:
+            left(self._joined)
+        self._joined = None
+
+
+# Trained weights in memory that the run and its rollout worker share. It has no name: it ends with both of them.
+
+# Where a tensor begins: a multiple of what any dtype needs.
+ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in the memory."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def places_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
+    """The parameters, one behind another."""
+    places, start = [], 0
+    for name, parameter in parameters:
+        places.append(Place(name, start, tuple(parameter.shape), parameter.dtype))
+        size = math.prod(parameter.shape) * parameter.dtype.itemsize  # all of it, also where this rank has a slice
+        start += -(-size // ALIGNED) * ALIGNED
+    return places
+
+
+class WeightMemory:
+    """The memory of one process; `file` is its descriptor, which this object closes."""
+
+    def __init__(self, file: int, places: Sequence[Place]):
+        self.file, self.places = file, places
+        self._mapped = mmap.mmap(file, _size(places))
+        self.weights: dict[str, torch.Tensor] = {
+            place.name: torch.frombuffer(
+                self._mapped, dtype=place.dtype, count=math.prod(place.shape), offset=place.start
+            ).view(place.shape)
+            for place in places
+        }
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightMemory:
+        """New memory with room for the parameters."""
+        places = places_of(parameters)
+        file = _nameless()
+        os.ftruncate(file, _size(places))
+        return cls(file, places)
+
+    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
+        """Put weights into the memory, and tell the worker that they are there."""
+        self.write(parameters)
+        tell()
+
+    @torch.no_grad()
+    def write(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, parameter in parameters:
+            self.weights[name].copy_(parameter)
+
+    @torch.no_grad()
+    def read_into(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, parameter in parameters:
+            parameter.copy_(self.weights[name])
+
+    def close(self) -> None:
+        """The kernel frees the memory when no process has it mapped any more."""
+        self.weights.clear()
+        os.close(self.file)
+
+
+def _size(places: Sequence[Place]) -> int:
+    last = places[-1]
+    return last.start + max(1, math.prod(last.shape)) * last.dtype.itemsize
+
+
+def _nameless() -> int:
+    """A file of memory without a name, so that nothing is left of it however the processes end."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("lockstep-weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+# Has the worker the weights that it claims? Both sides score the same few tokens after each hand-over.
+
+ROWS, LENGTH = 3, 16
+# Both sides run the same kernels on the same shapes.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+
+
+@torch.no_grad()
+def probe(policy: Policy, device: torch.device) -> torch.Tensor:
+    """Log-probs of fixed token ids, which go through every layer."""
+    vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
+    length = min(LENGTH, fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LENGTH)
+    rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(length)] for row in range(ROWS)]
+    examples = [Example(ids, [1] * length, Origin("probe", number)) for number, ids in enumerate(rows)]
+    scoring, policy.scoring = policy.scoring, Scoring()
+    try:
+        with evaluating(policy):
+            return policy(to_device(micro_batch(examples, packed=True, pad_id=0), device)).logprobs_K.float().cpu()
+    finally:
+        policy.scoring = scoring
+
+
+def refuse_other_weights(
+    version: int, worker_K: torch.Tensor, trainer_K: torch.Tensor, before_K: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    """`before_K` is what the trainer said at the hand-over before: an update may move log-probs by less than the bound,
+    so the worker must also not be nearer to that than to what the trainer says now."""
+    off_K = (worker_K - trainer_K).abs()
+    bound = TOLERANCE[dtype]
+    if not bool((off_K <= bound).all()):
+        at = int(off_K.nan_to_num(nan=torch.inf).argmax())
+        why = (
+            f"differs by up to {off_K[at].item():.3g} (the bound is {bound:g}): log-prob {worker_K[at].item():.6g} in "
+            f"the worker, {trainer_K[at].item():.6g} in the trainer"
+        )
+    elif before_K is not None and off_K.sum() > (worker_K - before_K).abs().sum():
+        why = "is that of the weights before the last update"
+    else:
+        return
+    raise Refusal.at(
+        "rollout.max_staleness",
+        f"the rollout worker does not have the weights after {version} updates that it was handed: its answer to the "
+        f"probe {why}",
+        "the last checkpoint is untouched; without the key generation and training share one model",
+    )
