@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from lockstep.commands import answering
+from lockstep.commands.arguments import Overrides, RecipeArgument, named_value
 from lockstep.commands.data import data_app
-from lockstep.commands.options import Overrides, RecipeArgument, named_value
 from lockstep.launch.launcher import adopt_slurm
 from lockstep.run.output import never_fail_to_encode, write
 

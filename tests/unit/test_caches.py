@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.commands.maintenance import cache_lines
 from lockstep.errors import Refusal
-from lockstep.model.merged_adapter import converted
+from lockstep.model.resolve import converted
 from lockstep.run import caches
 from lockstep.run.caches import MadeFolder, made_folders
 

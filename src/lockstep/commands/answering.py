@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.commands.options import LabelKey, ModelArgument, PromptKey, named_value
+from lockstep.commands.arguments import LabelKey, ModelArgument, PromptKey, named_value
 from lockstep.run.output import write
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.commands.options import Overrides, RecipeArgument
+from lockstep.commands.arguments import Overrides, RecipeArgument
 from lockstep.run.output import write
 
 data_app = typer.Typer(help="Make and look at data.", no_args_is_help=True, rich_markup_mode=None)

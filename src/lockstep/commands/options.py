@@ -1,54 +1,14 @@
-"""Arguments and options that several commands share, and what they refuse."""
+"""What the options of the commands that generate cannot mean."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.model.load import DTYPES, load_config
 from lockstep.rollout.native.limits import refuse_moving_positions
 from lockstep.types import Prompt
-
-# Arguments that several verbs take.
-
-
-def recipe_names(incomplete: str) -> list[str]:
-    """For the shell's completion: built-in recipes, and the folders and YAML files that begin so."""
-    from glob import escape, glob
-
-    built_in = [file.stem for file in (Path(__file__).parents[1] / "recipes").glob("*.yaml")]
-    paths = [name for end in ("*/", "*.yaml", "*.yml") for name in glob(escape(incomplete) + end)]
-    return sorted([*(name for name in built_in if name.startswith(incomplete)), *paths])
-
-
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=recipe_names
-    ),
-]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override.")]
-ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A model folder, a run, a checkpoint, an adapter, a GGUF file, a hub name."),
-]
-PromptKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the prompts [found by name].")]
-LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="That of the ground truth [found by name].")]
-
-
-def named_value(words: str, option: str, form: str) -> tuple[str, str]:
-    """The two sides of `NAME=VALUE`; `form` is what the option calls them."""
-    left, sign, right = words.rpartition("=")
-    if not (left and sign and right):
-        raise typer.BadParameter(f"{words!r} is not of the form {form}", param_hint=option)
-    return left, right
-
-
-# What the options of the commands that generate cannot mean.
 
 
 def refuse_options(dtype: str, n: int, temperature: float) -> None:

@@ -270,7 +270,7 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
     found: Counter[str] = Counter()
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
-            if kernel.looks(module) and _fused_modules_same(module, kernel, kernels.trial):
+            if kernel.looks(module) and _same_module(module, kernel, kernels.trial):
                 module.forward = KernelForward(kernel.forward, module)
                 found[f"{type(module).__name__} by {kernel.name}"] += 1
     for source in plug_rotary(model, kernels.rotary, kernels.trial):
@@ -306,7 +306,7 @@ def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]
             yield from _gathered_one_by_one(child, gather, seen)
 
 
-def _fused_modules_same(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) -> bool:
+def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) -> bool:
     """Whether the module's own forward gives what the kernel does and, where it is tried, the same gradient."""
     parameter = next(module.parameters())
     gate = getattr(module, "gate_proj", None)

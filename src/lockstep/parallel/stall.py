@@ -185,7 +185,7 @@ def _began(number: int) -> str:
 # them alone: a rank that ends early makes the others fail of another reason.
 
 _VERDICT = "stalled"
-_stall_PAUSE = 0.02
+_STALL_PAUSE = 0.02
 # Within which a process that was stopped answers when it goes on.
 _WAKING_SECONDS = 5.0
 
@@ -260,7 +260,7 @@ class Ending:
             self.store.set(f"{name}/{self.rank}", "")
         given_up = time.monotonic() + self.patience
         while not self.store.check([f"{name}/{rank}" for rank in ranks]) and time.monotonic() < given_up:
-            time.sleep(_stall_PAUSE)
+            time.sleep(_STALL_PAUSE)
 
     def _ask_the_silent(self) -> dict[int, Address]:
         """The silent ranks of this machine, where this rank is the first that lives on it."""

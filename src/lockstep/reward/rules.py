@@ -22,7 +22,9 @@ from lockstep.errors import Problem, Refusal, missing_extra
 # Nothing here is limited in time: an answer can be built to keep the comparison busy for ever. The scorer therefore
 # compares in a process that it can kill (`math_judge.py`).
 
-_NUMBER = re.compile(r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})")
+_LATEX_NUMBER = re.compile(
+    r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})"
+)
 # A longer answer is compared by its letters alone when votes are counted.
 _LONGEST_VOTE = 1000
 # What math-verify raises when two things have no comparison (a matrix with an interval ...): they are not equal.
@@ -95,7 +97,7 @@ def _plain(latex: str) -> str:
 
 def _as_number(latex: str) -> str | None:
     """A whole number, a decimal or a fraction as a fraction in lowest terms; None for anything else."""
-    match = _NUMBER.fullmatch(_plain(latex))
+    match = _LATEX_NUMBER.fullmatch(_plain(latex))
     if not match or not any(match.groups()[1:]):
         return None
     sign, whole, decimals, *ratio = match.groups()
@@ -107,7 +109,7 @@ def _as_number(latex: str) -> str | None:
 # Rules that check an answer: pure text in, a score out. Which rule checks a row is said by its `data_source`.
 
 # A number as people write it: sign, currency, thousands separators, decimals. A trailing point is punctuation.
-_rules_NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
+_NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
 # After the mark comes one number and then, at most, words: an expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
 # 1,00,000 is no final number. Markdown stars around the number are let through.
 _MARKED = re.compile(rf"(?<!#)####(?!#)\s*\**\s*({_NUMBER})(?![\d/^=]|[eE][-+]?\d|,\d|\s*[-+*/=]\s*[\d$])")
