@@ -262,7 +262,7 @@ def view(
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page to look at runs: curves, samples, recipes, reports. For this machine only, and read-only."""
-    from lockstep.commands.maintenance import view_runs
+    from lockstep.commands.view import view_runs
 
     view_runs(folder, port, open_browser)
 

@@ -22,8 +22,8 @@ from transformers.models.llama import modeling_llama
 import lockstep
 from hang import HANG
 from lockstep.kernels import fused_modules_npu as npu_modules
-from lockstep.kernels.attention.interface import npu_attention
-from lockstep.kernels.attention.interface import npu_attention as npu_parts
+from lockstep.kernels.attention import npu_attention
+from lockstep.kernels.attention import npu_attention as npu_parts
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.parts import sections
 

@@ -14,7 +14,7 @@ import torch
 import torch_npu
 
 from ascend_emulator import report
-from lockstep.kernels.attention.interface import partial
+from lockstep.kernels.attention import partial
 from lockstep.kernels.attention.npu_attention import FUSION_PARTS, corner
 from lockstep.kernels.attention.partial import PLAIN, partial_kernel
 from lockstep.kernels.attention.parts import Sections, merge, sections

@@ -21,7 +21,7 @@ from transformers import (
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.kernels.attention.interface import interface as attention
+from lockstep.kernels.attention import interface as attention
 from lockstep.model.check import Unfit, check_architecture
 from lockstep.rollout.engine_check import check_engine_architecture
 

@@ -68,7 +68,7 @@ def test_a_lone_process_that_is_stuck_ends_with_its_stacks(recipe_file: Path, tm
     assert done.returncode == 75, done.stderr
     assert re.search(r"\n  rank 0 has been \d+ s at ", done.stderr), done.stderr
     # The reader runs in a process of its own; this one waits for its rows.
-    assert re.search(r'own_reader\.py", line \d+ in _in_process', done.stderr), done.stderr
+    assert re.search(r'user_reader\.py", line \d+ in _in_process', done.stderr), done.stderr
     assert not (tmp_path / "runs").exists()
     alone = lockstep("train", recipe_file, "parallel.launcher=ray", "parallel.devices=1", RANK="0", WORLD_SIZE="1")
     assert alone.returncode == 2

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
-from lockstep.kernels.attention.interface import varlen
+from lockstep.kernels.attention import varlen
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.varlen import Fused
 from lockstep.model import verified

@@ -440,7 +440,7 @@ def generating_engine(device: str) -> None:
 def shared_beginnings(device: str) -> None:
     """Rows in any order and of any strides: tensors lie as the projections and flash attention leave them."""
     from lockstep.kernels.attention import cascade_triton as triton_cascade
-    from lockstep.kernels.attention.interface import flash as cascade
+    from lockstep.kernels.attention import flash as cascade
 
     torch.manual_seed(0)
     for dtype in DTYPES:

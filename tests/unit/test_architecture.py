@@ -381,7 +381,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "ray": ("launch/ray_*.py",),
     "vllm": ("rollout/server/plugin/lockstep_vllm.py", "rollout/server/plugin/lockstep_samples.py"),
     "sglang": ("rollout/server/plugin/*.py",),
-    "torch_npu": ("device/npu.py", "kernels/npu_*.py"),
+    "torch_npu": ("device/npu.py", "kernels/*_npu.py", "kernels/attention/npu_*.py"),
     "math_verify": ("reward/*.py",),
     "trl": (),
 }

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.kernels.attention import explicit
 from lockstep.kernels.attention.flash import flash_with_sinks
-from lockstep.kernels.attention.interface import explicit
 from lockstep.kernels.attention.layout import Chunk, DecodePass, KVCache, make_layout
 from lockstep.kernels.attention.paged import PrefillPass, gathered_decode, paged_attention
 from lockstep.kernels.attention.varlen import varlen_attention

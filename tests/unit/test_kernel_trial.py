@@ -13,8 +13,8 @@ from transformers import LlamaConfig, MistralConfig
 
 from lockstep.device.device_errors import trouble
 from lockstep.errors import Refusal
-from lockstep.kernels.attention.interface import interface as attention
-from lockstep.kernels.attention.interface import varlen
+from lockstep.kernels.attention import interface as attention
+from lockstep.kernels.attention import varlen
 from lockstep.kernels.attention.varlen import Fused, varlen_attention
 from lockstep.model import verified
 from lockstep.model.check import check_architecture, check_policy

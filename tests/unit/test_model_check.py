@@ -21,8 +21,8 @@ from transformers import (
 from lockstep.data.batching import micro_batch
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.kernels.attention.interface import interface as attention
-from lockstep.kernels.attention.interface import paged, varlen
+from lockstep.kernels.attention import interface as attention
+from lockstep.kernels.attention import paged, varlen
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.model import verified
 from lockstep.model.check import LENGTHS, Unfit, check_architecture, own_logprobs

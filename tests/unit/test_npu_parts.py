@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from context_ranks import Case, check_attention
 from fusion_model import FusionModel
-from lockstep.kernels.attention.interface import partial
+from lockstep.kernels.attention import partial
 from lockstep.kernels.attention.npu_attention import FUSION_PARTS
 from lockstep.kernels.attention.partial import PLAIN, partial_kernel
 from lockstep.kernels.attention.parts import sections

@@ -173,7 +173,8 @@ def test_a_stream_of_another_encoding_ends_nothing(monkeypatch: pytest.MonkeyPat
 # their numbers, or passes on what ranks printed through their own doors; a function's time limit names the function.
 MAY_PRINT = (
     *("run/output.py", "run/screen.py", "doctor/", "functions.py"),
-    *(f"parallel/{name}.py" for name in ("watch", "stall", "launch", "restarts", "ray_launcher", "meeting")),
+    *(f"parallel/{name}.py" for name in ("watchdog", "stall", "rendezvous")),
+    *(f"launch/{name}.py" for name in ("launcher", "restarts", "ray_launcher")),
 )
 
 

@@ -135,7 +135,7 @@ def test_the_quota_of_a_container(tmp_path: Path) -> None:
 def test_threads_follow_the_quota_unless_told_otherwise(given: dict[str, str], expected: str) -> None:
     code = (
         "import os, sys\n"
-        "from lockstep.device import threads\n"
+        "from lockstep.device import process_setup as threads\n"
         "threads.quota, threads.cores = lambda: 3, lambda: 64\n"
         "threads.follow_quota()\n"
         "print(os.environ.get('OMP_NUM_THREADS'), threads.each_of(2, 9))\n"

@@ -101,7 +101,7 @@ def test_another_chip_is_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check()
     built: list[str] = []
-    for user in ("model.check", "rollout.trial"):
+    for user in ("model.check", "rollout.engine_check"):
         refused = f"lockstep.{user}.build_miniature"
         monkeypatch.setattr(refused, lambda *_, user=user: built.append(user) or _stop())
     check()
@@ -112,7 +112,7 @@ def test_another_chip_is_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
             check_architecture(config, "folder", torch.float32, "sdpa", CPU)
         with pytest.raises(_Stopped):
             check_engine_architecture(config, "sdpa", select("cpu"), CPU)
-    assert built == ["model.check", "rollout.trial"] * 2
+    assert built == ["model.check", "rollout.engine_check"] * 2
 
 
 class _Stopped(Exception):

@@ -21,7 +21,7 @@ import pytest
 
 import lockstep
 from hang import HANG
-from lockstep.commands.maintenance import view_runs
+from lockstep.commands.view import view_runs
 from lockstep.errors import Refusal
 from lockstep.parity.compare.comparable import setup_differences
 from lockstep.parity.compare.logs.run_folder import evidence

@@ -18,7 +18,7 @@ from lockstep.kernels.bf16_matmul import prepare_products
 CHILD = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from lockstep.kernels import wide_products
+from lockstep.kernels import bf16_matmul as wide_products
 wide_products._has_bf16 = lambda: False
 wide_products.prepare_products(torch.bfloat16)
 import test_wide_products
