@@ -87,7 +87,7 @@ another value:
 Most of them do not change what an update computes. The learning rate, its schedule and the number of steps do: the run
 prints the rate of the next step before and after, stores the change in `env.json`, and `lockstep compare` shows it. A
 change of any other key, or of the training rows, is refused with the two values. Data files and models may move: their
-content is compared, not their path. [Resuming](runs.md#going-on) says what happens to models that have changed.
+content is compared, not their path. [Resuming](runs.md#resuming) says what happens to models that have changed.
 
 ## The keys
 

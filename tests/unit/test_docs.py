@@ -72,6 +72,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, f"{name(page)} links to {target}"
 
 
+def test_the_readme_links_to_every_page() -> None:
+    linked = set(LINK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    pages = {name(page) for page in PAGES if not page.name.endswith(".zh.md")}
+    assert pages - linked == {"README.md"}
+
+
 @every_page
 def test_commands_and_keys_exist(page: Path) -> None:
     """Also in blocks that are not run: verbs of `lockstep`, targets of `make`, keys of the recipe."""
