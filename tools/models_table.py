@@ -1,4 +1,4 @@
-"""Prints docs/models.md: judges every case of the sweep, which takes minutes; `make models` stores it."""
+"""Prints docs/models.md: runs every case of the sweep, which takes minutes. `make models` stores the page."""
 
 from __future__ import annotations
 

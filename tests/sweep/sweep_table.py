@@ -1,4 +1,4 @@
-"""docs/models.md: what the sweep found, by outcome and reason."""
+"""The text of docs/models.md: the results of the sweep, by outcome and reason."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ INTRO = """\
 
 # Models
 
-Before training, the architecture of a model folder is tried as a small random copy (every switch of its `config.json`
-kept, sizes and limits scaled down), in fp32 and in the dtype that is trained: log-probs and the gradient of every
-parameter, packed and padded, on sequences longer than each window, chunk and original length, and the engine's greedy
-tokens, against transformers' own. What differs is refused with the reason. The result is remembered
-(`~/.cache/lockstep`, or `LOCKSTEP_CACHE`) for this configuration, these packages, this code and
-this kind of device.
+Before training, lockstep tests the architecture of a model folder on a small random copy: every switch of its
+`config.json` is kept, sizes and limits are scaled down. It compares with transformers, in fp32 and in the training
+dtype: log-probs and the gradient of every parameter, packed and padded, on sequences longer than each window, chunk and
+original length, and the engine's greedy tokens. A model that differs is rejected with the reason. The result is cached
+(`~/.cache/lockstep`, or `LOCKSTEP_CACHE`) for this configuration, these packages, this code and this kind of device.
 
-The sweep builds every causal language model class of transformers {version} small, also with windows, layers and rotary
-scalings that its defaults leave off (`llama+yarn`), and holds what is accepted against transformers once more, with
-other weights and lengths: {cases} cases, {supported} supported, {training} for training only, {refused} refused,
-{unbuilt} of classes that cannot be built small. None may be accepted and wrong.
+The sweep builds a small model of every causal language model class of transformers {version}, also with windows, layers
+and rotary scalings that are off by default (`llama+yarn`). It compares each accepted model with transformers once more,
+with other weights and lengths: {cases} cases, {supported} supported, {training} for training only, {refused} refused,
+{unbuilt} of classes that cannot be built small. The sweep fails if an accepted model is wrong.
 
-Of mixtures of experts: `model.aux_loss_coef` weighs their load-balancing loss, which is that of a whole update however
-it is packed; router noise in training is refused, since it depends on the packing.
+Mixture-of-experts models: `model.aux_loss_coef` weighs the load-balancing loss, which is computed over the full update
+for any packing. Router noise in training is rejected, because it depends on the packing.
 """
 SECTIONS = {
     "training": (
         "For training only",
-        "Every method that reads rows trains these. To generate with them set `rollout.engine: hf`.",
+        "All offline methods can train these. To generate with them set `rollout.engine: hf`.",
     ),
     "refused": ("Refused", ""),
     "not built": (
         "Not tried",
-        "No small model of these could be built here, so folders of theirs are refused too, unless their own "
+        "No small model of these classes could be built here. Their folders are rejected too, unless the folder's "
         "configuration can be scaled down.",
     ),
 }
@@ -72,7 +71,7 @@ def page(outcomes: Mapping[Case, Outcome]) -> str:
 
 
 def reason(why: str) -> str:
-    """A reason without what differs between models and machines: their names, sizes and rounding."""
+    """The reason without parts that differ between models and machines: names, sizes and rounding."""
     why = re.sub(r"^\w+: ", "", why)
     why = re.sub(r"by up to [\d.e+-]+", "by far", why)
     why = re.sub(r"\([^()]*heads of[^()]*\)", "(sizes differ)", why)

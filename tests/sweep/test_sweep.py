@@ -13,7 +13,7 @@ from sweep_table import statuses
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 STATUSES = statuses(TEXT)
-OF_THIS_VERSION = f"transformers {transformers.__version__} small" in " ".join(TEXT.split())
+OF_THIS_VERSION = f"class of transformers {transformers.__version__}," in " ".join(TEXT.split())
 # One of each kind; the others run under `make test-slow`.
 SAMPLE = (
     "llama",

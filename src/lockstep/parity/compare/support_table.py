@@ -1,4 +1,4 @@
-"""The table of docs/support.md: read strictly, one row replaced or added, the text around it kept."""
+"""Reads and writes the table of docs/support.md: replaces or adds one row and keeps the surrounding text."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ RULE = "|" + "---|" * len(COLUMNS)
 
 INTRODUCTION = """# Support: which pairs train in step
 
-Each row is one `lockstep compare A B --record`: run B held against run A, with the same algorithm on the same model.
-The mean error is the mean of |A - B| over the common steps, times 100: an absolute difference, written as a percentage;
-the scaled error divides the sum of |A - B| by the sum of |A|. The throughput ratio is B's tokens a second over A's.
-Hardware and versions say what A and B ran on. *In step* meets the bar, with no difference beyond noise that is large
-beside it; the verdict is the worse of what the bar and the statistical test of `lockstep compare` say. A pair that is
-out of step, or of which nothing can be told, keeps its row, with the numbers. The evidence of a row holds its figures
-and its curves. Recording the same pair again replaces its row: the rows are written by the command, not by hand.
+Each row is one `lockstep compare A B --record`: two runs of the same algorithm on the same model. The mean error is the
+mean of |A - B| over the common steps, times 100: an absolute difference, written as a percentage. The scaled error is
+the sum of |A - B| divided by the sum of |A|. The throughput ratio is B's tokens per second divided by A's. Hardware and
+versions are those of A and B. *In step* means that the bar is met and that no difference beyond noise is large relative
+to it. The verdict is the worse result of the bar and the statistical test. Pairs that are out of step or undecided keep
+their rows. The evidence file contains the figures and curves of a row. The command writes the rows; recording the same
+pair again replaces its row.
 """
 
 
 @dataclass(frozen=True)
 class SupportRow:
-    """The cells as text; `evidence` is the file's path from the table's folder, and what tells rows apart."""
+    """The cells as text. `evidence` is the file's path relative to the table's folder, and the key of the row."""
 
     algorithm: str
     model: str
@@ -67,7 +67,7 @@ class SupportTable:
 
 
 def read_table(path: Path) -> SupportTable:
-    """The table of the file; an empty one under its introduction when there is no file."""
+    """The table of the file, or an empty table with the introduction if there is no file."""
     if not path.exists():
         return SupportTable(f"{INTRODUCTION}\n", [], "")
     try:
@@ -79,11 +79,11 @@ def read_table(path: Path) -> SupportTable:
         raise Refusal.at(path, "holds no support table", remedy)
     top = lines.index(HEADER)
     if lines[top + 1 : top + 2] != [RULE]:
-        raise _damaged(path, top + 2, f"below the heading belongs `{RULE}`")
+        raise _damaged(path, top + 2, f"below the heading, expected `{RULE}`")
     end = next((at for at in range(top + 2, len(lines)) if not lines[at].strip()), len(lines))
     for at in range(end, len(lines)):
         if lines[at].startswith("|"):
-            raise _damaged(path, at + 1, "a row after the end of the table: an empty line parts them")
+            raise _damaged(path, at + 1, "a row after the end of the table: the table ends at the first empty line")
     rows = [_row(path, at + 1, lines[at]) for at in range(top + 2, end)]
     _refuse_twins(path, top + 3, rows)
     return SupportTable(_joined(lines[:top]), rows, _joined(lines[end:]))
