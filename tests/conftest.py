@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,26 +29,41 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("LOCKSTEP_CACHE", tempfile.mkdtemp(prefix="lockstep-cache-"))
 
 
+# Nothing that is imported or collected goes away; the collector need not look for it.
+gc.disable()
+
 # A slow example is no wrong one; and examples that share a temporary folder write over what is there.
 UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("unhurried", deadline=None, suppress_health_check=UNASKED)
 settings.load_profile("unhurried")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """pytest-xdist 3.8 tells a test's group by its name, in a place where pytest looks no more since 9.2: without this
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Tests that share what a fixture made for their module go to one worker, which makes it once.
+
+    pytest-xdist 3.8 tells a test's group by its name, in a place where pytest looks no more since 9.2: without this
     the tests of a group are dealt out one by one, and each process sets up what they share."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None and shares_with_its_module(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    yield
     for item in items:
         named = vars(item).get("_nodeid")
         if named is not None and named != item.nodeid:
             item._id = type(item.id).parse(named)  # type: ignore[attr-defined]
 
 
+def shares_with_its_module(item: pytest.Item) -> bool:
+    info = getattr(item, "_fixtureinfo", None)
+    return info is not None and any(made[-1].scope == "module" for made in info.name2fixturedefs.values())
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection need look at it again, and no process that a test forks copy it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -68,6 +84,16 @@ def written_without_waiting() -> Iterator[None]:
     a run waits two dozen times. The commands that tests start do wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def command_line_built_once() -> Iterator[None]:
+    """typer builds all verbs anew at each call, which takes longer than many a call itself."""
+    import typer.main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 
 

@@ -70,7 +70,7 @@ class Outcome:
     said: str = ""
 
 
-def write_scene(folder: Path, steps: int, ranks: int) -> Path:
+def write_scene(folder: Path, steps: int, ranks: int, time_limit: float = 10) -> Path:
     """The tiny model, rows, a reward function and a recipe."""
     from lockstep.data.prepare.generated import write_arithmetic
     from lockstep.model.tiny import write_tiny
@@ -93,7 +93,7 @@ reward:
   weights: {{rule: 0}}
   workers: 2
   max_failures: 0
-  time_limit: 10
+  time_limit: {time_limit:g}
 optim: {{lr: 1e-3}}
 checkpoint: {{every: 3}}
 log: {{samples: 8}}
@@ -290,16 +290,18 @@ def soak(
     steps: int,
     ranks: int = 2,
     stall: float = 40,
+    time_limit: float = 10,
     python: tuple[str, ...] = (sys.executable,),
 ) -> tuple[Outcome, Outcome, list[str]]:
     """The run that was left alone, the one that was struck, and what of the two differs. A single rank is left alone in
-    a process that `python` starts, without a launcher."""
-    recipe = write_scene(folder, steps, ranks)
+    a process that `python` starts, without a launcher. So is a launcher that is never struck."""
+    recipe = write_scene(folder, steps, ranks, time_limit)
     alone = ["parallel.devices=1", "parallel.max_restarts=0"] if ranks == 1 else []
     whole = run(recipe, folder / "whole", alone, python=python)
     words = [f"parallel.max_restarts={2 * plan.blows}", *([f"parallel.stall_seconds={stall:g}"] if plan.stops else [])]
     (folder / OVER).unlink()
-    struck = run(recipe, folder / "struck", words, plan)
+    cold = "launcher" in plan.kinds
+    struck = run(recipe, folder / "struck", words, plan, (sys.executable,) if cold else python)
     both = whole.status == struck.status == 0
     return whole, struck, differences(folder / "struck" / "run", folder / "whole" / "run") if both else ["the end"]
 

@@ -40,12 +40,17 @@ def test_an_interpreter_without_torch_npu_pays_nothing() -> None:
     assert python("-c", code).stdout.split() == ["False"]
 
 
-@pytest.mark.parametrize("first", ["torch", "torch_npu", "lockstep.device, torch_npu"])
+# For every day the ranks of test_emulator_hccl.py import torch first.
+@pytest.mark.parametrize(
+    "first",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "torch_npu")), "lockstep.device, torch_npu"],
+)
 def test_whoever_imports_first_gets_the_kernels(first: str) -> None:
     done = python("-c", f"import {first}; import torch; print((torch.ones(2, device='npu') + 1).tolist())")
     assert done.stdout.strip() == "[2.0, 2.0]", done.stderr
 
 
+@pytest.mark.slow
 def test_a_spawned_process_has_the_kernels_too(tmp_path: Path) -> None:
     script = tmp_path / "spawning.py"
     script.write_text(

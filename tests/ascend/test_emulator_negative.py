@@ -118,7 +118,7 @@ def test_a_wrong_gradient_is_noticed() -> None:
     assert difference() < 1e-6
 
 
-# ---- the environment ----
+# ---- the environment: every test that starts torch takes seconds, so one of them runs every day ----
 
 
 def test_without_cann_torch_does_not_import() -> None:
@@ -127,18 +127,21 @@ def test_without_cann_torch_does_not_import() -> None:
     assert "libhccl.so" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_cann_and_autoload_torch_is_the_plain_one() -> None:
     code = "import torch; print(torch.ones(1).item(), hasattr(torch, 'npu'))"
     done = python("-c", code, LD_LIBRARY_PATH=None, PYTHONPATH=None, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.split() == ["1.0", "False"]
 
 
+@pytest.mark.slow
 def test_without_the_host_kernels_an_operator_fails() -> None:
     done = python("-c", "import torch; print(torch.ones(2).npu() + 1)", PYTHONPATH=None)
     assert done.returncode == 1
     assert "Error" in done.stderr
 
 
+@pytest.mark.slow
 def test_fresh_memory_can_be_made_to_show() -> None:
     code = "import torch; print(torch.empty(64, device='npu').isnan().all().item())"
     assert python("-c", code, ASCEND_EMULATOR_POISON="1").stdout.split() == ["True"]
@@ -158,11 +161,13 @@ print(count.value)
     assert python("-c", code, ASCEND_RT_VISIBLE_DEVICES=visible).stdout.split() == [str(count)]
 
 
+@pytest.mark.slow
 def test_torch_sees_what_the_runtime_shows() -> None:
     done = python("-c", "import torch; print(torch.npu.device_count())", ASCEND_RT_VISIBLE_DEVICES="1")
     assert done.stdout.split() == ["1"]
 
 
+@pytest.mark.slow
 def test_other_devices_can_be_asked_for() -> None:
     code = "import torch; print(torch.npu.device_count(), torch.npu.get_device_name(3))"
     done = python("-c", code, ASCEND_EMULATOR_DEVICES="4", ASCEND_EMULATOR_SOC="Ascend910B3")

@@ -115,7 +115,13 @@ def mean_error(ours: list[float], theirs: list[float]) -> float:
     return sum(abs(a - b) / max(abs(b), 1e-8) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Another run of the same method, or with the same key, is there for every day.
+SLOW_RUNS = ("sft checkpointing", "dpo lora", "reinforce_pp")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_RUNS else ()) for name in RUNS]
+)
 def test_in_step_with_the_cpu(model: Path, tmp_path: Path, name: str, recwarn: pytest.WarningsRecorder) -> None:
     method, words = RUNS[name]
     recipe = recipe_of(tmp_path, model, method, words)

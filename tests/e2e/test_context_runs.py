@@ -54,7 +54,7 @@ def same_metrics(one: Path, several: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "layout", "words"),
     [
-        (2, "zigzag", ["val.every=3"]),
+        pytest.param(*(2, "zigzag", ["val.every=3"]), marks=pytest.mark.slow),
         pytest.param(*(4, "gather", ["batch.rows_per_update=3"]), marks=pytest.mark.slow),
         pytest.param(
             *(2, "ulysses", ["batch.tokens=null", "batch.rows=3", "model.gradient_checkpointing=true"]),

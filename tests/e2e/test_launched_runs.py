@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from commands import cold_lockstep, lockstep
+from commands import cold_lockstep, lockstep, warm_python
 from hang import HANG, wait_until
 from kills import lines
 from ranks import assert_none_left, ranks_of
@@ -31,7 +30,8 @@ def training(recipe_file: Path, runs: Path) -> Iterator[subprocess.Popen[str]]:
     """Two ranks that are past their first steps."""
     words = ["train", str(recipe_file), f"run.folder={runs}", *LONG]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *words],
+        # The launcher is warm; its ranks start cold.
+        [*warm_python(), "-m", "lockstep", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

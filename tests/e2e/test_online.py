@@ -157,6 +157,9 @@ def same_run(a: Path, b: Path, step: int = 4) -> None:
 SEVERAL_UPDATES = ["log.samples=99", "algorithm.epochs=2", "batch.prompts_per_update=2", "run.steps=2"]
 
 
+SMALL_CACHE = ["rollout.block_tokens=4", "rollout.cache_gb=0.00004"]
+
+
 @pytest.fixture(scope="module")
 def several_updates(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("several-updates")
@@ -167,16 +170,20 @@ def several_updates(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path)
 @pytest.mark.parametrize(
     "other",
     [
-        ["batch.tokens=96"],
-        ["batch.tokens=null", "batch.rows=5"],
-        ["rollout.max_sequences=2"],
-        ["rollout.prefill_tokens=5", "rollout.block_tokens=4"],
-        ["rollout.block_tokens=4", "rollout.cache_gb=0.00004"],
-        ["rollout.engine=hf"],
-        ["reward.workers=3"],
+        # Every day all of them at once; one by one they tell which it was.
+        ["batch.tokens=96", "rollout.max_sequences=2", "rollout.prefill_tokens=5", *SMALL_CACHE, "reward.workers=3"],
+        ["batch.tokens=null", "batch.rows=5", "rollout.engine=hf"],
+        pytest.param(["batch.tokens=96"], marks=pytest.mark.slow),
+        pytest.param(["batch.tokens=null", "batch.rows=5"], marks=pytest.mark.slow),
+        pytest.param(["rollout.max_sequences=2"], marks=pytest.mark.slow),
+        pytest.param(["rollout.prefill_tokens=5", "rollout.block_tokens=4"], marks=pytest.mark.slow),
+        pytest.param(SMALL_CACHE, marks=pytest.mark.slow),
+        pytest.param(["rollout.engine=hf"], marks=pytest.mark.slow),
+        pytest.param(["reward.workers=3"], marks=pytest.mark.slow),
     ],
     ids=lambda words: " ".join(words),
 )
+@pytest.mark.xdist_group("several updates")
 def test_limits_and_engine_change_nothing(
     several_updates: Path, online_file: Path, tmp_path: Path, other: list[str]
 ) -> None:
@@ -297,7 +304,6 @@ PPO = [
     "rollout.n=1",
     "batch.prompts=8",
     "batch.prompts_per_update=4",
-    "run.steps=8",
     "checkpoint.every=2",
     "critic.lr=1e-3",
     "model.lora.rank=4",
@@ -307,26 +313,34 @@ PPO = [
 ]
 
 
-def test_killed_and_resumed_is_bit_identical_critic_and_rollouts_included(online_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "ended_after"),
+    [
+        pytest.param(4, [3], id="once, in a checkpoint"),
+        pytest.param(8, [2, 3, 7], id="again and again", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_is_bit_identical_critic_and_rollouts_included(
+    online_file: Path, tmp_path: Path, steps: int, ended_after: list[int]
+) -> None:
     val = write_jsonl(tmp_path / "val.jsonl", question_rows(5))
-    words = [*PPO, f"val.questions={val}", "val.every=3", "val.at_start=true", "val.max_new_tokens=6"]
+    words = [*PPO, f"run.steps={steps}", f"val.questions={val}", "val.every=3", "val.max_new_tokens=6"]
+    words.append("val.at_start=true")
     runs = tmp_path / "runs"
     whole = lockstep("train", online_file, "run.name=whole", *words)
     assert whole.returncode == 0, whole.stderr
     folder = runs / "killed"
     metrics = folder / "metrics.jsonl"
-    for moments in (
-        [lines(metrics, 2)],
-        [Moment(f"{folder}/checkpoints/.writing-*"), lines(metrics, 3)],
-        [lines(metrics, 7)],
-    ):
+    for count in ended_after:
+        writing = [Moment(f"{folder}/checkpoints/.writing-*")] if count == 3 else []
+        moments = [*writing, lines(metrics, count)]
         killed(["train", online_file, "run.name=killed", *words], *moments)
     done = lockstep("train", online_file, "run.name=killed", *words)
     assert done.returncode == 0, done.stderr
     assert facts(folder) == facts(runs / "whole")
     assert (folder / "samples.jsonl").read_text() == (runs / "whole" / "samples.jsonl").read_text()
     for part in ("weights", "critic", "optimizer", "critic_optimizer"):
-        one, two = (weights_of(run, 8, part) for run in (folder, runs / "whole"))
+        one, two = (weights_of(run, steps, part) for run in (folder, runs / "whole"))
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one), part
 
@@ -348,7 +362,7 @@ OVER_THE_STEP = (
 @pytest.mark.parametrize("method", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "remax"))])
 def test_two_processes_sample_and_train_what_one_does(online_file: Path, tmp_path: Path, method: str) -> None:
     n = "rollout.n=3" if method == "grpo" else "rollout.n=1"
-    words = [f"method={method}", n, "log.samples=99", "reward.workers=2"]
+    words = [f"method={method}", n, "log.samples=99", "reward.workers=2", "run.export=false"]
     words += ["batch.prompts_per_update=2"] if method != "remax" else []
     words += ["critic.lr=1e-3", *OVER_THE_STEP] if method == "ppo" else []
     # Room for the samples of one prompt: the others of a share are begun one by one, by whoever is first.
@@ -381,6 +395,7 @@ def test_an_update_with_fewer_responses_than_processes(online_file: Path, tmp_pa
         "algorithm.kl.where=none",
         "critic.lr=1e-3",
         "run.steps=2",
+        "run.export=false",
     ]
     train(online_file, "run.name=one", *words)
     two = torchrun("train", online_file, "run.name=two", *words)

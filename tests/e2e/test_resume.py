@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,9 @@ def same_weights(a: Path, b: Path, step: int = 12) -> bool:
     return one.keys() == two.keys() and all(bool((one[name] == two[name]).all()) for name in one)
 
 
-def test_killed_at_many_moments_ends_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
+# Every day in a checkpoint, while an old one is removed, and late.
+@pytest.mark.parametrize("chosen", [(2, 5, 6), pytest.param(range(7), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_killed_at_many_moments_ends_bit_identical(recipe_file: Path, tmp_path: Path, chosen: Sequence[int]) -> None:
     runs = tmp_path / "runs"
     assert lockstep("train", recipe_file, "run.name=whole", *SETTINGS).returncode == 0
     folder, checkpoints = runs / "killed", runs / "killed" / "checkpoints"
@@ -56,8 +59,8 @@ def test_killed_at_many_moments_ends_bit_identical(recipe_file: Path, tmp_path: 
         Moment(f"{checkpoints}/.removing-*"),  # while an old one is removed
         lines(folder / "metrics.jsonl", 11),  # late
     ]
-    for moment in moments:
-        killed(["train", recipe_file, "run.name=killed", *SETTINGS], moment)
+    for number in chosen:
+        killed(["train", recipe_file, "run.name=killed", *SETTINGS], moments[number])
     done = lockstep("train", recipe_file, "run.name=killed", *SETTINGS)
     assert done.returncode == 0, done.stderr
     assert facts(folder) == facts(runs / "whole")
@@ -67,7 +70,7 @@ def test_killed_at_many_moments_ends_bit_identical(recipe_file: Path, tmp_path: 
 
 
 def train(recipe_file: Path, *overrides: str) -> None:
-    train_offline(load_recipe(str(recipe_file), list(overrides)), Console.silent())
+    train_offline(load_recipe(str(recipe_file), ["run.export=false", *overrides]), Console.silent())
 
 
 def test_the_whole_model_in_bf16_with_masters_resumes_bit_identical(recipe_file: Path, tmp_path: Path) -> None:
@@ -93,7 +96,15 @@ def often_saved(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> 
     return recipe
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+# Every file of it is damaged in test_damaged_runs.py too.
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.safetensors",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("optimizer.safetensors", "state.json")),
+        "manifest.json",
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over_aloud(often_saved: Path, tmp_path: Path, file: str) -> None:
     run = shutil.copytree(often_saved.parent / "runs" / "run", tmp_path / "run")
     before = facts(run)
@@ -101,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(often_saved: Path, tmp_path: 
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x20
     path.write_bytes(content[:-1] if file == "manifest.json" else content)
-    again = lockstep("train", often_saved, *OFTEN, f"run.folder={tmp_path}")
+    again = lockstep("train", often_saved, *OFTEN, "run.export=false", f"run.folder={tmp_path}")
     assert again.returncode == 0, again.stderr
     assert "step_6 is damaged" in again.stdout + again.stderr
     assert "after step 4" in again.stdout

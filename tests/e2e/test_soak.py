@@ -30,12 +30,12 @@ def assert_unharmed(whole: Outcome, struck: Outcome, apart: list[str], blows: in
     assert struck.shared_memory == []
 
 
-def test_a_stopped_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> None:
-    """The score is asked for again; the rank is started again, from the last checkpoint."""
-    plan = Plan(blows=2, seed=14, kinds=("worker", "rank"))
-    whole, struck, apart = soak(tmp_path, plan, steps=8, ranks=1, stall=600, python=tuple(warm_python()))
-    assert_unharmed(whole, struck, apart, 2)
-    assert [(blow.kind, blow.signal) for blow in struck.blows] == [("worker", "SIGSTOP"), ("rank", "SIGKILL")]
+def test_a_killed_rank_leaves_no_trace(tmp_path: Path) -> None:
+    """It is started again, from the last checkpoint. Stopped scorers are in test_reward_hostile.py for every day."""
+    plan = Plan(blows=1, seed=0, kinds=("rank",), stops=False)
+    whole, struck, apart = soak(tmp_path, plan, steps=4, ranks=1, python=tuple(warm_python()))
+    assert_unharmed(whole, struck, apart, 1)
+    assert [(blow.kind, blow.signal) for blow in struck.blows] == [("rank", "SIGKILL")]
     assert struck.restarts == 1
     # Samples that were lost, or stored twice, would be found.
     run, alone = tmp_path / "struck" / "run", tmp_path / "whole" / "run"
@@ -43,6 +43,16 @@ def test_a_stopped_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> No
     for wrong in (stored[:-1], [*stored[:8], *stored]):
         (run / "samples.jsonl").write_text("".join(wrong))
         assert differences(run, alone) == ["samples"]
+
+
+@pytest.mark.slow
+def test_a_stopped_scorer_and_a_killed_rank_leave_no_trace(tmp_path: Path) -> None:
+    """The score is asked for again; the rank is started again, from the last checkpoint."""
+    plan = Plan(blows=2, seed=14, kinds=("worker", "rank"))
+    whole, struck, apart = soak(tmp_path, plan, steps=5, ranks=1, stall=600, time_limit=4, python=tuple(warm_python()))
+    assert_unharmed(whole, struck, apart, 2)
+    assert [(blow.kind, blow.signal) for blow in struck.blows] == [("worker", "SIGSTOP"), ("rank", "SIGKILL")]
+    assert struck.restarts == 1
 
 
 @pytest.mark.slow

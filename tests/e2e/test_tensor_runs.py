@@ -203,6 +203,7 @@ def test_bf16_with_masters_learns_as_one_process(model: Path, tmp_path: Path) ->
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
+@pytest.mark.slow
 def test_ranks_that_go_on_as_a_tensor_group_draw_the_same_dropout(model: Path, tmp_path: Path) -> None:
     """Two sharded ranks save; a tensor group of two and a single process continue with the masks of the first rank.
 

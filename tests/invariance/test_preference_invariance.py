@@ -69,9 +69,13 @@ WITH_LORA = ("dpo", "kto", "rm")
 SLOW_WITH_LORA = ("orpo", "rm of several", "prm", "distill")
 
 
+# Another of its kind is there for every day; that a table on the disk changes nothing is in test_logprob_cache.py too.
+SLOW_KINDS = ("ipo of sums", "distill from disk", "dpo from disk")
+
+
 def _cases() -> Iterator[object]:
     for kind in KINDS:
-        yield pytest.param(kind, False, DAILY, id=kind)
+        yield pytest.param(kind, False, DAILY, id=kind, marks=pytest.mark.slow if kind in SLOW_KINDS else ())
         yield pytest.param(kind, False, SLOW, id=f"{kind}, row by row", marks=pytest.mark.slow)
     for kind in (*WITH_LORA, *SLOW_WITH_LORA):
         marks = pytest.mark.slow if kind in SLOW_WITH_LORA else ()

@@ -55,8 +55,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Ca
     return cache(trained)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("lora", [False, True])
+# With an adapter, the smallest micro-batches of either kind every day; all of them without one.
+LORA_DAILY = ("packed, small budget", "padded, one row a micro-batch")
+
+
+@pytest.mark.parametrize(
+    ("variant", "lora"),
+    [
+        pytest.param(variant, lora, marks=pytest.mark.slow if lora and variant not in LORA_DAILY else ())
+        for lora in (False, True)
+        for variant in VARIANTS
+    ],
+)
 def test_the_same_run_however_it_is_cut(
     reference: Callable[..., Trained], recipe_file: Path, variant: str, lora: bool
 ) -> None:

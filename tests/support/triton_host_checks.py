@@ -67,7 +67,7 @@ def decoding() -> None:
     from lockstep.kernels.attention.paged_triton import paged_decode
 
     torch.manual_seed(0)
-    lengths, block, width = torch.tensor([1, 7, 130]), 16, 9
+    lengths, block, width = torch.tensor([1, 7, 50]), 16, 4
     table = torch.randperm(3 * width).view(3, width)
     last = lengths - 1
     slots = table.gather(1, (last // block)[:, None])[:, 0] * block + last % block

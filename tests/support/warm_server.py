@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import io
@@ -41,7 +42,7 @@ MODULES = (
 )
 HARMLESS = {
     *("PATH", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST"),
-    *("LINES", "COLUMNS", "LOCKSTEP_CACHE", "LOCKSTEP_MISSED_AFTER"),
+    *("LINES", "COLUMNS", "LOCKSTEP_CACHE", "LOCKSTEP_MISSED_AFTER", "LOCKSTEP_SOAK"),
     # What torchrun says to its processes, besides its own TORCHELASTIC_...
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
@@ -210,10 +211,19 @@ def import_without_threads(modules: Sequence[str]) -> None:
         os.environ[ARROW_ALLOCATOR] = given
 
 
+def build_command_line() -> None:
+    """typer builds all verbs when a command starts, which takes as long as a light import."""
+    if "lockstep.cli" in sys.modules:
+        typer = importlib.import_module("typer.main")
+        typer.get_command = functools.cache(typer.get_command)
+        typer.get_command(sys.modules["lockstep.cli"].app)
+
+
 def main() -> None:
     own = dict(os.environ)
     listener = socket.socket(fileno=int(sys.argv[1]))
     import_without_threads(sys.argv[2:] or MODULES)
+    build_command_line()
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
     if threads():

@@ -20,6 +20,7 @@ import pytest
 import lockstep
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.registry import ESTIMATORS, LOSSES
+from source_trees import nodes, parsed
 
 HOUSE = Path(lockstep.__file__).parent
 PACKAGE = "lockstep"
@@ -44,10 +45,8 @@ def modules(root: Path) -> Iterator[tuple[str, Path]]:
         yield path.relative_to(root).as_posix(), path
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    """For all the rules once; no test changes a file after showing it."""
-    return ast.parse(path.read_text())
+# The rules share the syntax trees, so one worker runs all of them.
+pytestmark = pytest.mark.xdist_group("source trees")
 
 
 # (a) Accelerators are named in their own folders only ------------------------------------------------------------
@@ -58,6 +57,7 @@ MAY_NAME_ACCELERATORS = ("device/", "kernels/", "doctor/", "compat/")
 ACCELERATOR = re.compile(r"(cuda|nccl|hccl)[a-z0-9]*|npu[s0-9]*|ascend[0-9]*")
 
 
+@cache
 def names_an_accelerator(text: str) -> bool:
     """Whether a word of the text, or a part of a name (snake_case, CamelCase), is an accelerator's."""
     parts = re.findall(r"[A-Z]+s?(?![a-z])|[A-Z]?[a-z0-9]+", text)
@@ -70,20 +70,19 @@ def accelerator_names(root: Path) -> list[Violation]:
     for file, path in modules(root):
         if file.startswith(MAY_NAME_ACCELERATORS):
             continue
-        tree = parsed(path)
-        for name, line in names_in_code(tree):
+        for name, line in names_in_code(path):
             if names_an_accelerator(name):
                 found.append(Violation(file, line, f"name {name}"))
-        for constant in strings_in_code(tree):
+        for constant in strings_in_code(path):
             text = str(constant.value)
             if names_an_accelerator(text):
                 found.append(Violation(file, constant.lineno, f"string {text!r}"))
     return found
 
 
-def names_in_code(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def names_in_code(path: Path) -> Iterator[tuple[str, int]]:
     """Every identifier, whatever it names: all text in a syntax tree that is not a constant is one."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Constant):
             continue
         for _, value in ast.iter_fields(node):
@@ -92,10 +91,10 @@ def names_in_code(tree: ast.Module) -> Iterator[tuple[str, int]]:
                     yield name, getattr(node, "lineno", 1)
 
 
-def strings_in_code(tree: ast.Module) -> Iterator[ast.Constant]:
+def strings_in_code(path: Path) -> Iterator[ast.Constant]:
     """Strings that the program uses. One that stands alone as a statement is documentation."""
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    alone = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
             yield node
 
@@ -159,25 +158,19 @@ class Import(NamedTuple):
     for_types: bool
 
 
-def imports(root: Path) -> Iterator[Import]:
+@cache
+def imports(root: Path) -> tuple[Import, ...]:
     """Every import of every module, wherever it stands (also under TYPE_CHECKING), as absolute dotted names."""
-    for file, path in modules(root):
-        tree = parsed(path)
-        inside = {
-            id(node)
-            for function in ast.walk(tree)
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            for node in ast.walk(function)
-        }
-        typing = {
-            id(node)
-            for branch in ast.walk(tree)
-            if isinstance(branch, ast.If) and getattr(branch.test, "id", "") == "TYPE_CHECKING"
-            for node in ast.walk(branch)
-        }
-        for node in ast.walk(tree):
-            for target in targets(node, file):
-                yield Import(file, node.lineno, target, id(node) in inside, id(node) in typing)  # type: ignore[attr-defined]
+    return tuple(line for file, path in modules(root) for line in imports_below(parsed(path), file, False, False))
+
+
+def imports_below(node: ast.AST, file: str, in_function: bool, for_types: bool) -> Iterator[Import]:
+    in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for_types |= isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    for target in targets(node, file):
+        yield Import(file, node.lineno, target, in_function, for_types)  # type: ignore[attr-defined]
+    for child in ast.iter_child_nodes(node):
+        yield from imports_below(child, file, in_function, for_types)
 
 
 def targets(node: ast.AST, file: str) -> list[str]:
@@ -248,8 +241,8 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_every_folder_says_what_lives_there() -> None:
-    folders = [path.parent for path in HOUSE.rglob("*.py")]
-    silent = {folder for folder in folders if not ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))}
+    folders = {path.parent for path in HOUSE.rglob("*.py")}
+    silent = {folder for folder in folders if not ast.get_docstring(parsed(folder / "__init__.py"))}
     assert not silent
 
 
@@ -465,7 +458,7 @@ def compared_names(root: Path) -> list[Violation]:
     for file, path in modules(root):
         if file.startswith(MAY_COMPARE_NAMES):
             continue
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             sides: list[ast.AST] = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             sides += [node.pattern] if isinstance(node, ast.match_case) else []
             for side in sides:
@@ -497,7 +490,7 @@ def imports_of_tests(root: Path) -> list[Violation]:
     return [
         Violation(file, node.lineno, name)
         for file, path in modules(root)
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
         if name.split(".")[-1].startswith("test_")

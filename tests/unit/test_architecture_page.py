@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,9 @@ from types import ModuleType
 
 import pytest
 
+from source_trees import nodes
+
+pytestmark = pytest.mark.xdist_group("source trees")
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "architecture.py"
 SOURCE = ROOT / "src" / "lockstep"
@@ -29,9 +31,11 @@ def tool() -> ModuleType:
     return module
 
 
-def test_the_printed_parts_are_current() -> None:
-    done = subprocess.run([sys.executable, TOOL, "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout}run `make docs`"
+def test_the_printed_parts_are_current(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(TOOL), "--check"])
+    assert tool.main() == 0, f"{capsys.readouterr().out}run `make docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -62,7 +66,7 @@ def reached(start: str) -> set[str]:
             continue
         found.add(file)
         names: set[str] = set()
-        for node in ast.walk(ast.parse((SOURCE / file).read_text(encoding="utf-8"))):
+        for node in nodes(SOURCE / file):
             if isinstance(node, ast.ImportFrom):
                 names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif isinstance(node, ast.Constant) and re.fullmatch(r"lockstep\.[\w.]+:\w+", str(node.value)):

@@ -63,22 +63,27 @@ def within_constraints() -> list[str]:
     return sorted(extras().keys() - {*ENGINES, "npu"})
 
 
+@pytest.mark.slow  # each is among those that resolve together
 @pytest.mark.parametrize("name", within_constraints())
 def test_an_extra_resolves_alone(name: str) -> None:
     assert not resolved(name)
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize(
+    "python", ["3.11", *(pytest.param(version, marks=pytest.mark.slow) for version in ("3.10", "3.12", "3.13"))]
+)
 def test_all_extras_resolve_together(python: str) -> None:
     assert not resolved(*within_constraints(), python=python)
 
 
-def test_the_extra_for_ascend_resolves_within_its_own_constraints() -> None:
-    constraints = ROOT / "constraints-npu.txt"
-    assert not resolved("npu", constraints=constraints)
-    assert not resolved("npu", "track", "hub", "math", "ray", constraints=constraints)
+@pytest.mark.parametrize(
+    "others", [("track", "hub", "math", "ray"), pytest.param((), marks=pytest.mark.slow)], ids=["together", "alone"]
+)
+def test_the_extra_for_ascend_resolves_within_its_own_constraints(others: tuple[str, ...]) -> None:
+    assert not resolved("npu", *others, constraints=ROOT / "constraints-npu.txt")
 
 
+@pytest.mark.slow
 def test_a_conflict_is_found(tmp_path: Path) -> None:
     """The pin that once made `[track]` impossible to install."""
     text = (ROOT / "constraints-common.txt").read_text(encoding="utf-8")

@@ -142,8 +142,8 @@ def alive(marker: str) -> list[str]:
 @pytest.mark.parametrize("body", ["while True: pass", "yield {'a': 1}\n    while True: pass"])
 def test_a_reader_that_never_ends_is_ended_with_its_process(tmp_path: Path, body: str) -> None:
     where = written(tmp_path, f"def mine(path):\n    {body}\n")
-    told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=3.0)))
-    assert told.startswith(f"data.reader {where}: had not given all rows of rows.db in 3 s (data.reader_limit)\n")
+    told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=1.0)))
+    assert told.startswith(f"data.reader {where}: had not given all rows of rows.db in 1 s (data.reader_limit)\n")
     assert not alive(str(tmp_path))
 
 
@@ -151,7 +151,7 @@ def test_a_reader_that_yields_for_ever_is_ended_too(tmp_path: Path) -> None:
     where = written(
         tmp_path, "import time\ndef mine(path):\n    while True:\n        time.sleep(0.05)\n        yield {'a': 1}\n"
     )
-    assert "data.reader_limit" in refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=3.0)))
+    assert "data.reader_limit" in refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=1.0)))
 
 
 def test_a_reader_that_takes_all_memory_is_refused_by_its_limit(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_reader_that_was_killed_or_stopped_is_started_once_more(
 ) -> None:
     """In the middle of a row, of which nothing is kept."""
     where = written(tmp_path, HALF_A_ROW.replace("HOW", str(int(how))))
-    assert list(read_rows(str(tmp_path / "rows.db"), reader=OwnReader(where, seconds=3.0))) == [{"a": 1}, {"a": 2}]
+    assert list(read_rows(str(tmp_path / "rows.db"), reader=OwnReader(where, seconds=1.0))) == [{"a": 1}, {"a": 2}]
     told = capfd.readouterr().err
     assert told.startswith(f"data.reader {where}: ")
     assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_limit)") in told

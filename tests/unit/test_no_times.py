@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from source_trees import parsed
+
 TESTS = Path(__file__).parents[1]
 CLOCKS = {
     *("perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time", "thread_time_ns"),
@@ -107,9 +109,10 @@ def own_deadlines(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
+@pytest.mark.xdist_group("source trees")
 @pytest.mark.parametrize("file", sorted(TESTS.rglob("*.py")), ids=lambda file: str(file.relative_to(TESTS)))
 def test_no_time_is_asserted(file: Path) -> None:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = parsed(file)
     assert list(asserted_times(tree)) == [], "an assertion hangs on a clock: count the work, or move it to bench/"
     assert list(short_limits(tree)) == [], "a limit for what hangs is minutes: hang.HANG"
     assert list(own_deadlines(tree)) == [], "tests/conftest.py settles this for all tests"

@@ -126,10 +126,11 @@ def test_validation_draws_as_its_own_keys_say(tmp_path: Path) -> None:
         online(tmp_path, "val.questions=a", "val.top_p=0.7")
 
 
+# torch takes seconds to import, and each case has a process of its own.
 REWARD_FUNC = """
-import torch
-
 def tensor(queries, prompts, labels):
+    import torch
+
     assert len(queries) == len(prompts) == len(labels) == 1
     return torch.tensor([len(queries[0]) - len(prompts[0]) + float(labels[0])])
 

@@ -35,6 +35,7 @@ from lockstep.recipe import methods
 from lockstep.recipe import registry as rows
 from lockstep.recipe.loader import recipe_with
 from lockstep.run.metrics import read_metrics
+from source_trees import nodes
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "lockstep"
@@ -326,16 +327,15 @@ def naming(root: Path, name: str) -> set[str]:
 
 @cache
 def texts_and_definitions(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return texts | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    texts = {node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return texts | {node.name for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def reading(root: Path, key: str) -> set[str]:
     """Files that declare a key of the recipe or read it."""
     found = set()
     for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             declared = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == key
             if declared or (isinstance(node, ast.Attribute) and node.attr == key):
                 found.add(path.relative_to(root).as_posix())
@@ -356,11 +356,13 @@ TOUCHED = {
 }
 
 
+@pytest.mark.xdist_group("source trees")
 @pytest.mark.parametrize("name", TOUCHED)
 def test_ours_are_named_in_so_many_files(name: str) -> None:
     assert naming(SOURCE, name) == TOUCHED[name]
 
 
+@pytest.mark.xdist_group("source trees")
 def test_a_key_is_declared_and_read() -> None:
     # The third counts the memory that it keeps.
     assert reading(SOURCE, "free_cache") == {
@@ -375,8 +377,8 @@ def test_the_counts_can_fail(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert naming(tmp_path, "opo") == {"a.py", "b.py", "opo.py"}
-    (tmp_path / "d.py").write_text("class S:\n    n: int = 1\nprint(S.m)")
-    assert (reading(tmp_path, "n"), reading(tmp_path, "m")) == ({"d.py"}, {"d.py"})
+    (tmp_path / "e.py").write_text("class S:\n    n: int = 1\nprint(S.m)")
+    assert (reading(tmp_path, "n"), reading(tmp_path, "m")) == ({"e.py"}, {"e.py"})
 
 
 @pytest.mark.parametrize("path", [*(row.opener for row in rows.ENGINES.values()), *rows.TRACKERS.values()])

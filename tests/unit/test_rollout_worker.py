@@ -203,6 +203,7 @@ def test_weights_come_through_a_collective_and_are_probed(
 
 
 @BY_COLLECTIVE
+@pytest.mark.slow
 def test_a_worker_killed_before_a_collective_hand_over_is_told(worker: WorkerEngine) -> None:
     worker.hand_over(next(VERSIONS), [], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
@@ -240,6 +241,7 @@ def test_a_worker_that_hangs_is_not_waited_for(worker: WorkerEngine, monkeypatch
     assert living(worker) == []
 
 
+@pytest.mark.slow  # its own side, in the process of the test, is below
 def test_a_worker_that_cannot_load_says_why(recipe: Recipe, tmp_path: Path) -> None:
     gone = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(tmp_path / "gone")})})
     engine = WorkerEngine(policy_of(recipe), CPU, gone, (), tmp_path / "rollout" / "worker.log")

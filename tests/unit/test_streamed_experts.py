@@ -98,7 +98,13 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
     return folder
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+# For every day one of each form in which files hold experts; the others differ in what is around them.
+DAILY = ("mixtral", "deepseek_v3", "qwen3_next", *ALIKE)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.slow) for kind in FAMILIES]
+)
 def test_slices_have_the_bits_of_from_pretrained(tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
     for name, dtype in DTYPES.items():

@@ -62,12 +62,7 @@ def test_a_function_is_long_from_its_51st_line_on(tmp_path: Path) -> None:
     assert said[2:4] == ["functions over 50 lines: 1", "    51 house.a.long"]
 
 
-def test_the_package_has_no_circle() -> None:
+def test_the_package_has_no_circle_and_no_name_of_ours_means_two_things() -> None:
     code, said = structure(TOOL.parents[1] / "src" / "lockstep")
     assert code == 0, "\n".join(said)
-
-
-def test_no_name_of_ours_means_two_things() -> None:
-    code, said = structure(TOOL.parents[1] / "src" / "lockstep")
-    assert code == 0
     assert said[said.index("circles of imports: 0") + 1 :] == ["names of more than one type: 0"]

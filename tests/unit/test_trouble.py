@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from commands import warm_python
 from hang import HANG
 from lockstep.device.device_errors import is_lost_peer, refuse_trouble
 
@@ -37,7 +37,7 @@ os._exit(0)
 
 def test_a_rank_that_is_gone_is_no_fault_of_the_model(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-u", "-c", TWO_RANKS, str(tmp_path / "store")],
+        [*warm_python(), "-u", "-c", TWO_RANKS, str(tmp_path / "store")],
         capture_output=True,
         text=True,
         timeout=HANG,
