@@ -30,7 +30,7 @@ from half_billion import write_half_billion
 from lockstep.data.prepare.generated import write_arithmetic
 from lockstep.device.select import select
 from lockstep.model.tiny import write_tiny
-from lockstep.parity.compare.compare import compare
+from lockstep.parity.compare.compare_runs import compare
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE

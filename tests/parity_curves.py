@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lockstep.parity.compare.figures import Pair, figures
-from lockstep.parity.compare.findings import Examined, examine
-from lockstep.parity.compare.judge import Judgement, bar_of, judge
-from lockstep.parity.compare.log import Series
+from lockstep.parity.compare.align_curves import Pair
+from lockstep.parity.compare.curve_errors import figures
+from lockstep.parity.compare.curve_tests import Examined, examine
+from lockstep.parity.compare.logs.log_curves import Series
+from lockstep.parity.compare.verdict import Judgement, bar_of, judge
 
 SD = 0.06
 Fault = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -1,7 +1,7 @@
-"""Fills in the tables of docs/from-verl.md and docs/from-openrlhf.md from the maps that the converters run on.
+"""Fills in the tables of docs/from-verl.md and docs/from-openrlhf.md from the tables of the converters.
 
-    python tools/migration_tables.py            writes the pages anew
-    python tools/migration_tables.py --check    ends with 1 where a page is not current
+    python tools/migration_tables.py            rewrites the pages
+    python tools/migration_tables.py --check    exits with 1 if a page is not current
 
 `make docs` runs it, tests/unit/test_migration_pages.py keeps the pages current.
 """
@@ -13,17 +13,13 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from lockstep.compat.openrlhf import offline, online_flags
-from lockstep.compat.openrlhf.options import Option
-from lockstep.compat.table import KeyRow
-from lockstep.compat.verl import online_keys as verl_keys
-from lockstep.compat.verl import sft as verl_sft
+from lockstep.compat.key_table import KeyRow, table_rows
+from lockstep.compat.openrlhf.openrlhf_rules import OFFLINE
 from lockstep.recipe.loader import value_text
 
 ROOT = Path(__file__).parents[1]
-FATES = {"taken": "", "changed": "another meaning: ", "idle": "no effect: ", "refused": "refused: "}
+OUTCOMES = {"mapped": "", "changed": "differs: ", "ignored": "no effect: ", "refused": "refused: "}
 _PRINTED = re.compile(r"(<!-- printed: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -35,22 +31,16 @@ def verl_table(rows: Iterable[KeyRow]) -> Iterator[str]:
     yield "| verl | default | here | |"
     yield "|---|---|---|---|"
     for row in rows:
-        yield f"| `{row.key}` | {_default(row.default)} | {_to(row)} | {FATES[row.fate]}{row.note} |"
+        yield f"| `{row.key}` | {_default(row)} | {_to(row)} | {_note(row)} |"
 
 
-def openrlhf_table(options: Iterable[Option]) -> Iterator[str]:
+def openrlhf_table(rows: Iterable[KeyRow]) -> Iterator[str]:
     yield "| 0.7 | 0.11 | default | here | |"
     yield "|---|---|---|---|---|"
-    seen: set[tuple[Any, ...]] = set()
-    for option in options:
-        row = option.row
-        line = (
-            f"| {_flag(option.flat)} | {_flag(option.dotted)} | {_default(row.default)} | {_to(row)} | "
-            f"{FATES[row.fate]}{row.note} |"
-        )
-        if (line,) not in seen:
-            seen.add((line,))
-            yield line
+    lines = [
+        f"| {_flag(row.flat)} | {_flag(row.dotted)} | {_default(row)} | {_to(row)} | {_note(row)} |" for row in rows
+    ]
+    yield from dict.fromkeys(lines)  # offline trainers share flags
 
 
 def _flag(name: str | None) -> str:
@@ -61,15 +51,20 @@ def _to(row: KeyRow) -> str:
     return ", ".join(f"`{key}`" for key in row.to)
 
 
-def _default(value: Any) -> str:
-    return "" if value is None else f"`{value_text(value)}`"
+def _default(row: KeyRow) -> str:
+    value = "" if row.default is None else f"`{value_text(row.default)}`"
+    return f"{value} {row.unit}".strip()
+
+
+def _note(row: KeyRow) -> str:
+    return OUTCOMES[row.outcome] + (f"{row.note}; {row.remedy}" if row.remedy else row.note)
 
 
 TABLES = {
-    "main_ppo": lambda: verl_table(verl_keys.ROWS),
-    "sft": lambda: verl_table(verl_sft.ROWS),
-    "train_ppo_ray": lambda: openrlhf_table(online_flags.OPTIONS),
-    "offline": lambda: openrlhf_table(option for trainer in offline.TRAINERS.values() for option in trainer.options),
+    "main_ppo": lambda: verl_table(table_rows("verl", "main_ppo")),
+    "sft": lambda: verl_table(table_rows("verl", "sft")),
+    "train_ppo_ray": lambda: openrlhf_table(table_rows("openrlhf", "train_ppo_ray")),
+    "offline": lambda: openrlhf_table(row for program in OFFLINE for row in table_rows("openrlhf", program)),
 }
 
 

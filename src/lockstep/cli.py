@@ -190,7 +190,7 @@ def doctor(
     ] = None,
 ) -> None:
     """Show what is installed here, whether it fits together, and what to do where it does not."""
-    from lockstep.doctor.check import run_doctor
+    from lockstep.doctor.doctor_report import run_doctor
 
     raise typer.Exit(run_doctor(device, json, pins))
 
@@ -244,13 +244,15 @@ def compare(
     support: Annotated[Path, typer.Option(metavar="FILE.md", help="The support table.")] = Path("docs/support.md"),
 ) -> None:
     """Did A and B train in step? Ends with 0 if they did, 1 if not, 2 if that cannot be said."""
-    from lockstep.parity.compare.command import Order, compare_logs
+    from lockstep.parity.compare.compare_command import CompareOptions, compare_logs
 
     bars = dict(_bar(words) for words in bar or [])
     kept = support if record else None
     span = _span(steps) if steps is not None else None
-    order = Order(a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, kept, shift, value, span)
-    raise typer.Exit(compare_logs(order, as_json=json))
+    options = CompareOptions(
+        a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, kept, shift, value, span
+    )
+    raise typer.Exit(compare_logs(options, as_json=json))
 
 
 @app.command()

@@ -9,7 +9,7 @@ import pytest
 
 from ascend_emulator import report
 from guide_commands import GUIDES, Folders
-from lockstep.compat.writing import checked
+from lockstep.compat.conversion_output import checked
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics

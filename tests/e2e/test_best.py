@@ -15,9 +15,9 @@ from conftest import question_rows, write_jsonl
 from lockstep.commands.export import export_run
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
-from lockstep.parity.compare.comparable import differences
-from lockstep.parity.compare.log import Log
-from lockstep.parity.compare.logs.run_folder import evidence as evidence_of
+from lockstep.parity.compare.logs.log_curves import Log
+from lockstep.parity.compare.logs.run_logs import read_evidence as evidence_of
+from lockstep.parity.compare.run_setup import differences
 from lockstep.recipe import load_recipe
 from lockstep.recipe.measure import Measure, best_measure, measure_of
 from lockstep.recipe.schema import StopEarly
@@ -201,7 +201,7 @@ def test_a_stretched_schedule_is_told_and_explains_a_curve_that_parts(
     logs = (Log(str(one), "run", {}, {}, evidence_of(one)) for one in (whole, tmp_path / "runs" / "run"))
     (found,) = [one for one in differences(*logs)[0] if one.key.startswith("run.steps")]
     assert (found.key, found.weight) == ("run.steps to step 3", "blocks")
-    assert "side b went on after step 3 with another length, which stretched its schedule" in found.effect
+    assert "side b was resumed after step 3 with another length" in found.effect
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from guide_commands import GUIDES, Folders
-from lockstep.compat.command import run
-from lockstep.compat.openrlhf.command import convert_openrlhf
-from lockstep.compat.verl.command import convert_verl
+from lockstep.compat.conversion_output import run
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.run.metrics import read_metrics
 from reward_models import write_reward_model
 

@@ -65,7 +65,7 @@ def test_verls_grpo_and_sft_commands_train(tiny_folder: Path, rows: dict[str, Pa
     steps = metrics(tmp_path / "grpo")
     assert sum("actor/pg_loss" in step for step in steps) == 2  # 16 prompts, 8 a step
     assert all("actor/kl_loss" in step for step in steps if "actor/pg_loss" in step)
-    assert "taken over with another meaning" in grpo.stdout
+    assert "mapped with another meaning" in grpo.stdout
     sft = peer(
         "verl", "fsdp_sft_trainer", f"data.train_files={rows['texts']}", "data.train_batch_size=6",
         "data.micro_batch_size_per_gpu=2", f"model.partial_pretrain={tiny_folder}", "model.lora_rank=4",

@@ -14,8 +14,8 @@ import pytest
 
 from browser import Browser, find_chromium
 from lockstep.page import resource
+from lockstep.parity.compare.compare_report import write_report
 from lockstep.parity.compare.comparison import Comparison
-from lockstep.parity.compare.report import write_report
 from parity_example import HOSTILE, STEPS, example, loss, loss_of_b, reward, reward_of_b
 
 CHROMIUM = find_chromium()

@@ -15,9 +15,9 @@ from conftest import chat_rows, write_jsonl, write_sft_recipe
 from conftest import run as command
 from kills import Moment, interrupted, killed, lines
 from lockstep.errors import Refusal
-from lockstep.parity.compare.comparable import differences
-from lockstep.parity.compare.log import Log
-from lockstep.parity.compare.logs.run_folder import evidence as evidence_of
+from lockstep.parity.compare.logs.log_curves import Log
+from lockstep.parity.compare.logs.run_logs import read_evidence as evidence_of
+from lockstep.parity.compare.run_setup import differences
 from lockstep.recipe import load_recipe
 from lockstep.run.checkpoint import told_of
 from lockstep.run.console import Console

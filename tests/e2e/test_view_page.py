@@ -15,7 +15,7 @@ import pytest
 
 from browser import Browser, find_chromium
 from hang import wait_until
-from lockstep.parity.compare.report import write_report
+from lockstep.parity.compare.compare_report import write_report
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, append_text
 from lockstep.view.server import PageServer
@@ -406,7 +406,7 @@ def test_the_recipe_and_its_difference(page: Page) -> None:
         ["blocks", "optim.lr", "0.0001", "0.0003"],
         ["blocks", "run.steps", "5000", "40"],
     ]
-    assert "the learning rate follows the length of the run" in page.text("#difference tr[data-key='run.steps']")
+    assert "the learning rate depends on the length of the run" in page.text("#difference tr[data-key='run.steps']")
     folded = "[...document.querySelectorAll('#difference details tr[data-key]')].map((row) => row.dataset.key)"
     assert page.tell(folded) == ["run.name"]
     page.click("#difference details > summary")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.compat.openrlhf.command import convert_openrlhf
-from lockstep.compat.writing import checked
+from lockstep.compat.conversion_output import checked
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.recipe import Recipe
 
 from .batch import EACH, LONGEST, PROMPTS, Batch, Ours, adapted, assert_same

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from conftest import write_jsonl
-from lockstep.compat.openrlhf.command import convert_openrlhf
-from lockstep.compat.writing import checked
+from lockstep.compat.conversion_output import checked
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe import Recipe
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.compat.verl.command import convert_verl
-from lockstep.compat.writing import checked
+from lockstep.compat.conversion_output import checked
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.recipe import Recipe
 
 from .batch import EACH, LONGEST, PROMPTS, Batch, Ours, adapted, assert_same, distance, gradients
@@ -108,9 +108,9 @@ def test_sums_over_a_constant_are_added_up_in_0_4(tiny_folder: Path, batch: Batc
     """By as many times as a micro-batch has sequences, and the report says so."""
     words = words_of(f"{GRPO} {KL_LOSS} {A}.loss_agg_mode=seq-mean-token-sum-norm")
     done = convert_verl("main_ppo", words)
-    (told,) = [told for told in done.told if told.key == f"{A}.loss_agg_mode"]
-    assert told.fate == "changed"
-    assert "as many times larger as a micro-batch has sequences" in told.note
+    (found,) = [found for found in done.outcomes if found.key == f"{A}.loss_agg_mode"]
+    assert found.outcome == "changed"
+    assert "larger by the number of sequences" in found.note
     loss, found = Ours(migrated(words, tiny_folder), batch).policy()
     times = PROMPTS * EACH
     assert_same((times * loss, {n: times * g for n, g in found.items()}), VerlUpdate("0.4.1", words, batch).policy())

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import write_jsonl
-from lockstep.compat.openrlhf.command import convert_openrlhf
-from lockstep.compat.table import Conversion
-from lockstep.compat.verl.command import convert_verl
+from lockstep.compat.key_table import Conversion
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
+from lockstep.compat.verl.convert_verl import convert_verl
 
 TABLES = Path(__file__).parents[1] / "data" / "migration"
 Rows = list[dict[str, object]]

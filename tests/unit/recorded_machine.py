@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.machine import CommandOutput, Disk
+from lockstep.doctor.local_machine import CommandOutput, Disk
 
 OUTPUTS = Path(__file__).parent / "doctor_outputs"
 TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest"

@@ -368,7 +368,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "wandb": ("run/trackers/wandb.py",),
     "mlflow": ("run/trackers/mlflow.py",),
     "swanlab": ("run/trackers/swanlab.py",),
-    "tensorboard": ("run/trackers/tensorboard.py", "parity/compare/logs/tensorboard.py"),
+    "tensorboard": ("run/trackers/tensorboard.py", "parity/compare/logs/binary_logs.py"),
     "datasets": ("data/sources/read.py",),
     "gguf": ("model/gguf.py",),
     "ray": ("launch/ray_*.py",),

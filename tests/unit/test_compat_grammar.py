@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.compat.flags import Flag, parse_flags
-from lockstep.compat.hydra import parse_overrides, parse_value
-from lockstep.compat.launch import looks_cut_off, training_of
+from lockstep.compat.command_grammar import Flag, parse_flags, parse_overrides, parse_value
+from lockstep.compat.migrate import looks_cut_off, training_of
 from lockstep.compat.shell import Word as W
 from lockstep.compat.shell import read_script
 
@@ -117,9 +116,9 @@ def test_a_prefix_is_enough_where_it_is_one_flags_alone() -> None:
     [
         (["--learning_rat", "1", "--lerning_rate", "1"], "there is no such flag"),
         (["--reward_clip_range", "1"], "needs 2 values, and 1 follow"),
-        (["--max_len", "long"], "'long' is not a whole number"),
+        (["--max_len", "long"], "'long' is not an integer"),
         (["--bf16=1"], "is a switch and takes no value"),
-        (["stray"], "is neither a flag nor the value of one"),
+        (["stray"], "is neither a flag nor the value of a flag"),
     ],
 )
 def test_flags_that_cannot_be_read(words: list[str], why: str) -> None:
@@ -191,8 +190,8 @@ def test_a_variable_set_under_a_condition_does_not_replace_one() -> None:
     script = read_script('E=vllm\nif [ "$1" = sglang ]; then\n  E=sglang\n  M=1\nfi\nrun $E $M')
     assert [word.text for word in script.commands[-1]] == ["run", "vllm", "1"]
     assert script.remarks == [
-        "line 3: E is set under a condition; 'vllm' is taken (E=VALUE decides)",
-        "line 4: M is set under a condition; '1' is taken (M=VALUE decides)",
+        "line 3: E is set under a condition; 'vllm' is used (set E=VALUE to change it)",
+        "line 4: M is set under a condition; '1' is used (set M=VALUE to change it)",
     ]
     assert last("if [ -f x ]; then\n  E=a\nfi\nrun $E", E="b") == ["run", "b"]
 
@@ -252,13 +251,13 @@ def test_arguments_from_the_second_on() -> None:
 
 def test_a_condition_that_is_not_known_is_told() -> None:
     script = read_script("[ -f x ] && A=1\nrun ${A:-2}")
-    assert script.remarks == ["line 1: A is set under a condition; '1' is taken (A=VALUE decides)"]
+    assert script.remarks == ["line 1: A is set under a condition; '1' is used (set A=VALUE to change it)"]
 
 
 def test_a_function_that_nothing_calls_is_read_and_told() -> None:
     script = read_script("f() {\n  run a\n}\n")
     assert [word.text for word in script.commands[-1]] == ["run", "a"]
-    assert script.remarks == ["the function f is called by nothing here; it is read as it stands"]
+    assert script.remarks == ["the script does not call the function f; its body is converted once"]
 
 
 def test_a_function_that_calls_itself_ends() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.compat.openrlhf.command import convert_openrlhf
-from lockstep.compat.table import Conversion
-from lockstep.compat.verl.command import convert_verl
-from lockstep.compat.writing import checked
+from lockstep.compat.conversion_output import checked
+from lockstep.compat.key_table import Conversion
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reject
 
@@ -141,18 +141,18 @@ def test_the_critics_warm_up_counts_the_step_that_ends_it() -> None:
 @pytest.mark.parametrize(
     ("words", "key", "note"),
     [
-        ([f"{A}.clip_ratio=0.3"], f"{A}.clip_ratio", "clip_ratio_low and clip_ratio_high rule"),
+        ([f"{A}.clip_ratio=0.3"], f"{A}.clip_ratio", "clip_ratio_low and clip_ratio_high take precedence"),
         (["algorithm.kl_ctrl.kl_coef=0.5"], "algorithm.kl_ctrl.kl_coef", "without use_kl_in_reward"),
         (["trainer.critic_warmup=0"], "trainer.critic_warmup", "no critic"),
         ([f"{A}.fsdp_config.param_offload=True"], f"{A}.fsdp_config.param_offload", "lockstep plan"),
-        ([f"{A}.ppo_max_token_len_per_gpu=9"], f"{A}.ppo_max_token_len_per_gpu", "use_dynamic_bsz only"),
+        ([f"{A}.ppo_max_token_len_per_gpu=9"], f"{A}.ppo_max_token_len_per_gpu", "only with use_dynamic_bsz"),
         (["trainer.save_freq=-1"], "trainer.save_freq", "at the end"),
     ],
 )
 def test_settings_without_effect_say_why(words: list[str], key: str, note: str) -> None:
-    (told,) = [told for told in convert_verl("main_ppo", [*GRPO, *words]).told if told.key == key]
-    assert told.fate == "idle"
-    assert note in told.note
+    (found,) = [found for found in convert_verl("main_ppo", [*GRPO, *words]).outcomes if found.key == key]
+    assert found.outcome == "ignored"
+    assert note in found.note
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_openrlhfs_flags(words: list[str], expected: dict[str, Any]) -> None:
 def test_a_data_set_of_the_hub_and_several_with_shares() -> None:
     done = convert_openrlhf("train_ppo_ray", [*ONLINE, "--prompt_data", "org/set", "--max_samples", "5"])
     assert done.recipe["data.train"].value == [{"path": "hub:org/set::train", "rows": 5}]
-    with pytest.raises(Refusal, match="is not a number for each of 2 data sets"):
+    with pytest.raises(Refusal, match="is not one number for each of 2 data sets"):
         checked(
             convert_openrlhf("train_ppo_ray", [*ONLINE, "--prompt_data", "a.json,b.json", "--prompt_data_probs", "1"])
         )
@@ -332,7 +332,7 @@ def test_inference_becomes_no_recipe_and_runs_as_it_is(program: str) -> None:
         convert_openrlhf(program, [])
     (problem,) = refused.value.problems
     assert problem.where == f"openrlhf {program}"
-    assert problem.remedy.endswith(f"runs as it is: python -m lockstep.compat.openrlhf {program} ...")
+    assert problem.remedy.endswith(f": python -m lockstep.compat.openrlhf {program} ...")
 
 
 def test_each_program_of_openrlhf_is_a_method_here() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lockstep.algorithms.correction import Band, correct
-from lockstep.compat.openrlhf.command import convert_openrlhf
-from lockstep.compat.table import Conversion
-from lockstep.compat.verl.command import convert_verl
-from lockstep.compat.writing import checked
+from lockstep.compat.conversion_output import checked
+from lockstep.compat.key_table import Conversion
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 
@@ -30,9 +30,9 @@ def at(recipe: Recipe, key: str) -> Any:
     return [band.model_dump(exclude_defaults=True) for band in found] if key.endswith(".reject") else found
 
 
-def told(done: Conversion, key: str) -> tuple[str, str]:
-    (line,) = [line for line in done.told if line.key == key]
-    return line.fate, line.note
+def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
+    (found,) = [found for found in done.outcomes if found.key == key]
+    return found.outcome, found.note
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_resampling_is_with_gae_only() -> None:
     assert (recipe.algorithm.filtration.method, recipe.algorithm.filtration.power) == ("pow", 3.0)
     done = convert_verl("main_ppo", [*GRPO, *words])
     assert checked(done).algorithm.filtration.method == "none"
-    assert told(done, "algorithm.use_pf_ppo") == ("idle", "they resample with gae only")
+    assert outcome_of(done, "algorithm.use_pf_ppo") == ("ignored", "verl resamples only with gae")
 
 
 @pytest.mark.parametrize(

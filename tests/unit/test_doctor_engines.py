@@ -8,10 +8,9 @@ import pytest
 from recorded_machine import A2, CPU, RecordedMachine
 
 from lockstep.device.serving import SERVING, serving_on
-from lockstep.doctor.check import examine
-from lockstep.doctor.engines import DISTRIBUTIONS, engines_here
-from lockstep.doctor.report import as_json, plain_lines
-from lockstep.doctor.stacks import known_stacks
+from lockstep.doctor.doctor_report import as_json, examine, plain_lines
+from lockstep.doctor.engine_packages import DISTRIBUTIONS, engines_here
+from lockstep.doctor.version_stacks import known_stacks
 from lockstep.recipe.registry import ENGINES
 
 

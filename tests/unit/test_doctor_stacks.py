@@ -7,11 +7,10 @@ import json
 import pytest
 from recorded_machine import A2, INSTALL_INFO, RecordedMachine, output
 
-from lockstep.doctor.check import examine
-from lockstep.doctor.facts import Diagnosis
-from lockstep.doctor.machine import CommandOutput
-from lockstep.doctor.report import Fact, as_json, plain_lines, table_lines
-from lockstep.doctor.stacks import Stack, cann_fits, driver_for, known_stacks, older, pins_text
+from lockstep.doctor.doctor_checks import Diagnosis
+from lockstep.doctor.doctor_report import Fact, as_json, examine, plain_lines, table_lines
+from lockstep.doctor.local_machine import CommandOutput
+from lockstep.doctor.version_stacks import Stack, cann_fits, driver_for, known_stacks, older, pins_text
 
 ASCEND = [stack for stack in known_stacks().values() if stack.device == "npu"]
 OLD = [stack for stack in ASCEND if stack.too_old_for_lockstep]
@@ -89,14 +88,14 @@ def test_an_old_stack_is_left_alone(stack: Stack, without: tuple[str, ...]) -> N
     assert {finding.row for finding in found} >= {"torch", "transformers", "peft", *without}
     for finding in found:
         assert finding.verdict == "broken"
-        assert "leave this environment as it is" in finding.remedy
+        assert "keep this environment" in finding.remedy
         assert 'python3 -m venv .venv && .venv/bin/pip install -c constraints-npu.txt -e ".[npu]"' in finding.remedy
         assert "-U" not in finding.remedy
 
 
 def test_two_old_packages_that_do_not_fit_are_left_alone_too() -> None:
     found = remedies(rows_of(A2.having(packages={"torch": "2.5.1", "torch_npu": "2.3.1.post2"})))
-    assert all("leave this environment as it is" in finding.remedy for finding in found)
+    assert all("keep this environment" in finding.remedy for finding in found)
     assert any("built for torch 2.3.1" in finding.why for finding in found)
 
 
@@ -114,7 +113,7 @@ def test_the_cann_of_lockstep_s_own_stack(cann: str, verdict: str) -> None:
     ("torch_npu", "cann", "driver", "verdict", "why"),
     [
         # What nobody can run was called healthy.
-        ("2.12.0", "8.1.RC1", "24.1.0", "broken", "torch_npu 2.12.0 is known with CANN 9.1.0, this is 8.1.RC1"),
+        ("2.12.0", "8.1.RC1", "24.1.0", "broken", "torch_npu 2.12.0 is documented with CANN 9.1.0, this is 8.1.RC1"),
         ("2.14.0", "8.3.RC1", "25.3.RC1", "broken", "torch_npu 2.12.0 already needs CANN 9.1.0, and 2.14.0 is newer"),
         ("2.13.0", "8.1.RC1", "26.0.rc1", "broken", "torch_npu 2.12.0 already needs CANN 9.1.0, and 2.13.0 is newer"),
         # Pairs of TorchNPU's own table were warned of.
@@ -123,10 +122,10 @@ def test_the_cann_of_lockstep_s_own_stack(cann: str, verdict: str) -> None:
         ("2.7.1.post8", "9.1.0", "26.0.rc1", "ok", ""),
         ("2.12.0", "9.1.0", "26.0.rc1", "ok", ""),
         # A version without an entry is unknown, never ok.
-        ("2.13.0", "9.1.0", "26.0.rc1", "unknown", "TorchNPU's compatibility table has no torch_npu 2.13.0"),
-        ("2.14.0", "9.2.0", "26.1.0", "unknown", "TorchNPU's compatibility table has no torch_npu 2.14.0"),
-        ("2.7.1.post8", "8.3.RC1", "25.3.RC1", "broken", "is known with CANN 9.1.0, this is 8.3.RC1"),
-        ("2.8.0", "8.5.0", "25.5.0", "warning", "torch_npu 2.8.0 is known with CANN 8.3.RC1, this is 8.5.0"),
+        ("2.13.0", "9.1.0", "26.0.rc1", "unknown", "table does not contain torch_npu 2.13.0"),
+        ("2.14.0", "9.2.0", "26.1.0", "unknown", "table does not contain torch_npu 2.14.0"),
+        ("2.7.1.post8", "8.3.RC1", "25.3.RC1", "broken", "is documented with CANN 9.1.0, this is 8.3.RC1"),
+        ("2.8.0", "8.5.0", "25.5.0", "warning", "torch_npu 2.8.0 is documented with CANN 8.3.RC1, this is 8.5.0"),
     ],
 )
 def test_pairs_of_torch_npu_and_cann(torch_npu: str, cann: str, driver: str, verdict: str, why: str) -> None:
@@ -173,7 +172,7 @@ def test_tensordict_on_arm_and_the_plain_torch_on_x86() -> None:
     assert rows_of(A2.having(packages={"tensordict": "0.10.0"}))["tensordict"].verdict == "unknown"
     assert rows_of(A2.having(packages=old, architecture="x86_64"))["tensordict"].verdict == "ok"
     plain = rows_of(A2.having(architecture="x86_64"))["torch"].findings
-    assert "brings CUDA and triton" in plain[0].why
+    assert "CUDA and triton" in plain[0].why
     assert "whl/cpu" in plain[0].remedy
     assert not rows_of(A2)["torch"].findings
     assert not rows_of(A2.having(architecture="x86_64", packages={"torch": "2.12.0+cpu"}))["torch"].findings

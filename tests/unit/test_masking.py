@@ -29,7 +29,7 @@ from lockstep.masking import (
     sources,
     variables,
 )
-from lockstep.parity.compare.comparable import _unlike
+from lockstep.parity.compare.run_setup import _unlike
 from lockstep.recipe import load_recipe
 from lockstep.reward.remote import RemotePart
 from lockstep.rollout.server.line import is_address

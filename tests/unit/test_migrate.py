@@ -133,7 +133,7 @@ def test_several_commands_of_a_script_and_one_that_trains_nothing(tmp_path: Path
         "done\n"
         "deepspeed --module openrlhf.cli.train_rm --pretrain m --dataset a.jsonl\n"
     )
-    with pytest.raises(Refusal, match="line 1: openrlhf batch_inference: is no training"):
+    with pytest.raises(Refusal, match="line 1: openrlhf batch_inference: does not train"):
         migrate(script, [], out)
     assert load_recipe(str(out)).preference.beta == 0.1
     assert load_recipe(str(tmp_path / "r-2.yaml")).method == "rm"
@@ -158,7 +158,7 @@ def test_torch_is_not_imported_before_training_starts() -> None:
     code = (
         "import sys\n"
         "from lockstep.compat.migrate import migrated\n"
-        "from lockstep.compat.writing import checked\n"
+        "from lockstep.compat.conversion_output import checked\n"
         "found, _, _ = migrated('deepspeed --module openrlhf.cli.train_rm --pretrain m --dataset a.jsonl')\n"
         "checked(found[0].done)\n"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.compat.openrlhf.command import convert_openrlhf, options_of
-from lockstep.compat.report import report
-from lockstep.compat.table import Conversion
-from lockstep.compat.verl import online_keys, sft
-from lockstep.compat.verl.command import convert_verl
-from lockstep.compat.writing import checked, recipe_yaml
+from lockstep.compat.conversion_output import checked, recipe_yaml, report
+from lockstep.compat.key_table import Conversion
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.data.dataset import steps_and_rows
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe, load_recipe
@@ -61,15 +59,15 @@ def test_it_converts_or_is_refused_for_a_reason(name: str, tmp_path: Path) -> No
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe_yaml(done, name), encoding="utf-8")
     assert load_recipe(str(file)) == recipe
-    assert len(done.told) == len(done.settings.given)
-    assert len(report(done).splitlines()) > len(done.told)
+    assert len(done.outcomes) == len(done.settings.given)
+    assert len(report(done).splitlines()) > len(done.outcomes)
 
 
 def test_no_setting_is_left_out_of_the_report() -> None:
-    """What is taken over is in the recipe; what has no effect says why."""
+    """A mapped setting is in the recipe; an ignored one has a reason."""
     for name in COMMANDS.keys() - REFUSED.keys():
-        for told in convert(name).told:
-            assert told.to if told.fate in ("taken", "changed") else told.note, (name, told.key)
+        for found in convert(name).outcomes:
+            assert found.to if found.outcome in ("mapped", "changed") else found.note, (name, found.key)
 
 
 def sizes(recipe: Recipe, rows: int) -> tuple[Any, ...]:
@@ -159,11 +157,3 @@ def test_the_recipes_of_a_grpo_and_a_ppo_command_key_by_key() -> None:
     assert (ppo.optim.schedule, ppo.optim.warmup, ppo.optim.min_lr_ratio) == ("cosine", 0.03, 0.1)
     assert (ppo.data.prompt_key, ppo.data.template) == ("context_messages", "auto")
     assert "TOKEN" not in json.dumps(ppo.model_dump(mode="json"))  # a key to a tracker is never stored
-
-
-def test_reasons_of_refusals_are_in_the_tables() -> None:
-    """A key that a table refuses is refused in the table's words."""
-    notes = {row.key: row.note for rows in (online_keys.ROWS, sft.ROWS) for row in rows if row.fate == "refused"}
-    for program in ("train_sft", "train_dpo", "train_kto", "train_rm", "train_prm", "train_kd", "train_ppo_ray"):
-        notes |= {o.row.key: o.row.note for o in options_of(program) if o.row.fate == "refused"}
-    assert all(notes.values())

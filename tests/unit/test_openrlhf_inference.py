@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.commands.generate import Conversation
-from lockstep.compat.command import main
-from lockstep.compat.openrlhf.command import PROGRAMS, convert_openrlhf
-from lockstep.compat.openrlhf.inference import PROGRAMS as INFERENCE
-from lockstep.compat.openrlhf.inference import batch_order, run_inference
-from lockstep.compat.openrlhf.processors import processed
+from lockstep.compat.conversion_output import main
+from lockstep.compat.openrlhf.batch_inference import processed
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
+from lockstep.compat.openrlhf.openrlhf_inference import batch_order, run_inference
 from lockstep.errors import Refusal
 from reward_models import write_reward_model
 from speaker import write_speaker
@@ -153,9 +151,8 @@ def test_rows_and_prompts_that_do_not_fit_are_named(scene: Path) -> None:
 
 
 def test_the_entry_point(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    others = {name: partial(run_inference, name) for name in INFERENCE}
     monkeypatch.setattr(sys, "argv", ["x", "batch_inference", "--eval_task", "generat"])
     with pytest.raises(SystemExit) as ended:
-        main("openrlhf", convert_openrlhf, PROGRAMS, others)
+        main("openrlhf", convert_openrlhf, run_inference)
     assert ended.value.code == 2
     assert "--eval_task" in capsys.readouterr().err

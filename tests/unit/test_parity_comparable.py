@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from lockstep.parity.compare.comparable import differences, leaves
 from lockstep.parity.compare.comparison import Difference
-from lockstep.parity.compare.log import Evidence, Log
+from lockstep.parity.compare.logs.log_curves import Evidence, Log
+from lockstep.parity.compare.run_setup import differences, leaves
 from lockstep.recipe.loader import resolved
 from lockstep.recipe.measure import facts_of
 from lockstep.recipe.methods import with_method_defaults
@@ -130,14 +130,14 @@ def test_the_same_function_elsewhere_is_a_name_and_another_file_is_another_funct
 
     assert found(side("a/f.py:g", "1"), side("a/f.py:g", "1")) == {}
     (moved,) = differences(side("a/f.py:g", "1"), side("b/f.py:g", "1"))[0]
-    assert (moved.weight, moved.effect) == ("harmless", "only a name: the files are compared by their checksums")
+    assert (moved.weight, "checksum" in moved.effect) == ("harmless", True)
     assert found(side("a/f.py:g", "1"), side("a/f.py:h", "1")) == {"reward.function": "matters"}
     ((changed,), silent) = differences(side("a/f.py:g", "1"), side("a/f.py:g", "2"))
     assert (changed.part, changed.key, changed.a, changed.b) == ("own code", "reward.function", "1", "2")
     assert (changed.weight, silent) == ("matters", [])
     assert differences(side("a/f.py:g", "1"), side("a/f.py:g", None)) == (
         [],
-        ["the content of the user's own functions (checksum): side b does not tell"],
+        ["the content of the user's functions (checksum): unknown for side b"],
     )
 
 
@@ -206,7 +206,7 @@ def test_paths_are_only_names_where_fingerprints_tell() -> None:
 
 def test_the_data() -> None:
     (rows,) = by_env(data__train=[{"fingerprint": "e" * 64}])
-    assert rows == Difference("data", "data.train", ["f" * 12], ["e" * 12], "blocks", "other training rows")
+    assert rows == Difference("data", "data.train", ["f" * 12], ["e" * 12], "blocks", rows.effect)
     (kept,) = by_env(data__kept={"rows": 10, "tokens": 101})
     assert (kept.part, kept.key, kept.a, kept.b, kept.weight) == ("data", "data.kept.tokens", 100, 101, "blocks")
     (val,) = by_env(data__val=[{"fingerprint": "e"}])
@@ -256,21 +256,22 @@ def test_what_a_side_does_not_tell_is_said() -> None:
     listed, unknown = differences(log(recipe(), old), log(recipe()))
     assert listed == []
     assert unknown == [
-        "the initial weights (fingerprint): side a does not tell",
-        "the tokenizer (fingerprint): side a does not tell",
-        "the chat template (fingerprint): side a does not tell",
-        "the switches for determinism: side a does not tell",
+        "the initial weights (fingerprint): unknown for side a",
+        "the tokenizer (fingerprint): unknown for side a",
+        "the chat template (fingerprint): unknown for side a",
+        "the switches for determinism: unknown for side a",
     ]
     unknown = differences(log(recipe(), {}), log(recipe(), {}))[1]
     assert len(unknown) == 7
-    assert all(sentence.endswith("neither side tells") for sentence in unknown)
+    assert all(sentence.endswith("unknown on both sides") for sentence in unknown)
     unknown = differences(log(recipe()), log(recipe(), env(model__weights=None)))[1]
-    assert unknown == ["the initial weights (fingerprint): side b does not tell"]
+    assert unknown == ["the initial weights (fingerprint): unknown for side b"]
 
 
 def test_a_continued_run_is_told() -> None:
     unknown = differences(log(recipe()), log(recipe(), env() | {"before_resume": [{}, {}]}))[1]
-    assert unknown == ["runs/x was continued 2 times: what is compared is the environment of its last part"]
+    (sentence,) = unknown
+    assert sentence.startswith("runs/x was resumed 2 times")
 
 
 def with_earlier(one: Log, earlier: dict[int, Any]) -> Log:
@@ -297,7 +298,7 @@ def test_of_a_foreign_log_nothing_is_known() -> None:
     listed, unknown = differences(log(recipe()), foreign)
     assert listed == []
     assert len(unknown) == 1
-    assert unknown[0].startswith("their.log (verl console) has no run folder")
+    assert unknown[0].startswith("their.log (verl console) is not a run folder")
     assert len(differences(foreign, foreign)[1]) == 2
 
 

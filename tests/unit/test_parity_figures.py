@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from lockstep.parity.compare.figures import Pair, align, common_steps, figures, parted_at, values_at, window_of
-from lockstep.parity.compare.log import Series
+from lockstep.parity.compare.align_curves import Pair, align, common_steps, values_at
+from lockstep.parity.compare.curve_errors import divergence_step, figures, window_length
+from lockstep.parity.compare.logs.log_curves import Series
 
 NAN = float("nan")
 
@@ -95,7 +96,9 @@ def test_steps_without_numbers() -> None:
 
 def apart_at(steps: int, places: set[int], tolerance: float = 0.1) -> int | None:
     """Curves of `steps` steps that are 1 apart at these steps and the same elsewhere."""
-    return parted_at(pair([1.0] * steps, [2.0 if step in places else 1.0 for step in range(1, steps + 1)]), tolerance)
+    return divergence_step(
+        pair([1.0] * steps, [2.0 if step in places else 1.0 for step in range(1, steps + 1)]), tolerance
+    )
 
 
 def test_curves_part_at_the_first_step_of_the_stretch_that_lasts() -> None:
@@ -122,7 +125,7 @@ def test_what_began_just_before_the_end_is_no_parting_yet() -> None:
 
 
 def test_short_curves() -> None:
-    assert [window_of(steps) for steps in (1, 2, 3, 29, 30, 40, 50, 99, 5000)] == [1, 1, 3, 3, 3, 5, 5, 9, 9]
+    assert [window_length(steps) for steps in (1, 2, 3, 29, 30, 40, 50, 99, 5000)] == [1, 1, 3, 3, 3, 5, 5, 9, 9]
     assert apart_at(1, {1}) == 1
     assert apart_at(2, {2}) == 2
     assert apart_at(5, {5}) is None
@@ -135,8 +138,8 @@ def test_a_difference_of_exactly_the_tolerance_is_no_parting() -> None:
 
 def test_a_side_that_breaks_down_has_parted_there() -> None:
     broken = pair([1.0] * 50, [1.0] * 30 + [NAN] * 20)
-    assert parted_at(broken, 0.1) == 31
+    assert divergence_step(broken, 0.1) == 31
     growing = np.linspace(0.001, 0.05, 50)
     relative = Pair(np.arange(1, 51), growing, growing * 1.03)
-    assert parted_at(relative, 0.02) is None
-    assert parted_at(relative, 0.02 * np.abs(growing)) == 1
+    assert divergence_step(relative, 0.02) is None
+    assert divergence_step(relative, 0.02 * np.abs(growing)) == 1

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.parity.compare.log import Log
 from lockstep.parity.compare.logs import read_log
-from lockstep.parity.compare.logs.find import claims
-from lockstep.parity.compare.logs.names import known_name
-from lockstep.parity.compare.logs.text import decoded
+from lockstep.parity.compare.logs.console_logs import decoded
+from lockstep.parity.compare.logs.log_curves import Log
+from lockstep.parity.compare.logs.log_formats import matching_formats
+from lockstep.parity.compare.logs.metric_names import name_of_file
 
 RECORDED = Path(__file__).parents[1] / "data" / "parity"
 
@@ -185,7 +185,7 @@ def test_a_swanlab_file_of_an_unknown_format_or_damaged(tmp_path: Path) -> None:
     assert read_log(str(cut)).kind == "SwanLab"
     content[6] = 3
     cut.write_bytes(content)
-    with pytest.raises(Refusal, match="format 3, known are 1 and 2"):
+    with pytest.raises(Refusal, match=r"format 3.*1 and 2"):
         read_log(str(cut))
 
 
@@ -244,9 +244,10 @@ def test_msprobe_monitor_and_gradient_probe(tmp_path: Path) -> None:
         )
     log = read_log(str(tmp_path / "probe"))
     assert curve(log, "gradient/layers.0.weight/Norm") == {1: 1.5, 2: 2.5}
-    (monitor / "grad_reduced_0-1.csv").write_text("vpp_stage,name,step,norm\n0,layers.0.weight,x,1.5\n")
-    with pytest.raises(Refusal, match="row with a whole number as step"):
-        read_log(str(monitor))
+    for step in ("x", "1.5", "nan", "inf"):
+        (monitor / "grad_reduced_0-1.csv").write_text(f"vpp_stage,name,step,norm\n0,layers.0.weight,{step},1.5\n")
+        with pytest.raises(Refusal, match="row with a whole number as step"):
+            read_log(str(monitor))
 
 
 def test_megatron_lines_between_those_of_deepspeed(tmp_path: Path) -> None:
@@ -290,7 +291,7 @@ def test_binary_files_are_no_text(tmp_path: Path) -> None:
     source = tmp_path / "a.log"
     for content in (b"\xff\xfe\0\0a\0\0\0", b"step:1 - a:1\n\0", b"\xff\xfe"):
         source.write_bytes(content)
-        with pytest.raises(Refusal, match="no log that is known here"):
+        with pytest.raises(Refusal, match="not a log of a supported format"):
             read_log(str(source))
 
 
@@ -329,7 +330,7 @@ def test_names_of_tensorboard_csvs(tmp_path: Path, file: str, metric: str) -> No
 def test_a_tensorboard_csv_without_a_name_asks_for_it(tmp_path: Path) -> None:
     source = tmp_path / "export.csv"
     source.write_text("Wall time,Step,Value\n1.5,1,0.5\n")
-    with pytest.raises(Refusal, match=r"export\.csv: .*does not say what its Value is(?s:.)*--value NAME"):
+    with pytest.raises(Refusal, match=r"export\.csv: .*Value(?s:.)*--value"):
         read_log(str(source))
     assert curve(read_log(str(source), {"Value": "actor/kl"}), "actor/kl") == {1: 0.5}
     # What is said goes before what the file is called.
@@ -339,9 +340,9 @@ def test_a_tensorboard_csv_without_a_name_asks_for_it(tmp_path: Path) -> None:
 
 
 def test_known_names() -> None:
-    assert known_name("val_loss") == "val/loss"
-    assert known_name("eval_rewards_margins") == "val/margin"
-    assert known_name("export") is None
+    assert name_of_file("val_loss") == "val/loss"
+    assert name_of_file("eval_rewards_margins") == "val/margin"
+    assert name_of_file("export") is None
 
 
 # Damage --------------------------------------------------------------------------------------------------------------
@@ -385,7 +386,7 @@ def test_a_trainer_state_that_is_cut_short_is_refused_by_its_place(tmp_path: Pat
     )
     source = tmp_path / "trainer_state.json"
     source.write_text(text[:-4])
-    with pytest.raises(Refusal, match=r"trainer_state\.json line \d+ column \d+: a trainer's state that is cut short"):
+    with pytest.raises(Refusal, match=r"trainer_state\.json line \d+ column \d+: .*cut short"):
         read_log(str(source))
 
 
@@ -420,7 +421,7 @@ def samples() -> list[Path]:
 def test_each_sample_is_claimed_by_one_reader(file: Path) -> None:
     text = decoded(file.read_bytes())
     assert text is not None
-    (only,) = claims(file, text)
+    (only,) = matching_formats(file, text)
     assert only.kind == read_log(str(file)).kind
 
 
@@ -451,5 +452,5 @@ def test_of_a_folder_with_a_state_and_lines_the_whole_one_is_read(tmp_path: Path
     assert curve(read_log(str(tmp_path)), "train/loss") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
     # Two logs that no run writes beside each other are asked for.
     (tmp_path / "logging.jsonl").write_text((RECORDED / "swift_logging.jsonl").read_text())
-    with pytest.raises(Refusal, match="holds 4 logs"):
+    with pytest.raises(Refusal, match="contains 4 logs"):
         read_log(str(tmp_path))

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import Refusal
-from lockstep.parity.compare.compare import compare
-from lockstep.parity.compare.log import Log
+from lockstep.parity.compare.compare_runs import compare
 from lockstep.parity.compare.logs import read_log, read_names
-from lockstep.parity.compare.logs.names import KINDS, NAMES, aligned
+from lockstep.parity.compare.logs.log_curves import Log
+from lockstep.parity.compare.logs.metric_names import KINDS, NAMES, map_names
 from lockstep.run.metrics import MetricsLog
 from work import lines_run
 
@@ -238,7 +238,7 @@ def test_csv_and_json_lines_with_a_step_column(tmp_path: Path, column: str) -> N
 
 
 def test_an_epoch_is_no_step(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="looked for"):
+    with pytest.raises(Refusal, match="supported: a run folder"):
         read_log(write(tmp_path / "a.csv", "epoch,loss\n1,0.5\n"))
 
 
@@ -290,10 +290,10 @@ def test_a_half_line_at_the_end_is_left_out(tmp_path: Path) -> None:
         ("a.jsonl", '{"step": 1, "loss": 1}\n{"step": 2, "lo{"step": 2}\n{"step": 3, "loss": 1}\n', "a.jsonl line 2"),
         ("a.csv", "step,loss\n1,0.5\n2\n3,0.5\n", "a.csv line 3"),
         ("a.jsonl", '{"step": 1, "loss": 1}\n{"step": 1.5, "loss": 1}\n', "line 2: its step is 1.5"),
-        ("a.jsonl", '{"step": 1, "note": "x"}\n', "a.jsonl: read as jsonl, it holds no metric"),
-        ("a.log", "hello\n", "a.log: no log that is known here"),
-        ("a.log", "", "no log that is known here"),
-        ("trainer_state.json", '{"log_history": []}', "it holds no metric"),
+        ("a.jsonl", '{"step": 1, "note": "x"}\n', "a.jsonl: was read as jsonl and contains no metric"),
+        ("a.log", "hello\n", "a.log: not a log of a supported format"),
+        ("a.log", "", "not a log of a supported format"),
+        ("trainer_state.json", '{"log_history": []}', "contains no metric"),
         ("trainer_state.json", '{"log_history": [{"loss": 1}]}', r"log_history\[0\]: has no step"),
     ],
 )
@@ -308,12 +308,12 @@ def test_what_cannot_be_read_is_refused_by_place(tmp_path: Path, name: str, text
 def test_a_folder_is_searched_one_level_deep(tmp_path: Path) -> None:
     write(tmp_path / "config.json", '{"hidden": 64}')
     write(tmp_path / "deep" / "er" / "a.csv", "step,loss\n1,1\n")
-    with pytest.raises(Refusal, match="no log that is known here"):
+    with pytest.raises(Refusal, match="not a log of a supported format"):
         read_log(str(tmp_path))
     write(tmp_path / "logs" / "a.csv", "step,loss\n1,1\n")
     assert curve(read_log(str(tmp_path)), "train/loss") == {1: 1.0}
     write(tmp_path / "b.csv", "step,loss\n1,1\n")
-    with pytest.raises(Refusal, match=r"holds 2 logs: b.csv, logs/a.csv"):
+    with pytest.raises(Refusal, match=r"contains 2 logs: b.csv, logs/a.csv"):
         read_log(str(tmp_path))
 
 
@@ -331,7 +331,7 @@ def test_several_run_folders_are_listed(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     assert read_log(str(tmp_path)).evidence is not None
     make_run(tmp_path / "b")
-    with pytest.raises(Refusal, match="holds 2 logs: a, b"):
+    with pytest.raises(Refusal, match="contains 2 logs: a, b"):
         read_log(str(tmp_path))
 
 
@@ -515,27 +515,27 @@ def test_the_callers_names_go_first(tmp_path: Path) -> None:
 
 
 def test_two_names_for_one_metric() -> None:
-    assert aligned(["loss", "gpt_loss"], False, {}) == {"train/loss": "loss", "gpt_loss": "gpt_loss"}
+    assert map_names(["loss", "gpt_loss"], False, {}) == {"train/loss": "loss", "gpt_loss": "gpt_loss"}
     # A metric that is already called so keeps its name, wherever it stands.
-    assert aligned(["loss", "train/loss"], False, {}) == {"loss": "loss", "train/loss": "train/loss"}
-    assert aligned(["x", "y"], False, {"x": "y"}) == {"x": "x", "y": "y"}
+    assert map_names(["loss", "train/loss"], False, {}) == {"loss": "loss", "train/loss": "train/loss"}
+    assert map_names(["x", "y"], False, {"x": "y"}) == {"x": "x", "y": "y"}
 
 
 def test_validation_names() -> None:
-    written = aligned(["eval_loss", "eval/rewards/margins", "eval_runtime", "train/learning_rate"], False, {})
+    written = map_names(["eval_loss", "eval/rewards/margins", "eval_runtime", "train/learning_rate"], False, {})
     assert list(written) == ["val/loss", "val/margin", "eval_runtime", "train/lr"]
 
 
 def test_names_depend_on_what_is_trained() -> None:
-    assert list(aligned(["loss", "kl", "acc"], False, {})) == ["train/loss", "kl", "train/pair_accuracy"]
-    assert list(aligned(["kto_loss", "kl"], False, {})) == ["train/loss", "train/kl"]
-    assert list(aligned(["prm_loss", "acc"], False, {})) == ["train/loss", "train/step_accuracy"]
-    assert list(aligned(["train/reward", "train/kl", "loss"], False, {})) == [
+    assert list(map_names(["loss", "kl", "acc"], False, {})) == ["train/loss", "kl", "train/pair_accuracy"]
+    assert list(map_names(["kto_loss", "kl"], False, {})) == ["train/loss", "train/kl"]
+    assert list(map_names(["prm_loss", "acc"], False, {})) == ["train/loss", "train/step_accuracy"]
+    assert list(map_names(["train/reward", "train/kl", "loss"], False, {})) == [
         "critic/rewards/mean",
         "actor/kl",
         "actor/loss",
     ]
-    assert list(aligned(["loss", "reward"], True, {})) == ["loss", "reward"]
+    assert list(map_names(["loss", "reward"], True, {})) == ["loss", "reward"]
 
 
 def test_the_tables_lead_to_names_that_our_runs_write() -> None:
@@ -554,12 +554,12 @@ def test_a_table_of_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("- a\n- b\n", "holds no table"),
-        ("", "holds no table"),
+        ("- a\n- b\n", "contains no names"),
+        ("", "contains no names"),
         ("a: [", "not YAML"),
-        ("a: 1\n", "'a': is given as 1"),
-        ("1: a\n", "1: is given as 'a'"),
-        ("a: ''\n", "'a': is given as ''"),
+        ("a: 1\n", "'a': has the value 1"),
+        ("1: a\n", "1: has the value 'a'"),
+        ("a: ''\n", "'a': has the value ''"),
     ],
 )
 def test_a_bad_table_of_names_is_refused(tmp_path: Path, text: str, why: str) -> None:

@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.errors import Refusal
-from lockstep.parity.compare.compare import compare
+from lockstep.parity.compare.align_curves import Curve, averaged, better_shift, intervals, match
+from lockstep.parity.compare.compare_runs import compare
 from lockstep.parity.compare.comparison import Comparison, Metric
-from lockstep.parity.compare.intervals import Curve, averaged, intervals, match
-from lockstep.parity.compare.log import Evidence, Log, Series
 from lockstep.parity.compare.logs import read_log
-from lockstep.parity.compare.shift import better_shift
+from lockstep.parity.compare.logs.log_curves import Evidence, Log, Series
 
 
 def series(values: dict[int, float]) -> Series:
@@ -69,7 +68,7 @@ def test_means_are_seen_where_nobody_tells() -> None:
     assert (told.figures.steps, told.figures.worst) == (10, 0)
     errors = [abs(MEANS[end] - NOISY[end]) for end in MEANS]
     words = re.fullmatch(
-        r"B's values look like means of 10 steps \(mean error 0 % against them, (\d+) % against single steps\): "
+        r"B's values look like means of 10 steps \(mean error 0 % against means, (\d+) % against single steps\): "
         "A is averaged over the same steps",
         told.matching,
     )
@@ -145,9 +144,7 @@ def test_means_of_different_lengths_that_cannot_be_matched_are_told() -> None:
         log({4: 1.0, 14: 1.0, 24: 1.0, 28: 1.0}, "b", OF_MEANS),
     )
     told = loss(compare(a, b))
-    assert told.matching.startswith(
-        "B's values are means of 10 steps, of which A has not all: compared as they are; left"
-    )
+    assert told.matching.startswith("B's values are means of 10 steps, but A lacks some of them")
 
 
 def test_both_with_the_same_means_are_compared_as_they_are() -> None:
@@ -254,15 +251,15 @@ def test_a_count_from_zero_is_proposed_and_not_applied(tmp_path: Path) -> None:
     # One step late, without repeats, and this curve's neighbouring moves hardly go against each other: no finding.
     assert found.verdict == "cannot tell"
     (remark,) = found.remarks
-    assert "the curves agree clearly best with B's steps moved by +1 (mean error 0 % over 100 steps; as they" in remark
+    assert "shifted by +1 (mean error 0 % over 100 steps; " in remark
     assert remark.endswith("compare again with --shift 1")
     assert loss(found).steps == list(range(1, 100))
     shown = run(tmp_path, NOISY, from_zero)
-    assert (shown.exit_code, "remark: train/loss: the curves agree clearly best" in shown.output) == (2, True)
+    assert (shown.exit_code, "remark: train/loss: the curves agree much better" in shown.output) == (2, True)
     # As it was proposed:
     again = run(tmp_path, NOISY, from_zero, "--shift", "1")
-    assert (again.exit_code, "agree clearly best" in again.output) == (0, False)
-    assert "remark: B's steps are moved by +1, as --shift says" in again.output
+    assert (again.exit_code, "agree much better" in again.output) == (0, False)
+    assert "remark: B's steps are shifted by +1 (--shift)" in again.output
     applied = compare(log(NOISY), log(from_zero, "b"), shift=1)
     assert (applied.verdict, loss(applied).figures.worst, loss(applied).steps) == ("in step", 0, list(range(1, 101)))
 
@@ -270,7 +267,7 @@ def test_a_count_from_zero_is_proposed_and_not_applied(tmp_path: Path) -> None:
 def test_a_wrong_shift_is_told_against_the_steps_of_the_log() -> None:
     from_zero = {step - 1: value for step, value in NOISY.items()}
     remarks = compare(log(NOISY), log(from_zero, "b"), shift=3).remarks
-    assert remarks[0] == "B's steps are moved by +3, as --shift says"
+    assert remarks[0] == "B's steps are shifted by +3 (--shift)"
     assert remarks[1].endswith("compare again with --shift 1")
 
 
@@ -335,7 +332,7 @@ def test_the_set_up_of_a_foreign_log_is_unknown(tmp_path: Path) -> None:
     assert not compare(one_sided, log(NOISY, "b")).setup_known
     assert compare(one_sided, one_sided).setup_known
     shown = run(tmp_path, NOISY, NOISY)
-    assert "what differs besides\n  unknown" in shown.output
+    assert "set-up differences\n  unknown" in shown.output
     assert json.loads(run(tmp_path, NOISY, NOISY, "--json").stdout)["setup_known"] is False
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lockstep.parity.compare.log import Series
-from lockstep.parity.compare.noise import FEWEST_STEPS, block_length, excess_draws, noise_floor
+from lockstep.parity.compare.curve_errors import MIN_NOISE_STEPS, block_length, excess_draws, noise_floor
+from lockstep.parity.compare.logs.log_curves import Series
 
 SD = 0.05
 TRIALS = 200
@@ -111,9 +111,9 @@ def test_blocks_are_long_where_neighbours_err_alike() -> None:
 def test_no_floor_without_repeats_or_steps() -> None:
     one = series(np.arange(50.0))
     assert noise_floor([one], [one]) is None
-    short = series(np.arange(float(FEWEST_STEPS - 1)))
+    short = series(np.arange(float(MIN_NOISE_STEPS - 1)))
     assert noise_floor([one, short], [one]) is None
     gap = np.arange(50.0)
     gap[7:] = np.nan
     assert noise_floor([one, series(gap)], [one]) is None
-    assert noise_floor([one, series(np.arange(float(FEWEST_STEPS)))], [one]) is not None
+    assert noise_floor([one, series(np.arange(float(MIN_NOISE_STEPS)))], [one]) is not None

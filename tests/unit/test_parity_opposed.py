@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lockstep.parity.compare.opposed import opposition
+from lockstep.parity.compare.curve_tests import opposition
 from parity_curves import judged, loss, reward, runs
 
 # A loss that falls in steps up and down, as data of unlike difficulty makes it; B counts from zero.
@@ -28,7 +28,7 @@ def test_nine_steps_that_are_55_percent_apart_are_out_of_step() -> None:
     judgement, examined = judged(ZIGZAG[None, :-1], ZIGZAG[None, 1:], "loss")
     assert float(np.abs(np.diff(ZIGZAG)).mean()) == pytest.approx(0.55, abs=0.02)
     assert judgement.verdict == "out of step"
-    assert "move against each other (correlation -1)" in judgement.explanation
+    assert "move in opposite directions (correlation -1)" in judgement.explanation
     assert [found.statistic for found in examined.findings] == ["opposed"]
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import Refusal
+from lockstep.parity.compare.compare_report import page_data
 from lockstep.parity.compare.comparison import Comparison, Difference
-from lockstep.parity.compare.record import evidence_of, record, slug
-from lockstep.parity.compare.report import page_data
-from lockstep.parity.compare.support_table import HEADER, RULE, read_table
+from lockstep.parity.compare.support_record import HEADER, RULE, evidence_of, read_table, record, slug
 from parity_example import HOSTILE, STEPS, example, reward
 
 
@@ -147,7 +146,7 @@ def test_evidence_is_strict_json(tmp_path: Path) -> None:
 
 
 def test_logs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="neither side tells its method"):
+    with pytest.raises(Refusal, match="method of both sides is unknown"):
         kept(replace(example(), facts={}), tmp_path)
     assert list(tmp_path.iterdir()) == []
     kept(with_facts(example(), method=(None, "grpo"), model=(None, "tiny")), tmp_path)
@@ -155,8 +154,8 @@ def test_logs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
 
 
 DAMAGE = [
-    ("no table", lambda text: "# Support\n", "support.md: holds no support table"),
-    ("no rule", lambda text: text.replace(RULE + "\n", ""), "line 12: below the heading"),
+    ("no table", lambda text: "# Support\n", "contains no support table"),
+    ("no rule", lambda text: text.replace(RULE + "\n", ""), "line 12: the line below the heading"),
     ("a cell less", lambda text: text.replace("| tiny-7 ", ""), "line 13: has 7 cells, and the table has 8"),
     ("no link", lambda text: text.replace("[json]", "json"), "line 13: its evidence is `json"),
     ("words", lambda text: text + "and so on\n", "line 14: not a row of the table"),

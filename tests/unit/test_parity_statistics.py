@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.parity.compare.power import power_of
-from lockstep.parity.compare.statistics import (
+from lockstep.parity.compare.curve_tests import score
+from lockstep.parity.compare.detection_power import power_of
+from lockstep.parity.compare.noise_model import (
     SHARES,
     as_normal,
     as_t,
     compressed,
     contrasts,
     looks,
-    score,
     shape_of_noise,
     spread_of,
     trend_of,
@@ -162,20 +162,27 @@ def test_faults_are_found(steps: int, repeats: tuple[int, int], memory: float, f
     assert found(steps, repeats, memory, 0.0, fault, trials=200) >= 0.95
 
 
-@pytest.mark.parametrize(("repeats", "memory"), [((3, 0), 0.0), ((3, 0), 0.5), ((2, 2), 0.5), ((0, 0), 0.5)])
-def test_the_power_that_is_told_is_there(repeats: tuple[int, int], memory: float) -> None:
-    """A drift and a late collapse of the size that would be seen with 95 %: drawn, and found at least as often."""
+@pytest.mark.parametrize(
+    ("repeats", "memory", "trials"),
+    [
+        ((0, 0), 0.5, 200),
+        ((3, 0), 0.5, 60),
+        *(pytest.param(*row, 200, marks=pytest.mark.slow) for row in (((3, 0), 0.0), ((3, 0), 0.5), ((2, 2), 0.5))),
+    ],
+)
+def test_the_reported_power_is_real(repeats: tuple[int, int], memory: float, trials: int) -> None:
+    """A drift and a late collapse of the size that the report gives for 95 % are found at least as often."""
     draw, steps = np.random.default_rng(9), 200
-    a, b = runs(draw, 200, reward(steps), repeats, memory)
-    told = []
+    a, b = runs(draw, trials, reward(steps), repeats, memory)
+    reported = []
     for one, other in zip(a, b, strict=True):
         spread = score(one, other)[1]
-        told.append(power_of(spread, np.arange(1, steps + 1), (len(one), len(other))))
-    drift = np.array([power.drift for power in told])[:, None, None]
-    late = np.arange(steps) >= steps - told[0].collapse_steps
-    collapse = np.array([power.collapse for power in told])[:, None, None] * late
-    assert told[0].collapse_steps == 10
+        reported.append(power_of(spread, np.arange(1, steps + 1), (len(one), len(other))))
+    drift = np.array([power.drift for power in reported])[:, None, None]
+    late = np.arange(steps) >= steps - reported[0].collapse_steps
+    collapse = np.array([power.collapse for power in reported])[:, None, None] * late
+    assert reported[0].collapse_steps == 10
     for fault in (drift, collapse):
-        assert score(a, b + fault)[0].found.mean() >= 0.93  # 200 trials of 95 %
-    # And not by being far too careful: a third of it is mostly missed.
+        assert score(a, b + fault)[0].found.mean() >= (0.93 if trials == 200 else 0.87)  # at 95 %, by chance
+    # The report is not far too careful: a third of the drift is mostly missed.
     assert score(a, b + drift / 3)[0].found.mean() <= 0.6

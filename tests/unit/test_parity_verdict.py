@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lockstep.parity.compare.compare_report import EXIT_CODES
 from lockstep.parity.compare.comparison import Power
-from lockstep.parity.compare.show import EXIT_CODES
 from parity_curves import SD, biased, collapsed, judged, remembering, reward, runs, stopped
 
 PASSES = ("in step", "within noise")
@@ -58,7 +58,7 @@ def test_few_steps_never_pass() -> None:
         a = np.linspace(0.2, 0.8, count)[None]
         near = judged(a, a + 0.001 * np.resize([1, -1], count))[0]
         assert near.verdict == "cannot tell", count
-        assert near.explanation.endswith("too few: 8 at least are needed")
+        assert "too few" in near.explanation
         assert judged(a, a)[0].verdict == ("in step" if count > 1 else "cannot tell")
         far = judged(a, a + 0.5)[0]
         assert far.verdict == ("out of step" if count > 1 else "cannot tell")
@@ -71,7 +71,7 @@ def test_no_repeat_no_pass_over_the_bar() -> None:
     a, b = runs(np.random.default_rng(3), 1, reward(200), (3, 0), 0.3)
     alone, examined = judged(a[0, :1], b[0])
     assert alone.verdict == "cannot tell"
-    assert "not known without repeats: " in alone.explanation
+    assert "unknown without repeats: " in alone.explanation
     assert alone.explanation.endswith("would suffice")
     assert (examined.repeats, examined.findings) == (0, [])
     assert judged(a[0], b[0])[0].verdict == "within noise"
@@ -197,7 +197,7 @@ def test_a_difference_of_many_deviations_does_not_pass_below_the_bar() -> None:
     # A tenth of it is as certain, and too small beside the bar to be more than a remark.
     small, _ = judged(a, b + 0.035)
     assert (small.verdict, small.bar, small.test) == ("in step", "met", "small difference")
-    assert "though not by noise alone: drift: -0.004" in small.explanation
+    assert "drift: -0.004" in small.explanation
 
 
 def test_a_pass_excludes_a_drift_of_the_size_of_the_bar() -> None:
@@ -212,13 +212,24 @@ def test_a_pass_excludes_a_drift_of_the_size_of_the_bar() -> None:
     assert "noise may hide a drift of the size of the bar" in judgement.explanation
 
 
-@pytest.mark.parametrize(("steps", "repeats"), [(30, 0), (30, 3), (100, 1), (200, 0), (200, 3)])
-def test_a_drift_of_the_size_of_the_bar_seldom_passes(steps: int, repeats: int) -> None:
+LENGTHS_AND_REPEATS = [(30, 0), (30, 3), (100, 1), (200, 0), (200, 3)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "repeats", "pairs", "most"),
+    [
+        (30, 0, 20, 5),
+        (100, 1, 20, 5),
+        *(pytest.param(*row, 60, 9, marks=pytest.mark.slow) for row in LENGTHS_AND_REPEATS),
+    ],
+)
+def test_a_drift_of_the_size_of_the_bar_seldom_passes(steps: int, repeats: int, pairs: int, most: int) -> None:
+    """At 5 %, 60 pairs have more than 9 passes, and 20 pairs more than 5, once in a thousand times."""
     for sd in (0.01, 0.03, 0.06):
-        a, b = runs(np.random.default_rng(steps + repeats), 60, reward(steps), (repeats, 0), 0.5)
+        a, b = runs(np.random.default_rng(steps + repeats), pairs, reward(steps), (repeats, 0), 0.5)
         a, b = ((side - reward(steps)) * sd / SD + reward(steps) for side in (a, b))
         verdicts = [judged(one, other + 0.04)[0].verdict for one, other in zip(a, b, strict=True)]
-        assert sum(verdict in PASSES for verdict in verdicts) <= 9, sd  # 60 of 5 % have more once in a thousand times
+        assert sum(verdict in PASSES for verdict in verdicts) <= most, sd
 
 
 @pytest.mark.parametrize("repeats", [0, 3])

@@ -12,8 +12,8 @@ from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda
 from lockstep.device.npu import Npu
-from lockstep.doctor.engines import packages_in
-from lockstep.doctor.machine import Machine
+from lockstep.doctor.engine_packages import packages_in
+from lockstep.doctor.local_machine import Machine
 from lockstep.errors import Refusal
 from lockstep.recipe import Recipe, load_recipe
 from sglang_server import write_package

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import lockstep_record
 from lockstep.errors import Refusal
-from lockstep.parity.compare.command import Order, compare_logs
+from lockstep.parity.compare.compare_command import CompareOptions, compare_logs
 from lockstep.parity.compare.logs import read_log
 from lockstep.parity.replay.recording import compare_recordings, replay_recording
 from lockstep.tape.digest import digest
@@ -208,7 +208,7 @@ def test_compare_names_the_first_module_that_differs(
 def test_a_repeat_is_in_step(model: str, tape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain(model, str(tmp_path / "again"))
     assert compare_recordings(tape, tmp_path / "again").in_step
-    compare_logs(Order(str(tape), str(tmp_path / "again")), as_json=True)
+    compare_logs(CompareOptions(str(tape), str(tmp_path / "again")), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["recordings"]["in_step"]
     assert found["recordings"]["steps"] == [1, 2, 3]

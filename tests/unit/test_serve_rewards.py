@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hang import HANG
-from lockstep.compat.openrlhf.inference import rewards_served
+from lockstep.compat.openrlhf.openrlhf_inference import rewards_served
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.model import ModelPart

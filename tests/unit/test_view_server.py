@@ -23,8 +23,8 @@ import lockstep
 from hang import HANG
 from lockstep.commands.view import view_runs
 from lockstep.errors import Refusal
-from lockstep.parity.compare.comparable import setup_differences
-from lockstep.parity.compare.logs.run_folder import evidence
+from lockstep.parity.compare.logs.run_logs import read_evidence
+from lockstep.parity.compare.run_setup import setup_differences
 from lockstep.view.answers import PageAnswers
 from lockstep.view.server import PageServer
 from view_runs import sample, write_run
@@ -255,7 +255,7 @@ def test_differences_are_weighed_as_a_comparison_weighs_them(tmp_path: Path) -> 
         write_run(tmp_path / name, 2, {"x": float}, lr=lr)
     answers = PageAnswers(tmp_path)
     found = answers.difference({"run": ["a"], "against": ["b"]})
-    by_compare, unknown = setup_differences(*(evidence(tmp_path / name) for name in "ab"))
+    by_compare, unknown = setup_differences(*(read_evidence(tmp_path / name) for name in "ab"))
     assert [(one["key"], one["weight"], one["effect"]) for one in found["differences"]] == [
         (one.key, one.weight, one.effect) for one in by_compare
     ]

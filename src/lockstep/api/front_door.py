@@ -21,7 +21,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.world import World
-from lockstep.parity.compare.compare import compare as compare_logs
+from lockstep.parity.compare.compare_runs import compare as compare_logs
 from lockstep.parity.compare.comparison import Comparison
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe.keys_data import Data

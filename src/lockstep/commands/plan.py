@@ -13,9 +13,9 @@ from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.select import DEVICES, explain
 from lockstep.device.serving import serving_on
-from lockstep.doctor.engines import engines_here, packages_in
-from lockstep.doctor.facts import installed_packages
-from lockstep.doctor.machine import Machine
+from lockstep.doctor.engine_packages import engines_here, packages_in
+from lockstep.doctor.local_machine import Machine
+from lockstep.doctor.machine_facts import installed_packages
 from lockstep.errors import Refusal
 from lockstep.preflight.async_worker import handed_lines, refuse_beside
 from lockstep.preflight.batch_plan import make_loader
@@ -57,7 +57,7 @@ def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
         urls = [rollout.url] if isinstance(rollout.url, str) else rollout.url
         lines.append(("engine", f"{own.name} at {', '.join(urls)}, which the run asks when it starts"))
     elif ENGINES[own.name].served:
-        lines.append(("engine", f"{own.name}, started by the run: {own.found or own.told()}"))
+        lines.append(("engine", f"{own.name}, started by the run: {own.found or own.explanation()}"))
         lines += _start(recipe, device)
     else:
         lines.append(("engine", f"{own.name} ({own.found})"))

@@ -1,1 +1,1 @@
-"""Command lines and scripts of verl and OpenRLHF, as recipes of ours. Every difference is said, nothing is dropped."""
+"""Converts command lines and scripts of verl and OpenRLHF to recipes, with a report on every setting."""

@@ -1,4 +1,4 @@
-"""Checkpoints of verl (FSDP shards) and OpenRLHF (DeepSpeed) as Hugging Face folders; Megatron's are refused."""
+"""Converts checkpoints of verl (FSDP shards) and OpenRLHF (DeepSpeed) to Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SHARD = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
 _ZERO3 = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _ZERO3_OPTIM = re.compile(r"^(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MP = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
-_BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.py")
-_NOT_BESIDE = ("fsdp_config.json", "model.safetensors.index.json", "trainer_state.json")
+_COPIED = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.py")
+_NOT_COPIED = ("fsdp_config.json", "model.safetensors.index.json", "trainer_state.json")
 
 Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint, what kind it is, and where its config and tokenizer are, if it has them."""
+    """A checkpoint: its kind, its reader, and the folder of its config and tokenizer, if there is one."""
 
     kind: str
     folder: Path
@@ -36,23 +36,23 @@ class Found:
 
 
 def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
-    """Write the weights of a checkpoint to `out` with the config and tokenizer that lie beside it, or in `model`."""
+    """Write the weights of a checkpoint to `out`, with the config and tokenizer of `model` or of the checkpoint."""
     found = find_checkpoint(path)
     source = model or found.model
     if source is None or not (source / "config.json").is_file():
         raise Refusal.at(
             found.folder,
-            "holds weights and no config.json",
-            "name the model that was trained, for its config and tokenizer: --model DIR",
+            "has weights but no config.json",
+            "name the trained model, for its config and tokenizer: --model DIR",
         )
     weights = found.read(found.folder)
     check_weights(weights, source, found.folder)
     if out.exists() and any(out.iterdir()):
         raise Refusal.at(out, "is not empty", "name a new folder")
     out.mkdir(parents=True, exist_ok=True)
-    for pattern in _BESIDE:
+    for pattern in _COPIED:
         for file in sorted(source.glob(pattern)):
-            if file.name not in _NOT_BESIDE:
+            if file.name not in _NOT_COPIED:
                 shutil.copy(file, out / file.name)
     dtype = _stored_dtype(source)
     stored = {name: _stored(tensor, dtype) for name, tensor in weights.items()}
@@ -65,19 +65,21 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
 
 
 def find_checkpoint(path: Path) -> Found:
-    """The checkpoint in a folder, or in the places below it where the trainers put them."""
+    """The checkpoint in a folder, or in the subfolders where the trainers save it."""
     for folder in (path, path / "actor", path / "_actor", *_tagged(path), *_tagged(path / "_actor")):
         names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         if any(_SHARD.match(name) for name in names):
-            beside = folder / "huggingface"
-            return Found("FSDP shards of verl", folder, read_fsdp, beside if beside.is_dir() else folder)
+            inside = folder / "huggingface"
+            return Found("FSDP shards of verl", folder, read_fsdp, inside if inside.is_dir() else folder)
         if any(_ZERO3.match(name) for name in names):
             return Found("DeepSpeed ZeRO 3", folder, read_zero3, None)
         if any(_MP.match(name) for name in names):
             return Found("DeepSpeed", folder, read_deepspeed, None)
         if "dist_ckpt" in names or any(name.endswith(".distcp") or name.startswith("iter_") for name in names):
             raise Refusal.at(
-                folder, "is a checkpoint of Megatron's, which is not read", "export it there: verl's model_merger"
+                folder,
+                "is a checkpoint of Megatron, which lockstep does not read",
+                "export it there: verl's model_merger",
             )
     raise Refusal.at(
         path,
@@ -87,15 +89,13 @@ def find_checkpoint(path: Path) -> Found:
 
 
 def _tagged(path: Path) -> list[Path]:
-    """The step that DeepSpeed's `latest` names."""
+    """The folder that DeepSpeed's file `latest` names."""
     latest = path / "latest"
     if not latest.is_file():
         return []
     name = latest.read_text(encoding="utf-8", errors="replace").strip()
     if name in ("", "..") or Path(name).name != name:
-        raise Refusal.at(
-            latest, f"names {name[:80]!r}, and there is no such folder here", "name the folder of one step"
-        )
+        raise Refusal.at(latest, f"names {name[:80]!r}, which is not a folder here", "name the folder of one step")
     return [path / name]
 
 
@@ -123,26 +123,26 @@ def read_fsdp(folder: Path) -> Weights:
 
 
 def _whole(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
-    """One tensor of the shards of all ranks."""
+    """One tensor from the shards of all ranks."""
     first = parts[0]
     placements = getattr(first, "placements", None)
     if placements is None:
         return torch.as_tensor(first)
     if len(placements) == 2 and placements[0].is_replicate():
-        # Groups that hold the same: the first one is enough.
+        # Replicated groups: the first one is enough.
         parts, placements = parts[: first.device_mesh.shape[1]], placements[1:]
     if len(placements) != 1:
         raise Refusal.at(folder, f"{name} is laid out over {len(placements)} axes of devices", "export it with verl")
     if placements[0].is_replicate():
         return first._local_tensor
-    whole = torch.cat([part._local_tensor for part in parts], dim=placements[0].dim)
-    if whole.shape != first.shape:
-        raise Refusal.at(folder, f"{name}: the shards make {tuple(whole.shape)}, not {tuple(first.shape)}")
-    return whole
+    joined = torch.cat([part._local_tensor for part in parts], dim=placements[0].dim)
+    if joined.shape != first.shape:
+        raise Refusal.at(folder, f"{name}: the shards make {tuple(joined.shape)}, not {tuple(first.shape)}")
+    return joined
 
 
 def read_deepspeed(folder: Path) -> Weights:
-    """ZeRO 1 and 2, and none: the weights are whole in one file."""
+    """ZeRO 0, 1 and 2: one file has all weights."""
     files = [file for file in folder.iterdir() if _MP.match(file.name)]
     if len(files) != 1:
         raise Refusal.at(folder, f"the model is split over {len(files)} devices (tensor parallel)", "merge it first")
@@ -161,7 +161,7 @@ def _is_weight(name: Any, value: Any) -> bool:
 
 
 def read_zero3(folder: Path) -> Weights:
-    """ZeRO 3: every weight is cut into as many equal runs as there are ranks, the last one padded."""
+    """ZeRO 3: each rank has an equal slice of every weight, the last one padded."""
     models = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3.match(file.name))}
     optims = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3_OPTIM.match(file.name))}
     if set(models) != set(range(len(models))) or set(optims) != set(models):
@@ -180,7 +180,11 @@ def read_zero3(folder: Path) -> Weights:
         count = _product(shape)
         run = -(-count // len(flat))
         if at + run > len(flat[0]):
-            raise Refusal.at(folder, f"{name}: the ranks hold fewer numbers than the shapes say", "is the save whole?")
+            raise Refusal.at(
+                folder,
+                f"{name}: the ranks hold fewer numbers than the shapes say",
+                "check that the checkpoint is complete",
+            )
         weights[name] = torch.cat([part.narrow(0, at, run) for part in flat])[:count].clone().view(shape)
         at += run
     try:
@@ -208,7 +212,7 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
-    """Refuse weights that are not those of the model: by name and shape, all told together."""
+    """Refuse weights whose names or shapes differ from the model's, with all differences."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if any("lora_" in name for name in weights):
@@ -235,7 +239,7 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _stored_dtype(model: Path) -> torch.dtype | None:
-    """The precision that the config names: weights are stored in it, as their trainers export them."""
+    """The dtype of the config, in which the weights are stored."""
     config = json.loads((model / "config.json").read_text())
     found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
     return found if isinstance(found, torch.dtype) else None

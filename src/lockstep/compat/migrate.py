@@ -1,4 +1,4 @@
-"""`lockstep migrate SCRIPT.sh`: a script of another trainer as recipes, each with a report. Nothing of it is run."""
+"""`lockstep migrate SCRIPT.sh`: converts the training commands of a script to recipes. It does not run the script."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.compat.launch import TrainingCommand, looks_cut_off, training_of
-from lockstep.compat.openrlhf.command import convert_openrlhf
-from lockstep.compat.report import report
+from lockstep.compat.conversion_output import checked, recipe_yaml, report
+from lockstep.compat.key_table import Conversion
+from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.compat.shell import MARK, Script, Word, read_script
-from lockstep.compat.table import Conversion
-from lockstep.compat.verl.command import convert_verl
-from lockstep.compat.writing import checked, recipe_yaml
+from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Problem, Refusal
 from lockstep.run.output import write
 
@@ -22,8 +20,14 @@ CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str]], Conversion]]
     "verl": convert_verl,
     "openrlhf": convert_openrlhf,
 }
-# Variables of the user's own shell that scripts rely on; all others must be in the script or be given.
+# Variables of the user's shell that scripts rely on. The script or the caller must set all others.
 _ENVIRONMENT = ("HOME", "PWD", "USER")
+# Module, file and flags of a launcher, as in `torchrun --nproc-per-node 8 -m verl.trainer.main_ppo`.
+_MODULE = re.compile(r"^(verl|openrlhf|recipe)(\.[\w]+)+$")
+_FILE = re.compile(r"(?:^|/)(verl|openrlhf|recipe)/(?:[\w/]+/)?(\w+)\.py$")
+_OURS = re.compile(r"^lockstep\.compat\.(verl|openrlhf)$")
+_DEVICES = ("--nproc_per_node", "--nproc-per-node", "--num_gpus")
+_NODES = ("--nnodes", "--num_nodes")
 _VARIABLE = re.compile(r"^[A-Za-z_]\w*=")
 
 
@@ -36,9 +40,9 @@ class Migrated:
 
 
 def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
-    """Read the script, write a recipe for each of its training commands, and say what became of every setting.
+    """Write a recipe and a report for each training command of the script.
 
-    `words` are `NAME=VALUE` for variables of the script, all others are its arguments.
+    `words` of the form `NAME=VALUE` set variables of the script; the others are its arguments.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -66,7 +70,7 @@ def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
 
 
 def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list[Problem], list[str]]:
-    """The conversions of a script's training commands, what is wrong with it, and what is to be known."""
+    """The conversions of a script's training commands, its problems, and remarks."""
     given = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     given |= {word.partition("=")[0]: word.partition("=")[2] for word in words if _VARIABLE.match(word)}
     script = read_script(text, given, [word for word in words if not _VARIABLE.match(word)])
@@ -105,14 +109,14 @@ def _unknown(words: Sequence[Word]) -> list[Problem]:
         for name in dict.fromkeys(word.unknown):
             shown = word.text.replace(MARK, "")
             if name.startswith("$("):
-                why = f"{name} is only known when it runs"
-                remedy = "write the value into the script, or give the variable that holds it: NAME=VALUE"
+                why = f"the value of {name} exists only when the script runs"
+                remedy = "write the value into the script, or set its variable: lockstep migrate SCRIPT NAME=VALUE"
             else:
                 why = f"the variable {name} is not set in the script"
                 remedy = (
-                    f"give it: lockstep migrate SCRIPT {name}=VALUE"
+                    f"set it: lockstep migrate SCRIPT {name}=VALUE"
                     if not name.isdigit()
-                    else "give the script's arguments"
+                    else "append the script's arguments: lockstep migrate SCRIPT ARGUMENT"
                 )
             problems.append(Problem(f"line {word.line}: {shown}", why, remedy))
     return problems
@@ -123,10 +127,86 @@ def _cut_off(script: Script, text: str) -> list[Problem]:
     for command in script.commands:
         if looks_cut_off(command):
             word = command[0]
-            why = "stands as a command of its own: the line before it ends without a backslash, or is a comment"
-            rest = f", and with it {len(command) - 1} more words" if len(command) > 1 else ""
+            why = "is a separate command: the line before it is a comment or does not end with a backslash"
+            rest = f" ({len(command) - 1} more words follow)" if len(command) > 1 else ""
             remedy = f"end line {word.line - 1} with a backslash"
             if re.search(r"\\[ \t]+$", text.splitlines()[word.line - 2]):
-                remedy = f"take away the space behind the backslash that ends line {word.line - 1}"
+                remedy = f"remove the space after the backslash that ends line {word.line - 1}"
             problems.append(Problem(f"line {word.line}: {word.text}", why + rest, remedy))
     return problems
+
+
+# Training commands --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A training command: the peer, the program, its words, and the launcher's devices and nodes."""
+
+    peer: str
+    program: str
+    words: tuple[Word, ...]
+    devices: int | None = None
+    nodes: int | None = None
+
+    @property
+    def line(self) -> int:
+        return self.words[0].line if self.words else 0
+
+
+def training_of(words: Sequence[Word]) -> TrainingCommand | None:
+    """The training command in a command of a script, or None."""
+    inner = _string_command(words)
+    if inner is not None:
+        found = [training for command in inner.commands if (training := training_of(command)) is not None]
+        return found[0] if found else None
+    for place, word in enumerate(words):
+        before = words[place - 1].text if place else ""
+        file = _FILE.search(word.text)
+        if _OURS.match(word.text) and before in ("-m", "--module") and place + 1 < len(words):
+            peer, program, rest = word.text.rsplit(".", 1)[1], words[place + 1].text, words[place + 2 :]
+        elif _MODULE.match(word.text) and before in ("-m", "--module"):
+            peer, program, rest = _peer(word.text), word.text.rsplit(".", 1)[1], words[place + 1 :]
+        elif file is not None and not word.text.startswith("-") and "=" not in word.text:
+            peer, program, rest = _peer(file[1]), file[2], words[place + 1 :]
+        else:
+            continue
+        return TrainingCommand(
+            peer, program, tuple(rest), _number(words[:place], _DEVICES), _number(words[:place], _NODES)
+        )
+    return None
+
+
+def _peer(module: str) -> str:
+    return "openrlhf" if module.startswith("openrlhf") else "verl"
+
+
+def _string_command(words: Sequence[Word]) -> Script | None:
+    """The script in `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
+    texts = [word.text for word in words]
+    if texts[:1] == ["eval"] and len(texts) > 1:
+        inner = read_script(" ".join(texts[1:]))
+        inner.commands = [[Word(word.text, words[1].line) for word in command] for command in inner.commands]
+        return inner
+    for place in range(len(words) - 2):
+        if texts[place] in ("bash", "sh", "/bin/bash", "/bin/sh") and texts[place + 1] == "-c":
+            inner = read_script(texts[place + 2])
+            line = words[place + 2].line
+            inner.commands = [[Word(word.text, line + word.line - 1) for word in c] for c in inner.commands]
+            return inner
+    return None
+
+
+def _number(words: Sequence[Word], names: Sequence[str]) -> int | None:
+    for place, word in enumerate(words):
+        name, equals, value = word.text.partition("=")
+        if name in names:
+            value = value if equals else words[place + 1].text if place + 1 < len(words) else ""
+            return int(value) if value.isdigit() else None
+    return None
+
+
+def looks_cut_off(words: Sequence[Word]) -> bool:
+    """Whether a command starts with an override or a flag: the line before it lacks a backslash."""
+    first = words[0].text
+    return bool(re.match(r"^--?[A-Za-z]", first)) or bool(re.match(r"^[+~]{0,2}[a-z_]\w*(\.\w+)+=", first))

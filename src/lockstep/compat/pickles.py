@@ -1,8 +1,8 @@
-"""Pickled checkpoints of other programs, read without running anything that they name.
+"""A restricted unpickler for checkpoints of other programs. It imports and runs none of the code that they name.
 
-The archive is read here and never given to torch.load without `weights_only`, which hands a TorchScript archive to
-`torch.jit.load` and so runs its methods. Tensors and plain containers are made. Every class of another program becomes
-an empty stand-in. A function of Python's own library is no part of a checkpoint: such a file is refused.
+`torch.load` without `weights_only` would pass a TorchScript archive to `torch.jit.load`, which runs its methods. This
+reader creates tensors and plain containers. A class of another program becomes an empty stand-in. A file that names a
+function of Python's standard library is refused.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _BUILTINS = [
     "object",
 ]
 _ALLOWED = {("collections", "OrderedDict"), ("collections", "defaultdict"), ("torch", "Size"), ("torch", "device")}
-_REBUILDS = (
+_REBUILDS = [
     "_rebuild_tensor",
     "_rebuild_tensor_v2",
     "_rebuild_tensor_v3",
     "_rebuild_parameter",
     "_rebuild_parameter_with_state",
-)
-# Modules of Python's library whose classes hold settings and counters of a trainer. They become stand-ins.
+]
+# Modules of the standard library whose classes hold a trainer's settings and counters. They become stand-ins.
 _DATA = [
     "argparse",
     "collections",
@@ -81,11 +81,11 @@ _STORAGES = {
 }
 _ZIP = b"PK\x03\x04"
 _TORCHSCRIPT = ("constants.pkl", "code/")
-_UNTRUSTED = "do not load it with torch.load either; ask whoever made it for a safetensors copy"
+_UNTRUSTED = "do not load it with torch.load either; request a safetensors copy from its author"
 
 
 class _StandIn:
-    """An object of a class that is not needed. It accepts any state and stores none."""
+    """Replaces an object of an unknown class. It accepts any state and stores none."""
 
     def __init__(self, *arguments: Any, **named: Any):
         pass
@@ -101,7 +101,7 @@ class _StandIn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what is on the lists above, reads storages with `storage`, and imports nothing else."""
+    """Creates objects of the allowed classes, reads storages with `storage`, and imports nothing else."""
 
     def __init__(self, file: io.BytesIO, storage: Callable[[Any], Any]):
         super().__init__(file, encoding="utf-8")
@@ -113,7 +113,7 @@ class _Unpickler(pickle.Unpickler):
         if (module == "builtins" and name in _BUILTINS) or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if module == "torch._utils" and name in _REBUILDS:
-            # A new object each time: a pickle can set attributes of whatever it is given.
+            # A new object each time: a pickle can set attributes of an object that it receives.
             return partial(getattr(torch._utils, name))
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
@@ -124,31 +124,31 @@ class _Unpickler(pickle.Unpickler):
             raise _Forbidden(f"{module}.{name}")
         return type(name, (_StandIn,), {})
 
-    def persistent_load(self, told: Any) -> Any:
-        return self._storage(told)
+    def persistent_load(self, pid: Any) -> Any:
+        return self._storage(pid)
 
 
 class _Forbidden(Exception):
-    """A name that a checkpoint has no use for."""
+    """A name that no checkpoint needs."""
 
 
 def read_pickle(path: Path) -> Any:
-    """What `torch.save` wrote, on the CPU."""
+    """The content of a file of `torch.save`, on the CPU."""
     try:
         if _is_zip(path):
             return _from_zip(path)
-        # What torch wrote before 1.6: its own restricted reader knows that format.
+        # The format before torch 1.6, which torch's restricted reader supports.
         return torch.load(path, map_location="cpu", weights_only=True)
     except Refusal:
         raise
     except _Forbidden as error:
         raise Refusal.at(path, f"names {error}, which no checkpoint needs: it was not read", _UNTRUSTED) from error
-    except Exception as error:  # a file that is made by hand raises whatever the unpickler meets
+    except Exception as error:  # a manipulated file can raise any exception
         raise _unread(path, error) from error
 
 
 def _is_zip(path: Path) -> bool:
-    """As torch tells its archives from its older format."""
+    """Whether the file is a zip archive, not torch's older format."""
     with path.open("rb") as file:
         return file.read(len(_ZIP)) == _ZIP
 
@@ -171,10 +171,10 @@ def _from_zip(path: Path) -> Any:
             raise Refusal.at(path, "was written on a big-endian machine", "save it again on a little-endian one")
         storages: dict[str, torch.storage.TypedStorage] = {}
 
-        def storage(told: Any) -> torch.storage.TypedStorage:
-            kind, dtype, key, _, count = told
+        def storage(pid: Any) -> torch.storage.TypedStorage:
+            kind, dtype, key, _, count = pid
             if kind != "storage" or not isinstance(dtype, torch.dtype):
-                raise ValueError(f"an unknown persistent id: {told!r:.80}")
+                raise ValueError(f"an unknown persistent id: {pid!r:.80}")
             if key not in storages:
                 storages[key] = _storage(archive, f"{folder}data/{key}", dtype, count)
             return storages[key]
@@ -183,17 +183,17 @@ def _from_zip(path: Path) -> Any:
 
 
 def _storage(archive: zipfile.ZipFile, name: str, dtype: torch.dtype, count: int) -> torch.storage.TypedStorage:
-    facts = archive.getinfo(name)
+    info = archive.getinfo(name)
     # torch stores without compression, so the size on disk is the size in memory.
-    if facts.compress_type != zipfile.ZIP_STORED or facts.file_size != count * dtype.itemsize:
-        raise ValueError(f"{name} holds {facts.file_size:,} bytes, not {count:,} numbers of {dtype}")
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != count * dtype.itemsize:
+        raise ValueError(f"{name} holds {info.file_size:,} bytes, not {count:,} numbers of {dtype}")
     content = bytearray(archive.read(name))
     flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return torch.storage.TypedStorage(wrap_storage=flat.untyped_storage(), dtype=dtype, _internal=True)
 
 
 def read_sharded(path: Path) -> dict[str, Any]:
-    """A shard of FSDP's: plain and distributed tensors, and nothing else."""
+    """A shard of FSDP: plain and distributed tensors."""
     import torch.distributed.tensor
 
     try:
@@ -211,4 +211,4 @@ def read_sharded(path: Path) -> dict[str, Any]:
 
 
 def _unread(path: Path, error: Exception) -> Refusal:
-    return Refusal.at(path, f"cannot be read: {why_not_unpickled(error)}", "is the file whole?")
+    return Refusal.at(path, f"cannot be read: {why_not_unpickled(error)}", "check that the file is complete")

@@ -1,7 +1,7 @@
-"""The commands of a shell script with its variables filled in, without running any of it.
+"""A shell interpreter that expands the commands of a script and runs none of them.
 
-Variables, defaults, positional parameters, arrays, here-documents and sums of known numbers are worked out. What only a
-run would know (another program's output, a variable that nobody sets) stays unknown, and is told where it matters.
+It evaluates variables, defaults, positional parameters, arrays, here-documents and arithmetic. Values that exist only
+at run time (the output of a program, an unset variable) are marked as unknown.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from lockstep.compat.shell_cut import cut
-from lockstep.compat.shell_tests import holds
-from lockstep.compat.shell_words import RawCommand, RawWord, closing, commands_of
+from lockstep.compat.shell_syntax import RawCommand, RawWord, closing, closing_quote, commands_of, cut, holds
 
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?!-]")
 _BRACED = re.compile(r"^(!?)([A-Za-z_]\w*|[0-9]+|[@*#])(\[[^\]]*\])?((?::?[-=+?])|[%#/:^,].*)?(.*)$", re.DOTALL)
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _KEYWORDS = ("then", "else", "do", "time", "!", "{", "exec", "nohup")
-# The time of the start is in many names; a recipe needs one name.
+# Many names contain the time of the start; a recipe needs a fixed name.
 _NOW = re.compile(r"^\s*(date|now)\b")
 MARK = "\x00"
-"""Around the name of what is not known."""
+"""Encloses the name of an unknown value."""
 
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -41,20 +39,20 @@ class Word:
 
     @property
     def unknown(self) -> list[str]:
-        """Names in it that nobody set."""
+        """The names of its unknown values."""
         return re.findall(f"{MARK}([^{MARK}]*){MARK}", self.text)
 
 
 @dataclass
 class Script:
-    """What came of reading it."""
+    """The expanded commands of a script, and remarks."""
 
     commands: list[list[Word]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
 def read_script(text: str, given: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> Script:
-    """`given` are variables from outside, `arguments` the words behind the script's name."""
+    """Expand a script. `given` are variables of the caller, `arguments` the script's positional parameters."""
     shell = _Shell(dict(given or {}), list(arguments))
     for raw in commands_of(text):
         shell.command(raw)
@@ -69,14 +67,14 @@ class _Shell:
         self.arrays: dict[str, list[str]] = {}
         self.script = Script()
         self.branches: list[bool | None] = []
-        """Of each open `if` and `case`: whether what is read now runs; None where only a run would know."""
+        """For each open `if` and `case`: whether the current branch runs; None if unknown."""
         self.chosen: list[bool | None] = []
-        """Of each open `if`: whether one of its branches was it."""
+        """For each open `if`: whether one of its branches ran; None if unknown."""
         self.functions: dict[str, list[RawCommand]] = {}
         self.called: list[str] = []
         self.calls = 0
         self.defining: tuple[str, int] | None = None
-        """The function whose body is being read, and how many braces are open."""
+        """The function whose body follows, and the number of open braces."""
 
     def command(self, raw: RawCommand) -> None:
         if self.defining is not None:
@@ -103,7 +101,7 @@ class _Shell:
             self.branches.pop()
 
     def _branches(self, words: Sequence[RawWord]) -> bool:
-        """`if`, `elif`, `else`, `fi`, `case` and `esac`: which of the branches is read from here on."""
+        """Handles `if`, `elif`, `else`, `fi`, `case` and `esac`; returns whether the command is one of them."""
         first = words[0].text
         if first == "case":
             self.branches.append(None)
@@ -113,7 +111,7 @@ class _Shell:
         elif first in ("elif", "else") and self.chosen:
             before = self.chosen[-1]
             now = True if first == "else" else self._holds(words[1:])
-            # One that ran before leaves nothing to the others; one that may have run leaves them open.
+            # After a branch that ran, the others do not run; after one that may have run, they are unknown.
             self.branches[-1] = False if before else now if before is False or now is False else None
             self.chosen[-1] = True if before or self.branches[-1] else None if None in (before, now) else False
             if first == "else" and len(words) > 1:
@@ -130,7 +128,7 @@ class _Shell:
         return holds([text for word in words for text in self.expand(word) or [""]], MARK)
 
     def _define(self, raw: RawCommand) -> None:
-        """A command of a function's body, which is kept for its calls."""
+        """Stores a command of a function's body for later calls."""
         assert self.defining is not None
         name, depth = self.defining
         texts = [word.text for word in raw.words]
@@ -143,29 +141,29 @@ class _Shell:
     def _call(self, name: str, arguments: list[str]) -> None:
         self.called.append(name)
         if self.calls > 20:
-            return  # one that calls itself
+            return  # endless recursion
         before, self.arguments, self.calls = self.arguments, arguments, self.calls + 1
         for raw in self.functions[name]:
             self.command(raw)
         self.arguments, self.calls = before, self.calls - 1
 
     def uncalled(self) -> None:
-        """Functions that nothing here calls are read as if they stood alone: another script may call them."""
+        """Expand functions that the script does not call: another script may call them."""
         self.defining = None
         for name in [name for name in self.functions if name not in self.called]:
             before = len(self.script.commands)
             self._call(name, self.arguments)
             if len(self.script.commands) > before:
-                self.script.remarks.append(f"the function {name} is called by nothing here; it is read as it stands")
+                self.script.remarks.append(f"the script does not call the function {name}; its body is converted once")
 
     def _loop(self, words: Sequence[RawWord]) -> None:
-        """A loop's body is read once, with its first value."""
+        """Expand the body of a loop once, with the first value."""
         if words[0].text == "for" and len(words) > 3 and words[2].text == "in":
             values = self.expand(words[3])
             if values:
                 self.variables[words[1].text] = values[0]
                 self.script.remarks.append(
-                    f"line {words[0].line}: the loop is read once, with {words[1].text}={values[0]}"
+                    f"line {words[0].line}: only the first pass of the loop is used, with {words[1].text}={values[0]}"
                 )
 
     def _simple(self, words: Sequence[RawWord], raw: RawCommand) -> None:
@@ -197,13 +195,13 @@ class _Shell:
             return
         value = " ".join(self.expand(RawWord(word.text[found.end() :], word.line), split=False))
         if name in self.given and (self.branches or MARK in value):
-            # Which branch is taken, or what a program would print, is for the caller to say.
+            # The caller decides about an unknown branch and the output of a program.
             self.variables[name] = self.given[name]
             return
         if None in self.branches and not adds:
             kept = self.variables.setdefault(name, value)
-            said = f"line {word.line}: {name} is set under a condition; {kept!r} is taken ({name}=VALUE decides)"
-            self.script.remarks.append(said)
+            remark = f"{name} is set under a condition; {kept!r} is used (set {name}=VALUE to change it)"
+            self.script.remarks.append(f"line {word.line}: {remark}")
             return
         self.variables[name] = self.variables.get(name, "") + value if adds else value
 
@@ -216,11 +214,11 @@ class _Shell:
     # Expansion ---------------------------------------------------------------------------------------------------
 
     def expand(self, word: RawWord, *, split: bool = True) -> list[str]:
-        """The words that a raw word becomes: quotes taken off, variables filled in, unquoted ones split at spaces."""
+        """Expand a raw word: remove quotes, replace variables, split unquoted values at spaces."""
         if word.array is not None:
             return [word.text + "(" + " ".join(text for item in word.array for text in self.expand(item)) + ")"]
         fields: list[str] = [""]
-        seen = False  # whether anything makes the last field a word, be it an empty quotation
+        seen = False  # whether there is a word, possibly an empty quoted one
         text, i = word.text, 0
         while i < len(text):
             sign = text[i]
@@ -236,7 +234,7 @@ class _Shell:
                 fields[-1] += text[i + 2 : end].encode().decode("unicode_escape")
                 seen, i = True, end + 1
             elif sign == '"':
-                end = _quote_end(text, i + 1)
+                end = closing_quote(text, i + 1)
                 inner = text[i + 1 : end]
                 many = self._all_of(inner)
                 if many is not None:
@@ -249,7 +247,7 @@ class _Shell:
                 i = end + 1
             elif sign in "$`":
                 value, i = self._dollar(text, i)
-                # What is not known stays whole, or its name would be lost.
+                # An unknown value is not split, or its name would be lost.
                 pieces = value.split() if split and MARK not in value else [value]
                 if split and value[:1].isspace() and fields[-1]:
                     fields.append("")
@@ -262,7 +260,7 @@ class _Shell:
         return fields if seen else []
 
     def _all_of(self, inner: str) -> list[str] | None:
-        """`"$@"` and `"${NAME[@]}"` are as many words as there are."""
+        """The words of `"$@"` and `"${NAME[@]}"`."""
         if inner in ("$@", "${@}"):
             return self.arguments
         if inner.startswith("${@:") and (some := self._some(inner[2:-1])) is not None:
@@ -282,7 +280,7 @@ class _Shell:
         return values[int(number)] if int(number) < len(values) else ""
 
     def _some(self, inner: str) -> list[str] | None:
-        """`@:2` and `@:2:1`: the arguments from the second on, and so many of them."""
+        """`@:2` and `@:2:1`: arguments from the second on, and their number."""
         found = re.fullmatch(r"[@*]:\s*([1-9]\d*)(?::\s*(\d+))?", inner)
         if found is None:
             return None
@@ -312,7 +310,7 @@ class _Shell:
         return out
 
     def _dollar(self, text: str, i: int) -> tuple[str, int]:
-        """The expansion that begins at `i`, and where it ends."""
+        """The value of the expansion at `i`, and the position after it."""
         if text[i] == "`":
             end = _end(text.find("`", i + 1), text)
             return self._output(text[i + 1 : end]), end + 1
@@ -380,7 +378,7 @@ class _Shell:
         if (path := self._path(command)) is not None:
             return path
         if _NOW.match(command):
-            remark = "the time in a name is written as `now`"
+            remark = "`now` replaces the time in a name"
             if remark not in self.script.remarks:
                 self.script.remarks.append(remark)
             return "now"
@@ -401,7 +399,7 @@ class _Shell:
         return path.name.removesuffix(words[2]) if len(words) > 2 else path.name
 
     def _sum(self, text: str) -> str:
-        """`$((a * 2))`, of numbers and of variables that hold numbers."""
+        """`$((a * 2))`: integer arithmetic with variables."""
 
         def number(found: re.Match[str]) -> str:
             return self._value(found[1])
@@ -422,21 +420,10 @@ def _computed(node: ast.expr) -> int:
         return -_computed(node.operand)
     if isinstance(node, ast.BinOp):
         if isinstance(node.op, ast.Pow | ast.LShift) and not 0 <= _computed(node.right) < 64:
-            raise ValueError("more than a shell's numbers hold")
+            raise ValueError("too large for a shell integer")
         return int(_OPERATORS[type(node.op)](_computed(node.left), _computed(node.right)))
-    raise ValueError("not a sum of whole numbers")
+    raise ValueError("not integer arithmetic")
 
 
 def _end(found: int, text: str) -> int:
     return found if found >= 0 else len(text)
-
-
-def _quote_end(text: str, start: int) -> int:
-    i = start
-    while i < len(text) and text[i] != '"':
-        if text[i] == "\\":
-            i += 1
-        elif text.startswith(("$(", "${"), i):
-            i = closing(text, i + 1)
-        i += 1
-    return i

@@ -20,8 +20,8 @@ from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.user_reader import OwnReader
 from lockstep.data.updates import row_sizes, sequence_counts
 from lockstep.device.base import Device
-from lockstep.doctor.judge_packages import unfit_packages
-from lockstep.doctor.machine import Machine
+from lockstep.doctor.local_machine import Machine
+from lockstep.doctor.package_checks import unfit_packages
 from lockstep.errors import Problem, Refusal, refuse_all, shortened
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.rotary import fixed_length

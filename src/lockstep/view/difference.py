@@ -26,8 +26,8 @@ def difference_of(root: Path, run: Path, other: Path) -> dict[str, Any]:
 
 def _weighed(root: Path, run: Path, other: Path) -> dict[str, Any]:
     # Here, because a list of runs must not wait for the recipe's schema.
-    from lockstep.parity.compare.comparable import setup_differences
-    from lockstep.parity.compare.log import Evidence
+    from lockstep.parity.compare.logs.log_curves import Evidence
+    from lockstep.parity.compare.run_setup import setup_differences
 
     a, b = (Evidence(*_setup(root, path)) for path in (run, other))
     try:

@@ -1,1 +1,1 @@
-"""OpenRLHF's command lines, in both dialects: flat flags (0.7) and dotted ones (0.11)."""
+"""Command lines of OpenRLHF 0.7 (flat flags) and 0.11 (dotted flags)."""

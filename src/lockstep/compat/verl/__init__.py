@@ -1,1 +1,1 @@
-"""verl's command lines, of the versions 0.4 and 0.9: `main_ppo` and its SFT trainers."""
+"""Command lines of verl 0.4 and 0.9: `main_ppo` and the SFT trainers."""

@@ -1,7 +1,7 @@
-"""`python -m lockstep.compat.verl main_ppo KEY=VALUE ...`: convert, say what became of every key, and train."""
+"""`python -m lockstep.compat.verl main_ppo KEY=VALUE ...`: convert the command, report on every key, and train."""
 
-from lockstep.compat.command import main
-from lockstep.compat.verl.command import PROGRAMS, convert_verl
+from lockstep.compat.conversion_output import main
+from lockstep.compat.verl.convert_verl import convert_verl
 
 if __name__ == "__main__":
-    main("verl", convert_verl, PROGRAMS)
+    main("verl", convert_verl)

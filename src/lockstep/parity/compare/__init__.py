@@ -1,1 +1,1 @@
-"""Curves of two runs, or of logs: how far apart, and whether more than a repeat. For `parity` and the command line."""
+"""Comparison of two runs or logs: errors, statistical test and verdict. For `parity` and the command line."""

@@ -1,4 +1,4 @@
-"""What a comparison found, as plain values: the console, the json and the page show these and compute nothing."""
+"""The result of a comparison as plain values: console, JSON and page show these and compute nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["loss", "reward", "other"]
 
 @dataclass(frozen=True)
 class Figures:
-    """How far curve b lies from curve a over their common steps. Percents are so named."""
+    """The distance of curve b from curve a over their common steps."""
 
     steps: int
     first: int
@@ -23,72 +23,72 @@ class Figures:
     mean_error_percent: float
     """sum |a - b| / N x 100: an absolute difference, as the Ascend documents define it."""
     relative_error_percent: float | None
-    """The mean of |a - b| / |a| x 100 over steps where a is not 0."""
+    """The mean of |a - b| / |a| x 100 over the steps at which a is not 0."""
     scaled_error_percent: float | None
-    """sum |a - b| / sum |a| x 100: relative, and not at the mercy of a single step near 0."""
+    """sum |a - b| / sum |a| x 100: relative, and robust against a single step near 0."""
     worst: float
     worst_step: int
     drift: float
-    """The mean of b - a: one-sided when near the mean error in size."""
+    """The mean of b - a; one-sided if its size is near the mean error."""
     correlation: float | None
     parted_at: int | None
-    """The first step from which on the curves stay apart by more than the bar, and by more than noise does: told of
-    what is out of step alone. None when they end together."""
+    """The divergence step: from here to the end the curves differ by more than the bar and the noise. Only set for a
+    verdict of out of step."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The same figures between repeats of one side."""
+    """The error between repeats of one side."""
 
     repeats: int
     mean_error_percent: float
     """The mean over all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """Bootstrap interval (95 %, over blocks of steps) in percent of: mean error between the sides less that between
-    repeats."""
+    """Bootstrap interval (95 %, over blocks of steps), in percent, of the mean error between the sides minus that
+    between repeats."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A statistic that is not what repeats do (statistics.py)."""
+    """A statistic beyond the noise of repeats (curve_tests.py)."""
 
     statistic: Literal["drift", "trend", "end", "window", "spike", "scatter", "opposed"]
     first: int
     last: int
     """Steps."""
     difference: float
-    """The mean of b - a over these steps; of a trend what it adds from the first to the last; of scatter a ratio,
-    of curves that move against each other the correlation of their moves."""
+    """The mean of b - a over these steps. Trend: the change from the first step to the last. Scatter: a ratio. Opposed:
+    the correlation of the moves."""
     noise: float
-    """How large it may be by noise alone."""
+    """The largest difference that noise explains."""
     excess: float
-    """How many times the critical deviate it is; above 1 is a finding."""
+    """The deviate over its critical value; above 1 is a finding."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """What would have been found, had it been there, in 95 of 100 comparisons. In the units of the metric."""
+    """The smallest differences that the test finds in 95 of 100 comparisons, in the units of the metric."""
 
     repeats: int
     noise_sd: float
-    """Of a single step of one run."""
+    """The standard deviation of a single step of one run."""
     drift: float
-    """The smallest one over the whole run."""
+    """The smallest detectable drift over all steps."""
     collapse: float
-    """The smallest one, over the last `collapse_steps` steps."""
+    """The smallest detectable drop over the last `collapse_steps` steps."""
     collapse_steps: int
     latest_step: int | None
-    """The last step at which a collapse by ten noise standard deviations may begin and still be found."""
+    """The latest start of a drop by ten noise standard deviations that the test still finds."""
     drift_within: float = 0.0
-    """How large the drift between the sides may be in truth: more is excluded with 95 %."""
+    """The 95 % upper limit of the real drift between the sides."""
 
 
 @dataclass(frozen=True)
 class Metric:
     name: str
     names: tuple[str, str]
-    """As the two logs write it."""
+    """The names in the two logs."""
     kind: Kind
     bar_percent: float | None
     figures: Figures
@@ -96,33 +96,32 @@ class Metric:
     verdict: Verdict | None
     """None: shown, not judged."""
     decided_by: str
-    """In words: which figure met or missed which bar."""
+    """The explanation: which figure met or missed which bar."""
     steps: list[int]
     a: list[float | None]
     b: list[float | None]
     repeats: list[list[float | None]] = field(default_factory=list)
     scaled: bool = False
-    """Whether the scaled error is held against the bar, not the mean error."""
+    """Whether the scaled error is compared with the bar, instead of the mean error."""
     only_a: int = 0
     only_b: int = 0
-    """Steps that only one side logged, and that are left out."""
+    """Steps that only one side logged; they are left out."""
     matching: str = ""
-    """In words: what was averaged before the comparison, and how many steps are left out."""
+    """What was averaged before the comparison, and how many steps are left out."""
     findings: list[Finding] = field(default_factory=list)
-    """Of judged metrics: the strongest first."""
+    """For judged metrics, the strongest first."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """What the bar of the Ascend documents says by itself; None: not judged."""
+    """The result of the bar of the Ascend documents alone; None: not judged."""
     test_result: TestResult | None = None
-    """What the statistical test says by itself. A small difference is certain, too small to count beside the bar."""
+    """The result of the statistical test alone. A small difference is significant but small relative to the bar."""
     incomplete: str = ""
-    """In words: which planned steps are not compared. Then there is no pass."""
+    """The planned steps that are not compared. If there are any, the metric does not pass."""
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Tokens a second in one phase, at equal work: the phase's tokens over its seconds, over the steps that match
-    in length (over all common ones where none does)."""
+    """Tokens per second in one phase, over the steps with equal lengths (over all common steps if there are none)."""
 
     name: str
     a: float
@@ -148,7 +147,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same on both sides, and what it is likely to do to the curves."""
+    """A difference in the set-up of the two sides, and its likely effect on the curves."""
 
     part: Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"]
     key: str
@@ -169,15 +168,15 @@ class Comparison:
     throughput: Throughput
     differences: list[Difference]
     unknown: list[str]
-    """What could not be compared because a side does not tell (foreign logs have no recipe, for instance)."""
+    """What could not be compared because a side lacks the information (foreign logs have no recipe)."""
     samples: list[tuple[dict[str, Any] | None, dict[str, Any] | None]]
-    """The first responses to the same prompts, side by side."""
+    """The first responses of both sides to the same prompts."""
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """For the support table: method, model, hardware, versions of both sides, as far as they tell."""
+    """For the support table: method, model, hardware and versions of both sides; None if unknown."""
     setup_known: bool = True
-    """Whether both sides tell their set-up. If not, `differences` is empty because nobody could look for any."""
+    """Whether the set-up of both sides is known. If not, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
-    """Steps that were moved, or that seem to be counted otherwise on the two sides."""
+    """Shifted or selected steps, and shifts that would make the curves agree better."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.errors import Refusal
 from lockstep.parity.checklist import checklist
-from lockstep.parity.compare.logs.run_folder import ranks_of
+from lockstep.parity.compare.logs.run_logs import recording_ranks
 from lockstep.parity.replay.loop import MODES
 from lockstep.parity.replay.recording import replay_recording
 from lockstep.parity.replay.replay import as_json, replay
@@ -36,7 +36,7 @@ def replay_run(request: ReplayRequest) -> int:
     mode = next((known for known in MODES if known == request.mode), None)
     if mode is None:
         raise Refusal.at("--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}")
-    if ranks_of(request.run):
+    if recording_ranks(request.run):
         return _recorded(request, mode)
     if request.model is not None:
         raise Refusal.at("--model", f"{request.run} has a recipe, which names its model", "use model.path=FOLDER")
@@ -63,7 +63,7 @@ def replay_run(request: ReplayRequest) -> int:
 def _recorded(request: ReplayRequest, mode: str) -> int:
     if mode != "forced" or request.checklist:
         raise Refusal.at(str(request.run), "is a recording, whose updates are replayed one by one", "use --mode forced")
-    [first, *others] = ranks_of(request.run).values()
+    [first, *others] = recording_ranks(request.run).values()
     if others:
         remedy = f"name one of them: lockstep replay {first} --model FOLDER"
         raise Refusal.at(str(request.run), f"holds the tapes of {len(others) + 1} ranks", remedy)

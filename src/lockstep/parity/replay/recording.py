@@ -18,7 +18,7 @@ import torch
 
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.parity.compare.logs.run_folder import ranks_of
+from lockstep.parity.compare.logs.run_logs import recording_ranks
 from lockstep.parity.replay.checks import Check
 from lockstep.parity.replay.landing import UNTOUCHED, judge_formula
 from lockstep.parity.replay.replay import REPLAYS, RESULT, Replayed, as_json, first_cause, judge, reserved_name
@@ -40,7 +40,7 @@ NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_
 
 def compare_recordings(a: Path, b: Path) -> Replayed:
     """Every rank that both have, from the same start. The first rank that is out of step speaks for all."""
-    ours, theirs = ranks_of(a), ranks_of(b)
+    ours, theirs = recording_ranks(a), recording_ranks(b)
     shared = [rank for rank in ours if rank in theirs]
     if not shared:
         raise Refusal.at(b, f"has none of the ranks of {a}", "compare recordings of the same number of processes")

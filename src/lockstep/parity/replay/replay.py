@@ -17,7 +17,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.kernel_trial import judged_later
 from lockstep.parallel.world import joined
-from lockstep.parity.compare.report import strict
+from lockstep.parity.compare.compare_report import strict
 from lockstep.parity.replay.checks import BLAME, STAGES, Check, worst_of
 from lockstep.parity.replay.locate import Located
 from lockstep.parity.replay.loop import Mode, Replay

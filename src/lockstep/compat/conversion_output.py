@@ -1,0 +1,219 @@
+"""The output of a conversion: the report, the recipe as a commented file, the checked recipe, and training with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from lockstep.compat.key_table import Conversion, KeyOutcome, OutcomeKind, WrittenKey, load_tables
+from lockstep.errors import Interrupted, Problem, Refusal
+from lockstep.recipe.loader import checked_recipe, sections_of, value_text
+from lockstep.recipe.methods import method_defaults
+from lockstep.recipe.schema import Recipe
+from lockstep.run.output import never_fail_to_encode, write
+
+_ORDER = list(Recipe.model_fields)
+_TITLES: dict[OutcomeKind, str] = {
+    "mapped": "mapped",
+    "changed": "mapped with another meaning",
+    "ignored": "no effect here",
+    "refused": "refused",
+}
+_WIDTH = 110
+
+
+# Report --------------------------------------------------------------------------------------------------------------
+
+
+def report(done: Conversion) -> str:
+    """Every key that the command sets, by outcome; then the written defaults, remarks, and the start command."""
+    settings = done.settings
+    method = f", method {done.recipe['method'].value}" if "method" in done.recipe else ""
+    lines = [f"{settings.peer} {settings.program}{method}: {len(settings.given)} settings"]
+    for kind, title in _TITLES.items():
+        some = [outcome for outcome in done.outcomes if outcome.outcome == kind]
+        if some:
+            lines.append(f"{title} ({len(some)}):")
+            lines += [line for outcome in some for line in _outcome_lines(outcome, done)]
+    unset = [key for key, written in done.recipe.items() if not done.is_set(*written.sources)]
+    if unset:
+        lines.append(f"defaults of {settings.peer} that differ from lockstep's, written out ({len(unset)}):")
+        lines += [f"  {key}: {value_text(done.recipe[key].value)}" for key in unset]
+    lines += [line for remark in done.remarks for line in _folded(remark, "")]
+    return "\n".join([*lines, f"on the devices of the command: {start_command(done)}"])
+
+
+def start_command(done: Conversion, recipe: str = "RECIPE.yaml") -> str:
+    """The command that trains the recipe on the devices of the converted command."""
+    devices, nodes = done.devices, done.nodes
+    if devices * nodes == 1:
+        return f"lockstep train {recipe}"
+    more = f" --nnodes {nodes} --node-rank RANK --master-addr HOST" if nodes > 1 else ""
+    return f"torchrun --nproc-per-node {devices}{more} -m lockstep train {recipe}"
+
+
+def _outcome_lines(outcome: KeyOutcome, done: Conversion) -> Iterator[str]:
+    place = f"{outcome.given.where}: " if outcome.given.where else ""
+    to = ", ".join(f"{key}: {value_text(done.recipe[key].value)}" for key in outcome.to)
+    arrow = f" -> {to}" if to and outcome.outcome in ("mapped", "changed") else ""
+    yield f"  {place}{done.settings.spelling(outcome.key)} = {value_text(outcome.given.value)}{arrow}"
+    if outcome.note:
+        yield from _folded(outcome.note, "      ")
+
+
+def _folded(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent or "  ")
+
+
+# Recipe --------------------------------------------------------------------------------------------------------------
+
+
+def own_defaults(method: str) -> dict[str, Any]:
+    """lockstep's defaults for a method, by dotted key."""
+    return _schema_defaults(Recipe, "") | _flat(method_defaults(method), "")
+
+
+def _schema_defaults(model: Any, prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        inner = sections_of(info.annotation)
+        default = None if info.is_required() else info.get_default(call_default_factory=True)
+        if inner == [info.annotation] or isinstance(default, BaseModel):
+            found |= _schema_defaults(inner[0], f"{prefix}{name}.")
+        elif not info.is_required():
+            found[prefix + name] = default
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def recipe_values(done: Conversion) -> dict[str, Any]:
+    """The recipe as nested mappings, sections in the order of the schema."""
+    values: dict[str, Any] = {}
+    for key in sorted(done.recipe, key=lambda key: _ORDER.index(key.split(".")[0])):
+        *parents, leaf = key.split(".")
+        group = values
+        for parent in parents:
+            group = group.setdefault(parent, {})
+        group[leaf] = done.recipe[key].value
+    return values
+
+
+def checked(done: Conversion) -> Recipe:
+    """The validated recipe. A refusal names the other trainer's keys too."""
+    problems = list(done.problems)
+    try:
+        if not problems:
+            return checked_recipe(recipe_values(done))
+    except Refusal as refusal:
+        problems = [_with_sources(problem, done) for problem in refusal.problems]
+    raise Refusal(problems)
+
+
+def _with_sources(problem: Problem, done: Conversion) -> Problem:
+    near = [key for key in done.recipe if key == problem.where or problem.where.startswith(key + ".")]
+    sources = [done.named(name) for key in near[:1] for name in done.recipe[key].sources if done.is_set(name)]
+    origin = f" (from {', '.join(sources)})" if sources else ""
+    return Problem(problem.where + origin, problem.why, problem.remedy)
+
+
+def recipe_yaml(done: Conversion, origin: str) -> str:
+    """The recipe as text, with a comment at each key: its origin and what differs."""
+    head = [f"# Converted from {origin}, {done.settings.peer} {done.settings.program}."]
+    head += [f"# {line}" for remark in done.remarks for line in remark.splitlines()]
+    return "\n".join([*head, *_lines(recipe_values(done), done, "", 0)]) + "\n"
+
+
+def _lines(values: Mapping[str, Any], done: Conversion, prefix: str, depth: int) -> list[str]:
+    lines: list[str] = []
+    for name, value in values.items():
+        key, indent = prefix + name, "  " * depth
+        written = done.recipe.get(key)
+        if written is None:
+            lines.append(f"{indent}{name}:")
+            lines += _lines(value, done, f"{key}.", depth + 1)
+        else:
+            lines.append(f"{indent}{name}: {value_text(value)}  # {_comment(written, done)}")
+    return lines
+
+
+def _comment(written: WrittenKey, done: Conversion) -> str:
+    origins = [_place(key, done) for key in written.sources if done.is_set(key)]
+    peer = done.settings.peer.split()[0]
+    names = ", ".join(done.settings.spelling(key) for key in written.sources) or done.settings.program
+    origin = ", ".join(origins) if origins else f"default of {peer}: {names}"
+    return f"{origin}; {written.note}" if written.note else origin
+
+
+def _place(key: str, done: Conversion) -> str:
+    where, shown = done.settings.given[key].where, done.settings.spelling(key)
+    return f"{shown} ({where})" if where else shown
+
+
+# `python -m lockstep.compat.PEER` ------------------------------------------------------------------------------------
+
+
+def program_name(peer: str, program: str, tables: Mapping[str, Any]) -> str:
+    """The name of a training program, or a refusal."""
+    name = program.rsplit(".", 1)[-1]
+    if name in tables["not_training"]:
+        raise Refusal.at(f"{peer} {name}", "does not train", f"use: {tables['not_training'][name]}")
+    if name not in tables["programs"]:
+        known = [*tables["programs"], *tables.get("inference", ())]
+        raise Refusal.at(f"{peer} {name}", "is not supported", f"use one of {', '.join(known)}")
+    return name
+
+
+def main(
+    peer: str,
+    convert: Callable[[str, Sequence[str]], Conversion],
+    inference: Callable[[str, Sequence[str]], None] | None = None,
+) -> None:
+    """The entry point of a peer's command line. `inference` runs the programs that do not train."""
+    never_fail_to_encode()
+    tables = load_tables(peer)
+    words = sys.argv[1:]
+    if words and words[0].startswith("--local_rank"):
+        words = words[1:]  # DeepSpeed's launcher puts it first; the environment has it too
+    if not words or words[0] in ("-h", "--help"):
+        write(f"python -m lockstep.compat.{peer} PROGRAM SETTINGS: converts and trains; PROGRAM is one of")
+        write(f"  {', '.join([*tables['programs'], *tables.get('inference', ())])}")
+        write("`lockstep migrate SCRIPT.sh -o RECIPE.yaml` converts a script and does not train.")
+        sys.exit(0 if words else 2)
+    try:
+        if inference is not None and words[0] in tables["inference"]:
+            inference(words[0], words[1:])
+        else:
+            run(convert, words)
+    except Refusal as refusal:
+        from lockstep.run.console import print_problems
+
+        if (rank := os.environ.get("RANK", "0")) != "0":
+            write(f"rank {rank}:", error=True)
+        print_problems(refusal)
+        sys.exit(2)
+    except Interrupted as stop:
+        write(f"{stop}")
+        sys.exit(130)
+
+
+def run(convert: Callable[[str, Sequence[str]], Conversion], words: Sequence[str]) -> None:
+    """Convert the command, report on rank 0, and train."""
+    done = convert(words[0], words[1:])
+    if os.environ.get("RANK", "0") == "0":
+        write(report(done))
+    recipe = checked(done)
+
+    from lockstep.train.start import run_recipe
+
+    run_recipe(recipe)

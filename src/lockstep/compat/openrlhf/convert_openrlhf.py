@@ -1,0 +1,56 @@
+"""Converts a command of OpenRLHF: finds the program and the dialect, then applies the table and the rules.
+
+The flat dialect (`--lora_rank`) is 0.7's, the dotted dialect (`--ds.lora.rank`) is 0.11's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lockstep.compat.command_grammar import FLAG_TYPES, Flag, is_dotted, parse_flags
+from lockstep.compat.conversion_output import own_defaults, program_name
+from lockstep.compat.key_table import Conversion, KeyRow, KeyRule, Settings, convert, load_tables, table_rows
+from lockstep.compat.openrlhf.openrlhf_inference import refuse_training
+from lockstep.compat.openrlhf.openrlhf_ppo import PPO_RULES
+from lockstep.compat.openrlhf.openrlhf_rules import offline_rules
+
+# 0.11 does not have these programs.
+_FLAT_ONLY = ("train_kto", "train_prm", "train_kd")
+
+
+def convert_openrlhf(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> Conversion:
+    """Convert `openrlhf.cli.PROGRAM WORDS`. `wheres` has the place of each word in a script."""
+    tables = load_tables("openrlhf")
+    if (name := program.rsplit(".", 1)[-1]) in tables["inference"]:
+        refuse_training(name, words, wheres)
+    name = program_name("openrlhf", program, tables)
+    dotted = is_dotted(words) and name not in _FLAT_ONLY
+    rows = table_rows("openrlhf", name)
+    parsed = parse_flags(words, flags_of(rows, dotted), wheres)
+    spelled = {row.key: f"--{row.name(dotted)}" for row in rows if row.name(dotted)}
+    defaults = defaults_of(name, dotted)
+    settings = Settings(f"OpenRLHF {'0.11' if dotted else '0.7'}", name, parsed.given, defaults, spelled)
+    done = convert(settings, rows, rules_of(name), own_defaults)
+    done.problems[:0] = parsed.problems
+    return done
+
+
+def flags_of(rows: Iterable[KeyRow], dotted: bool) -> dict[str, Flag]:
+    """The flags of a dialect by their written name."""
+    return {name: Flag(row.key, *FLAG_TYPES[row.type]) for row in rows if (name := row.name(dotted)) is not None}
+
+
+def rules_of(program: str) -> tuple[KeyRule, ...]:
+    return PPO_RULES if program == "train_ppo_ray" else offline_rules(program)
+
+
+def defaults_of(program: str, dotted: bool) -> dict[str, Any]:
+    """The defaults of the dialect. A flag that exists only in the other dialect has none."""
+    shared = {
+        row.key: row.default
+        for row in table_rows("openrlhf", program)
+        if row.default is not None and (row.name(dotted) or row.key == "min_lr_ratio")
+    }
+    own: dict[str, Any] = load_tables("openrlhf")["defaults"][program]
+    return shared | own.get("dotted" if dotted else "flat", own)

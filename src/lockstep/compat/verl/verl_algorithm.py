@@ -1,0 +1,323 @@
+"""Rules for verl's estimator, policy loss, aggregation, KL, group filter and rollout correction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lockstep.compat.key_table import Conversion
+
+A = "actor_rollout_ref.actor"
+LOSS_MODE, AGGREGATION, SCALE = f"{A}.policy_loss.loss_mode", f"{A}.loss_agg_mode", f"{A}.loss_scale_factor"
+ESTIMATOR, NORM_BY_STD = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+GROUP = "algorithm.rollout_correction"
+WEIGHT, BOUND, NORMALIZE = (f"{GROUP}.rollout_is{name}" for name in ("", "_threshold", "_batch_normalize"))
+REJECT, BOUNDS = f"{GROUP}.rollout_rs", f"{GROUP}.rollout_rs_threshold"
+BYPASS, BYPASS_LOSS = f"{GROUP}.bypass_mode", f"{GROUP}.loss_type"
+
+_ADVANTAGE_NOTES = {
+    "optimal_token_baseline": "a group of one response has advantage 0; in verl it has its return",
+    "gpg": "the factor counts sequences of groups with different scores; verl counts scores other than zero",
+}
+# verl averages these losses over sequences for any loss_agg_mode, but not KL and entropy.
+_BY_SEQUENCE = ("sapo", "geo_mean")
+_GSPO = "verl 0.9 aggregates GSPO by loss_agg_mode (by default over tokens), earlier releases always over sequences"
+_SUM_NORM = {
+    "0.4": "verl 0.4 sums over the sequences of a micro-batch: its loss is larger by the number of sequences in it",
+    "0.9": "lockstep divides by max_response_length, verl 0.9 by the longest response of a micro-batch",
+}
+_CLIPPED = ("clip", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
+# The parameters of each loss: recipe key and verl's key.
+_LOSS_PARAMETERS = {
+    "clip": [("dual_clip", "clip_ratio_c")],
+    "dppo_tv": [("ratio_cap", "clip_ratio_c")],
+    "dppo_kl": [("ratio_cap", "clip_ratio_c")],
+    "clip_cov": [
+        ("cov_share", "policy_loss.clip_cov_ratio"),
+        ("cov_low", "policy_loss.clip_cov_lb"),
+        ("cov_high", "policy_loss.clip_cov_ub"),
+    ],
+    "kl_cov": [("cov_share", "policy_loss.kl_cov_ratio"), ("cov_kl", "policy_loss.ppo_kl_coef")],
+}
+# Metrics of filter_groups that are the score of a response.
+_SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
+
+# What verl rejects by: the unit and the statistic. Its k1 is the inverse of lockstep's ratio.
+_STATISTICS = {"k1": "ratio", "k2": "k2", "k3": "k3"}
+_OVER = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
+CRITERIA = {
+    f"{over}_{name}": (ours, statistic)
+    for over, ours in _OVER.items()
+    for name, statistic in _STATISTICS.items()
+    if (over, name) != ("seq_max", "k1")
+}
+ONCE = "lockstep rejects once per step, before its first update; verl rejects at every update with the current policy"
+
+
+def algorithm_rule(done: Conversion) -> None:
+    found = done.lookup(ESTIMATOR)
+    if found is None:
+        return
+    advantage = found["algorithm.advantage"]
+    done.write("method", found["method"], ESTIMATOR)
+    if advantage == "grpo" and not done[NORM_BY_STD]:
+        done.write("algorithm.advantage", "dr_grpo", NORM_BY_STD)
+    else:
+        done.write("algorithm.advantage", advantage, ESTIMATOR, note=_ADVANTAGE_NOTES.get(advantage, ""))
+    if advantage == "gae":
+        done.write_number("algorithm.lam", "algorithm.lam")
+    _loss(done)
+    _kl(done)
+    _correction(done)
+    _resampling(done, advantage)
+    _gdpo(done, advantage)
+    if done["algorithm.filter_groups.enable"]:
+        _filter_groups(done)
+
+
+def _filter_groups(done: Conversion) -> None:
+    enable, batches, key = (f"algorithm.filter_groups.{name}" for name in ("enable", "max_num_gen_batches", "metric"))
+    note = "groups with equal rewards are replaced; after the last generation batch they fill the step"
+    done.write("algorithm.dynamic_sampling.rounds", done.integer(batches) or 10, enable, batches, note=note)
+    metric = done[key]
+    if metric in _SCORE:
+        done.ignore("the score of a response, as in verl", key)
+    elif done["custom_reward_function.path"] is not None:
+        done.write("algorithm.dynamic_sampling.metric", f"function/{metric}", key)
+    else:
+        done.ignore(f"{metric} of verl's reward rules is the score here: 1 for a correct answer", key)
+
+
+def _resampling(done: Conversion, advantage: str) -> None:
+    """PF-PPO, which verl does only with gae."""
+    switch, method, power = (f"algorithm.{n}" for n in ("use_pf_ppo", "pf_ppo.reweight_method", "pf_ppo.weight_pow"))
+    if not done[switch] or advantage != "gae":
+        why = "verl resamples only with gae" if done[switch] else "verl reads it only with use_pf_ppo"
+        done.ignore(why, switch, method, power)
+        return
+    note = "a response counts in its update as often as it is drawn; verl moves responses between updates of a step"
+    done.write("algorithm.filtration.method", str(done[method]), switch, method, note=note)
+    if done[method] == "pow":
+        done.write_number("algorithm.filtration.power", power)
+
+
+def _gdpo(done: Conversion, advantage: str) -> None:
+    keys, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    if advantage != "gdpo":
+        done.ignore("verl reads it only with gdpo", keys, weights)
+        return
+    names = done[keys]
+    if not isinstance(names, list) or not names or done["custom_reward_function.path"] is None:
+        done.refuse(keys, "gdpo needs a custom_reward_function that returns named rewards", f"{keys}=[a,b]")
+        return
+    if not done[NORM_BY_STD]:
+        done.refuse(NORM_BY_STD, "gdpo divides each reward by its standard deviation", f"{NORM_BY_STD}=True")
+    given = done.numbers(weights) if done[weights] else [1.0] * len(names)
+    if len(given) != len(names):
+        done.refuse(weights, f"{len(given)} weights for {len(names)} rewards", "write one weight per reward")
+        return
+    # verl calls the function's main reward `score`.
+    rewards = {
+        "function" if name == "score" else f"function/{name}": weight for name, weight in zip(names, given, strict=True)
+    }
+    done.write("algorithm.gdpo_rewards", rewards, keys, weights)
+
+
+def _loss(done: Conversion) -> None:
+    if done[BYPASS]:  # bypass mode has its own loss_type and ignores loss_mode
+        loss = "clip"
+        if str(done[BYPASS_LOSS]) == "reinforce":
+            loss = "policy_gradient" if done[WEIGHT] is None else "importance"
+        done.write("algorithm.loss", loss, BYPASS_LOSS, BYPASS)
+        done.ignore("with bypass_mode, loss_type sets the loss", LOSS_MODE)
+    else:
+        loss = done.write_lookup("algorithm.loss", LOSS_MODE)
+        if loss is None:
+            return
+        done.ignore("verl reads it only with bypass_mode", BYPASS_LOSS)
+    _aggregation(done, "" if done[BYPASS] else done[LOSS_MODE])
+    if loss in _CLIPPED:
+        done.write_number("algorithm.clip_low", f"{A}.clip_ratio_low")
+        done.write_number("algorithm.clip_high", f"{A}.clip_ratio_high")
+    for ours, theirs in _LOSS_PARAMETERS.get(loss, []):
+        done.write_number(f"algorithm.{ours}", f"{A}.{theirs}")
+    if loss == "dro" and done.require(f"{A}.policy_loss.dro_beta", "write a number over 0", "is not set; dro needs it"):
+        done.write_number("algorithm.dro_beta", f"{A}.policy_loss.dro_beta")
+    if loss == "sapo":
+        for ours, theirs in (("sapo_positive", "tau_pos"), ("sapo_negative", "tau_neg")):
+            key = f"{A}.policy_loss.{theirs}"
+            done.write_number(f"algorithm.{ours}", key if done.is_set(key) else f"{A}.{theirs}")
+
+
+def _aggregation(done: Conversion, mode: str) -> None:
+    kind = done[AGGREGATION]
+    ours = done.lookup(AGGREGATION)
+    if ours is None:
+        return
+    sum_norm = kind == "seq-mean-token-sum-norm"
+    old_gspo = mode == "gspo" and not done.is_set(AGGREGATION) and done.version != "0.9"
+    if mode in _BY_SEQUENCE or old_gspo:
+        done.write("algorithm.aggregation", "seq_mean_token_mean", LOSS_MODE, note=_GSPO if old_gspo else "")
+        done.write("algorithm.penalty_aggregation", ours, AGGREGATION)
+    else:
+        note = _SUM_NORM[done.version] if sum_norm else ""
+        if mode == "gspo" and kind != "seq-mean-token-mean":
+            note = _GSPO
+        if done[SCALE] is not None and sum_norm:
+            note = ""
+        done.write("algorithm.aggregation", ours, AGGREGATION, note=note)
+    if not sum_norm:
+        done.ignore("verl reads it only with seq-mean-token-sum-norm", SCALE)
+        if done.is_set(SCALE):
+            return
+    if done[SCALE] is not None and done[SCALE] != done.integer("data.max_response_length"):
+        why = "the sums are divided by data.max_response_length"
+        done.refuse(SCALE, why, f"set it to {done['data.max_response_length']}")
+    elif sum_norm:
+        done.ignore("the sums are divided by data.max_response_length", SCALE)
+
+
+def _kl(done: Conversion) -> None:
+    in_reward, in_loss, control = "algorithm.use_kl_in_reward", f"{A}.use_kl_loss", "algorithm.kl_ctrl"
+    if done[in_reward] and done[in_loss]:
+        _kl_in_both(done)
+    if done[in_loss]:
+        _kl_terms(done, "loss", in_loss, f"{A}.kl_loss_coef", f"{A}.kl_loss_type")
+    elif done[in_reward]:
+        _kl_terms(done, "reward", in_reward, f"{control}.kl_coef", "algorithm.kl_penalty")
+        if done[f"{control}.type"] == "adaptive":
+            done.write_number("algorithm.kl.target", f"{control}.target_kl", f"{control}.type")
+            done.write_integer("algorithm.kl.horizon", f"{control}.horizon")
+    else:
+        done.write("algorithm.kl.where", "none", in_loss, in_reward)
+    if not done[in_reward]:
+        keys = (*done.below(control), "algorithm.kl_penalty")
+        done.ignore("has no effect without use_kl_in_reward, as in verl", *keys)
+    if not done[in_loss]:
+        done.ignore("has no effect without use_kl_loss, as in verl", f"{A}.kl_loss_coef", f"{A}.kl_loss_type")
+
+
+def _kl_in_both(done: Conversion) -> None:
+    """A KL penalty in the reward in addition to the one in the loss."""
+    coefficient, estimator, kind = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
+    if done[kind] == "adaptive":
+        done.refuse(kind, "with a KL term in the loss too, the KL in the reward is fixed", f"{kind}=fixed")
+    ours = done.lookup(estimator)
+    if ours is not None:
+        done.write_number("algorithm.kl.reward_coefficient", coefficient, "algorithm.use_kl_in_reward")
+        done.write("algorithm.kl.reward_estimator", ours, estimator)
+
+
+def _kl_terms(done: Conversion, where: str, switch: str, coefficient: str, estimator: str) -> None:
+    done.write("algorithm.kl.where", where, switch)
+    done.write_number("algorithm.kl.coefficient", coefficient)
+    name = str(done[estimator])
+    ours = done.lookup(estimator, name.removesuffix("+"))
+    if ours is not None:
+        done.write("algorithm.kl.estimator", ours + ("+" if name.endswith("+") else ""), estimator)
+
+
+# Rollout correction --------------------------------------------------------------------------------------------------
+
+
+def _correction(done: Conversion) -> None:
+    kind = done[WEIGHT]
+    if kind not in (None, "token", "sequence"):
+        done.refuse(WEIGHT, f"{kind} is not supported", "use token, sequence or null")
+        return
+    try:
+        floor, cap = _weight_bounds(done[BOUND])
+        bands = _bands(done)
+    except ValueError as bad:
+        done.refuse(BOUNDS if done[REJECT] else BOUND, str(bad), "write one number, or lower_upper")
+        return
+    if done[BYPASS]:
+        _bypass(done, kind, floor, cap)
+    elif kind is not None:
+        done.write("algorithm.correction.weight", kind, WEIGHT)
+        done.write("algorithm.correction.cap", cap, BOUND)
+        done.write("algorithm.correction.normalize", bool(done[NORMALIZE]), NORMALIZE)
+        if floor is not None:
+            if bands:
+                done.refuse(BOUND, "zero weights outside a band and rejection exclude each other", "remove one of them")
+                return
+            over = "token" if kind == "token" else "sum"
+            bands = [{"over": over, "by": "ratio", "low": floor, "high": cap}]
+            done.write("algorithm.correction.reject", bands, BOUND)
+            done.write("algorithm.correction.rejected", "zero", BOUND)
+            return
+    else:
+        done.ignore("verl reads it only with rollout_is", BOUND, NORMALIZE)
+    if bands:
+        done.write("algorithm.correction.reject", bands, REJECT, BOUNDS, note=ONCE if done[BYPASS] else "")
+
+
+def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> None:
+    done.write("algorithm.correction.bypass", True, BYPASS)
+    if done[BYPASS_LOSS] == "ppo_clip":
+        why = "the clipped ratio is relative to the rollout engine already; verl uses the weights only in metrics"
+        done.ignore(why, WEIGHT, BOUND, NORMALIZE)
+        return
+    if done.lookup(BYPASS_LOSS) is None:
+        return
+    if done[NORMALIZE]:
+        done.refuse(NORMALIZE, "the mean weight of a micro-batch depends on its size", f"{NORMALIZE}=false")
+    if floor is not None:
+        done.refuse(BOUND, "bypass_mode has no zero weights outside a band", "write one number, the largest weight")
+    if kind is None:
+        done.write("algorithm.correction.bypass", False, BYPASS)
+        done.decided[BYPASS] = ("mapped", "without weights no term reads old log-probs: the plain policy gradient")
+    else:
+        done.write("algorithm.ratio_of", kind, WEIGHT)
+        done.write("algorithm.ratio_cap", cap, BOUND)
+
+
+def _weight_bounds(spec: Any) -> tuple[float | None, float]:
+    """Lower and upper bound of the weights; one number is the upper bound."""
+    low, separator, high = str(spec).partition("_")
+    if not separator:
+        return None, _bound(low)
+    lower, upper = _bound(low), _bound(high)
+    if lower > upper:
+        raise ValueError(f"{spec}: the lower bound is over the upper one")
+    return lower, upper
+
+
+def _bands(done: Conversion) -> list[dict[str, Any]]:
+    if done[REJECT] is None:
+        return []
+    names = list(dict.fromkeys(_listed(done[REJECT])))
+    specs = _listed(done[BOUNDS])
+    if done[BOUNDS] is None or len(specs) not in (1, len(names)):
+        raise ValueError(f"{done[BOUNDS]} is neither one bound nor one for each of {', '.join(names)}")
+    specs = specs * len(names) if len(specs) == 1 else specs
+    return [_band(name, spec) for name, spec in zip(names, specs, strict=True)]
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else str(value).replace(" ", "").split(",")
+
+
+def _band(name: str, spec: str) -> dict[str, Any]:
+    if name not in CRITERIA:
+        raise ValueError(f"{name} is not supported; use one of {', '.join(CRITERIA)}")
+    over, statistic = CRITERIA[name]
+    if statistic != "ratio":
+        return {"over": over, "by": statistic, "high": _bound(spec)}
+    low, separator, high = spec.partition("_")
+    lower, upper = (_bound(low), _bound(high)) if separator else (1 / _bound(low), _bound(low))
+    # verl bounds -log r: the engine's probability over the trainer's.
+    return {"over": over, "by": "ratio", "low": _rounded(1 / upper), "high": _rounded(1 / lower)}
+
+
+def _bound(text: str) -> float:
+    # Python reads 0.5_2 as 0.52.
+    value = math.nan if "_" in text else float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{text} is not a bound: it must be one number over 0")
+    return value
+
+
+def _rounded(value: float) -> float:
+    """Without the last digits that a division adds."""
+    return float(f"{value:.12g}")

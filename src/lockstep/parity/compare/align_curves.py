@@ -1,0 +1,361 @@
+"""Puts two curves on the same steps: common steps, means over logging intervals, and shifted step counts.
+
+transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. A side
+that logs every step is averaged over the same steps before the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.parity.compare.logs.log_curves import Log, Series
+
+MIN_DETECTION_POINTS = 5
+"""With fewer values nobody can see whether they are means."""
+CLEARLY = 2.0
+"""How many times nearer than the alternatives a match must be: means against single steps, one shift against others."""
+MIN_SHIFT_STEPS = 8
+"""With fewer common steps, curves agree under a shift by chance."""
+NEAREST_SHIFTS = 4
+"""How many shifts with the smallest distances are examined one by one."""
+LONGEST_SHIFTED = 2**22
+"""In longer logs (first to last step) no shift is searched."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two curves on their common steps. Values may be NaN or infinite."""
+
+    steps: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        """Where both values are finite: the steps that the figures use."""
+        return np.isfinite(self.a) & np.isfinite(self.b)
+
+    @property
+    def one_sided(self) -> np.ndarray:
+        """Where only one value is finite: the curves differ there, however close they are elsewhere."""
+        return np.isfinite(self.a) != np.isfinite(self.b)
+
+    @property
+    def left_out(self) -> int:
+        """The number of steps at which neither value is finite."""
+        return len(self.steps) - int((self.finite | self.one_sided).sum())
+
+
+def align(a: Series, b: Series) -> Pair:
+    """Both curves on the steps that both logged."""
+    steps = common_steps([a.steps, b.steps])
+    return Pair(steps, values_at(a, steps), values_at(b, steps))
+
+
+def common_steps(steps: Sequence[np.ndarray]) -> np.ndarray:
+    """The intersection of all step arrays."""
+    first, *others = steps
+    # Usually all are equal, and the equality test is quicker than the intersection.
+    for each in others:
+        first = first if np.array_equal(first, each) else np.intersect1d(first, each, assume_unique=True)
+    return first
+
+
+def values_at(series: Series, steps: np.ndarray) -> np.ndarray:
+    """The values at `steps`, NaN for a missing step."""
+    if np.array_equal(series.steps, steps):
+        return series.values.astype(np.float64)
+    values = np.full(len(steps), np.nan)
+    _, here, there = np.intersect1d(steps, series.steps, assume_unique=True, return_indices=True)
+    values[here] = series.values[there]
+    return values
+
+
+# Means over logging intervals ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of one run. `mean`: whether its values are means since the previous step; None if unknown."""
+
+    series: Series
+    mean: bool | None = None
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The curves of both sides on comparable steps, the number of steps only one side has, and the averaging done."""
+
+    a: list[Series]
+    b: list[Series]
+    only_a: int
+    only_b: int
+    averaged: str = ""
+
+    @property
+    def explanation(self) -> str:
+        """What was averaged and left out; "" if both sides logged the same steps."""
+        steps = [
+            f"{count:,} step{'s' if count != 1 else ''} that only {side} has"
+            for count, side in ((self.only_a, "A"), (self.only_b, "B"))
+            if count
+        ]
+        return "; ".join(part for part in (self.averaged, f"left out: {', '.join(steps)}" if steps else "") if part)
+
+
+def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
+    """The first run of each side decides; its repeats follow it. A side is averaged only if the other side logs means,
+    by its format or by detection, and the steps of these means are all present."""
+    a, b = a_runs[0], b_runs[0]
+    series_a, series_b = [run.series for run in a_runs], [run.series for run in b_runs]
+    if np.array_equal(a.series.steps, b.series.steps):
+        return Matched(series_a, series_b, 0, 0)
+    gap_a, gap_b = usual_gap(a.series), usual_gap(b.series)
+    rarer = "A" if gap_a > gap_b else "B"
+    coarse, fine = (a, b) if rarer == "A" else (b, a)
+    plain = align(series_a[0], series_b[0])
+    only = (len(a.series.steps) - len(plain.steps), len(b.series.steps) - len(plain.steps))
+    means = None if coarse.mean is False or gap_a == gap_b else averaged(coarse.series, fine)
+    every, other = max(gap_a, gap_b), "B" if rarer == "A" else "A"
+    if means is None or 2 * len(means.steps) < len(plain.steps):
+        certain = coarse.mean and gap_a != gap_b and len(plain.steps)
+        explanation = f"{rarer}'s values are means of {every:g} steps, but {other} lacks some of them: not averaged"
+        return Matched(series_a, series_b, *only, explanation if certain else "")
+    detected = "" if coarse.mean else _detected_means(coarse.series, fine.series, means)
+    if detected is None:
+        return Matched(series_a, series_b, *only)
+    are = f"are means of {every:g} steps" if coarse.mean else f"look like means of {every:g} steps ({detected})"
+    explanation = f"{rarer}'s values {are}: {other} is averaged over the same steps"
+    unused = int((~_inside(fine.series.steps, coarse.series, means.steps)).sum())
+    unmatched = len(coarse.series.steps) - len(means.steps)
+    put = [[_averaged_run(run, coarse.series) for run in runs] for runs in (a_runs, b_runs)]
+    only = (unmatched, unused) if rarer == "A" else (unused, unmatched)
+    return Matched(put[0], put[1], *only, explanation)
+
+
+def averaged(coarse: Series, fine: Curve) -> Series | None:
+    """The means of `fine` over the intervals of `coarse` whose steps it has completely; None if there are none.
+
+    If `fine` contains means itself, each one is weighted by its number of steps.
+    """
+    starts, ends = intervals(coarse)
+    cell_starts, cell_ends = intervals(fine.series) if fine.mean else (fine.series.steps - 1, fine.series.steps)
+    lengths = cell_ends - cell_starts
+    first, last = np.searchsorted(cell_ends, starts, "right"), np.searchsorted(cell_ends, ends, "right")
+    upto = np.concatenate([[0], np.cumsum(lengths)])
+    covered = (last > first) & (upto[last] - upto[first] == ends - starts)
+    # Cells do not overlap. With as many steps as the interval, they fill it if the first cell starts with it.
+    covered[covered] = cell_starts[first[covered]] == starts[covered]
+    if not covered.any():
+        return None
+    bounds = np.stack([first[covered], last[covered]], axis=1).ravel()
+    with np.errstate(invalid="ignore"):
+        # The 0 at the end allows an interval to end there.
+        sums = np.add.reduceat(np.append(fine.series.values * lengths, 0.0), bounds)[::2]
+    return Series(coarse.steps[covered], sums / (ends - starts)[covered])
+
+
+def intervals(series: Series) -> tuple[np.ndarray, np.ndarray]:
+    """The steps of each mean: after the first number, up to the second. The first interval is as long as the second,
+    unless it would begin before the first step."""
+    ends = series.steps
+    starts = np.concatenate([[0], ends[:-1]])
+    if len(ends):
+        starts[0] = max(0, ends[0] - (ends[1] - ends[0])) if len(ends) > 1 else 0
+    return starts, ends
+
+
+def _averaged_run(run: Curve, coarse: Series) -> Series:
+    """A run that logs at the same steps contains means too; any other run is averaged."""
+    if np.array_equal(run.series.steps, coarse.steps):
+        return run.series
+    return averaged(coarse, run) or run.series
+
+
+def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
+    """The errors that show that `coarse` contains means; None if it does not."""
+    pairs = [align(coarse, other) for other in (means, fine)]
+    steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
+    if len(steps) < MIN_DETECTION_POINTS:
+        return None
+    errors = [float(np.abs(pair.a - pair.b)[np.isin(pair.steps, steps)].mean()) for pair in pairs]
+    if errors[0] * CLEARLY > errors[1] or errors[1] == 0:
+        return None
+    return f"mean error {100 * errors[0]:.3g} % against means, {100 * errors[1]:.3g} % against single steps"
+
+
+def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarray:
+    """Whether each step belongs to a mean that was compared."""
+    starts, ends = intervals(coarse)
+    index = np.searchsorted(ends, steps, "left")
+    inside = index < len(ends)
+    index = np.minimum(index, len(ends) - 1)
+    return inside & (steps > starts[index]) & np.isin(ends[index], covered)
+
+
+def incomplete(a: Series, b: Series, planned: Sequence[int | None]) -> str:
+    """The planned steps without a number on a side: at the end, at the start and in between; "" if there are none.
+    A side that logs every ten steps lacks none of the nine in between."""
+    last = max([*(step for step in planned if step is not None), *(int(each.steps[-1]) for each in (a, b))])
+    # Step 0 is not an update: some frameworks log an evaluation before the first update.
+    first = min((int(each.steps[each.steps > 0][0]) for each in (a, b) if (each.steps > 0).any()), default=0)
+    parts = [f"{side} {gap}" for side, series in (("A", a), ("B", b)) for gap in _missing(series, first, last)]
+    return ", ".join(parts)
+
+
+def _missing(series: Series, first: int, last: int) -> Iterator[str]:
+    steps, gap = series.steps[np.isfinite(series.values)], usual_gap(series)
+    if not len(steps):
+        yield "has no number at any step"
+        return
+    if last - steps[-1] >= gap:
+        yield f"ends at step {steps[-1]:,} of {last:,}"
+    if steps[0] - first >= gap:
+        yield f"begins at step {steps[0]:,}, the other at {first:,}"
+    between = np.maximum(np.rint(np.diff(steps) / gap) - 1, 0)
+    if count := int(between.sum()):
+        where = steps[int(np.argmax(between > 0))]
+        yield f"lacks {count:,} step{'s' if count != 1 else ''} after step {where:,}"
+
+
+def usual_gap(series: Series) -> float:
+    """The median number of steps between two values; for a single value, all steps before it."""
+    steps = series.steps
+    if not len(steps):
+        return 1.0
+    return float(np.median(np.diff(steps))) if len(steps) > 1 else float(max(1, steps[0]))
+
+
+# Shifted step counts: one side starts at 0 and the other at 1, or a resumed run restarts its count -------------------
+
+
+@dataclass(frozen=True)
+class Shift:
+    """The shift of B's steps, and the mean error in percent with and without it (None: no common step)."""
+
+    by: int
+    steps: int
+    error_percent: float
+    unshifted_percent: float | None
+
+
+def shift_steps(log: Log, by: int) -> Log:
+    """The log with `by` added to all its steps."""
+    if not by:
+        return log
+    planned = None if log.planned is None else log.planned + by
+    return replace(log, metrics={name: _shifted(series, by) for name, series in log.metrics.items()}, planned=planned)
+
+
+def select_steps(log: Log, first: int, last: int) -> Log:
+    """The log from step `first` to `last`, as if no more steps had been planned."""
+    metrics = {name: _selected(series, first, last) for name, series in log.metrics.items()}
+    planned = None if log.planned is None else min(log.planned, last)
+    return replace(
+        log, metrics={name: series for name, series in metrics.items() if len(series.steps)}, planned=planned
+    )
+
+
+def _selected(series: Series, first: int, last: int) -> Series:
+    inside = (series.steps >= first) & (series.steps <= last)
+    return Series(series.steps[inside], series.values[inside])
+
+
+def better_shift(a: Curve, b: Curve) -> Shift | None:
+    """The shift of B under which the curves agree clearly better than under any other; None if there is none."""
+    needed = max(MIN_SHIFT_STEPS, min(_finite_count(a.series), _finite_count(b.series)) // 2)
+    if _finite_count(a.series) < needed or _finite_count(b.series) < needed or _mean_error(a, b)[0] == 0:
+        return None
+    found: dict[int, tuple[float, int]] = {}
+    for by in _candidate_shifts(a.series, b.series, needed):
+        error, steps = _mean_error(a, replace(b, series=_shifted(b.series, by)))
+        if by == 0 or steps >= needed:
+            found[by] = (error, steps)
+    unshifted, steps = found.pop(0)
+    if not found:
+        return None
+    best = min(found, key=lambda by: (found[by][0], abs(by)))
+    others = [error for by, (error, _) in found.items() if by != best] + ([unshifted] if steps else [])
+    if not others or any(not found[best][0] * CLEARLY < other for other in others):
+        return None
+    return Shift(best, found[best][1], 100 * found[best][0], 100 * unshifted if steps else None)
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A curve with one entry per step: its values (0 if missing), and 1 where there is a value."""
+
+    first: int
+    values: np.ndarray
+    there: np.ndarray
+
+    @staticmethod
+    def of(series: Series, level: float) -> _Dense:
+        finite = np.isfinite(series.values)
+        positions = (series.steps - series.steps[0])[finite]
+        values, there = (np.zeros(int(series.steps[-1] - series.steps[0]) + 1) for _ in range(2))
+        values[positions], there[positions] = series.values[finite] - level, 1
+        return _Dense(int(series.steps[0]), values, there)
+
+    def averaged(self, steps: int) -> _Dense:
+        """At each step the mean of the last `steps` steps, if all of them are there."""
+        sums, counts = (
+            np.cumsum(one)[steps - 1 :] - np.concatenate([[0], np.cumsum(one)[:-steps]])
+            for one in (self.values, self.there)
+        )
+        full = np.round(counts) == steps
+        return _Dense(self.first + steps - 1, np.where(full, sums / steps, 0.0), full.astype(float))
+
+
+def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
+    """0, and the shifts with the smallest distances with their neighbours. If one curve is rarer, the other one is also
+    averaged, in case the rarer one contains means."""
+    if any(int(one.steps[-1] - one.steps[0]) >= LONGEST_SHIFTED for one in (a, b)):
+        return {0}
+    level = float(a.values[np.isfinite(a.values)].mean())  # values near 0 lose less precision in sums of squares
+    in_a, in_b = _Dense.of(a, level), _Dense.of(b, level)
+    found = _nearest_shifts(in_a, in_b, needed)
+    gap_a, gap_b = int(usual_gap(a)), int(usual_gap(b))
+    if gap_b == 1 < gap_a <= len(in_b.values):
+        found += _nearest_shifts(in_a, in_b.averaged(gap_a), needed)
+    elif gap_a == 1 < gap_b <= len(in_a.values):
+        found += _nearest_shifts(in_a.averaged(gap_b), in_b, needed)
+    return {0, *(by + near for by in found for near in (-1, 0, 1))}
+
+
+def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
+    """The shifts of B with the smallest mean squared distances over at least `needed` common steps. The sums over
+    common steps are cross-correlations, which the FFT gives for every shift at once."""
+    size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
+
+    def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """At index s the sum of left[i + s] x right[i]; negative shifts are at the end."""
+        return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
+
+    positions = np.arange(-(len(b.values) - 1), len(a.values))
+    common = np.round(correlated(a.there, b.there)[positions])
+    squares = (
+        correlated(a.values**2, b.there) + correlated(a.there, b.values**2) - 2 * correlated(a.values, b.values)
+    )[positions]
+    enough = common >= needed
+    order = np.argsort(squares[enough] / common[enough], kind="stable")[:NEAREST_SHIFTS]
+    return [int(shift) + a.first - b.first for shift in positions[enough][order]]
+
+
+def _mean_error(a: Curve, b: Curve) -> tuple[float, int]:
+    """The mean error over the steps at which both are finite, and the number of these steps."""
+    matched = match([a], [b])
+    pair = align(matched.a[0], matched.b[0])
+    both = pair.finite
+    return (float(np.abs(pair.a - pair.b)[both].mean()), int(both.sum())) if both.any() else (np.nan, 0)
+
+
+def _finite_count(series: Series) -> int:
+    return int(np.isfinite(series.values).sum())
+
+
+def _shifted(series: Series, by: int) -> Series:
+    return Series(series.steps + by, series.values)

@@ -1,0 +1,274 @@
+"""Compares two logs: selects and judges metrics, and collects throughput, set-up differences and samples."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.errors import Refusal
+from lockstep.parity.compare.align_curves import (
+    Curve,
+    Matched,
+    align,
+    better_shift,
+    incomplete,
+    match,
+    select_steps,
+    shift_steps,
+    values_at,
+)
+from lockstep.parity.compare.comparison import Comparison, Metric
+from lockstep.parity.compare.curve_errors import MIN_NOISE_STEPS, figures, noise_floor
+from lockstep.parity.compare.curve_tests import examine
+from lockstep.parity.compare.logs.log_curves import Log, Series
+from lockstep.parity.compare.run_setup import differences, paired_samples, same_setting, seed_of, support_facts
+from lockstep.parity.compare.throughput_ratio import throughput
+from lockstep.parity.compare.verdict import LOSS, REWARDS, bar_of, judge, kind_of, overall
+from lockstep.recipe.methods import ONLINE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A metric to compare, by its name on each side. `bar` replaces the bar of its kind."""
+
+    a: str
+    b: str
+    judged: bool = False
+    bar: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.a if self.a == self.b else f"{self.a}={self.b}"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The runs of both sides: the compared run first, then its repeats."""
+
+    a: tuple[Log, ...]
+    b: tuple[Log, ...]
+
+    def curves(self, choice: Choice) -> tuple[list[Curve], list[Curve]]:
+        """The curves of the runs that have the metric."""
+        return (
+            [Curve(log.metrics[choice.a], log.is_mean(choice.a)) for log in self.a if choice.a in log.metrics],
+            [Curve(log.metrics[choice.b], log.is_mean(choice.b)) for log in self.b if choice.b in log.metrics],
+        )
+
+
+def compare(
+    a: Log,
+    b: Log,
+    repeats: Sequence[Log] = (),
+    metrics: Sequence[str] = (),
+    bars: Mapping[str, float] | None = None,
+    shift: int = 0,
+    steps: tuple[int, int] | None = None,
+) -> Comparison:
+    """Compare B with A. `metrics` (`name` or `name in A=name in B`) are judged instead of the default; `bars` (percent
+    by name) adds judged metrics; `shift` is added to the steps of B and its repeats; `steps` (first, last) limits the
+    compared steps."""
+    found, unknown = differences(a, b)
+    sides, doubts = _sides(a, b, repeats)
+    sides = Sides(sides.a, tuple(shift_steps(log, shift) for log in sides.b))
+    remarks = [f"B's steps are shifted by {shift:+d} (--shift)"] if shift else []
+    if steps is not None:
+        sides = Sides(*(tuple(select_steps(log, *steps) for log in side) for side in (sides.a, sides.b)))
+        remarks.append(f"only steps {steps[0]:,} to {steps[1]:,} are compared (--steps)")
+    compared: list[Metric] = []
+    missing: list[str] = []
+    skipped: list[str] = []
+    for choice in _choices(a, b, metrics, bars or {}):
+        if ambiguous := _ambiguous(choice, sides):
+            if choice.judged:
+                raise ambiguous
+            skipped.append(choice.name)
+            continue
+        matched = _matched(choice, sides)
+        if isinstance(matched, Matched):
+            compared.append(_measure(choice, matched, sides))
+        elif choice.judged:
+            missing.append(matched)
+        remarks += _shift_remarks(choice, sides, shift) if choice.judged else []
+    verdict, reason = overall(compared, missing, found)
+    return Comparison(
+        a=a.source,
+        b=b.source,
+        kinds=(a.kind, b.kind),
+        verdict=verdict,
+        reason=reason,
+        metrics=compared,
+        throughput=throughput(sides.a[0], sides.b[0]),
+        differences=found,
+        unknown=[*unknown, *doubts, *_skipped(skipped), *(_without_floor(compared) if repeats else [])],
+        samples=paired_samples(a, b),
+        facts=support_facts(a, b),
+        setup_known=a.evidence is not None and b.evidence is not None,
+        remarks=remarks,
+    )
+
+
+def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
+    """Each repeat joins the side with its set-up, otherwise A; with descriptions of doubtful repeats."""
+    of_a, of_b, doubts = [a], [b], []
+    for repeat in repeats:
+        side = of_a if same_setting(repeat, a) or not same_setting(repeat, b) else of_b
+        side.append(repeat)
+        if repeat.evidence and side[0].evidence and not same_setting(repeat, side[0]):
+            doubts.append(f"whether {repeat.source} is a repeat: its set-up matches neither side; used for A")
+        if repeat.evidence and a.evidence and seed_of(a) == seed_of(b) != seed_of(repeat):
+            doubts.append(f"noise at one seed: {repeat.source} has another seed, which adds noise")
+    return Sides(tuple(of_a), tuple(of_b)), doubts
+
+
+def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
+    """The refusal of a metric with several values per step, of which none is the right one."""
+    for name, logs in ((choice.a, sides.a), (choice.b, sides.b)):
+        for log in logs:
+            if name in log.ambiguous:
+                return Refusal.at(
+                    log.source,
+                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and no resumed run explains it",
+                    "write a file for each rank or run, or keep the rows of one of them",
+                )
+    return None
+
+
+def _skipped(names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"{', '.join(names[:3])}{more}: a log has several values for one step"
+
+
+def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
+    """For judged metrics: unknown noise, and repeats that could not be used."""
+    for metric in (each for each in compared if each.verdict is not None):
+        whose = f"the noise of {metric.name}"
+        if metric.noise is None:
+            yield f"{whose}: repeats and both sides share fewer than {MIN_NOISE_STEPS} steps with numbers"
+        elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
+            verb = "lacks" if lacking == 1 else "lack"
+            yield f"{whose} in {lacking} of its repeats, which {verb} too many steps in a row"
+
+
+def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
+    """Judged metrics first, then the other common metrics: losses, rewards, the rest."""
+    barred = {_named(name, "--bar", a, b): percent for name, percent in bars.items()}
+    judged = [_named(text, "--metric", a, b) for text in metrics] or _by_default(a, b, needed=not barred)
+    wanted: dict[tuple[str, str], float | None] = {**dict.fromkeys(judged), **barred}
+    for (in_a, in_b), bar in wanted.items():
+        yield Choice(in_a, in_b, judged=True, bar=bar)
+    order = {"loss": 0, "reward": 1, "other": 2}
+    for name in sorted(a.metrics.keys() & b.metrics.keys(), key=lambda name: (order[kind_of(name)], name)):
+        if (name, name) not in wanted:
+            yield Choice(name, name)
+
+
+def _by_default(a: Log, b: Log, needed: bool) -> list[tuple[str, str]]:
+    """The reward of online runs, the loss of others, as in the Ascend documents. It may be missing unless it is
+    `needed` because nothing else is judged."""
+    methods = [log.evidence.recipe.get("method") for log in (a, b) if log.evidence is not None]
+    rewards = [name for name in REWARDS if name in a.metrics and name in b.metrics]
+    online = any(method in ONLINE for method in methods) if methods else bool(rewards)
+    name = (rewards or REWARDS)[0] if online else LOSS
+    return [(name, name)] if needed or (name in a.metrics and name in b.metrics) else []
+
+
+def _named(text: str, option: str, a: Log, b: Log) -> tuple[str, str]:
+    in_a, _, in_b = text.partition("=")
+    return _metric_name(in_a, a, f"{option} {text}"), _metric_name(in_b or in_a, b, f"{option} {text}")
+
+
+def _metric_name(name: str, log: Log, where: str) -> str:
+    """The metric with this name here or in the log."""
+    if name in log.metrics:
+        return name
+    for own, written in log.written.items():
+        if written == name:
+            return own
+    names = list(dict.fromkeys([*log.metrics, *log.written.values()]))
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    raise Refusal.at(
+        where,
+        f"{log.source} has no metric {name}",
+        f"similar: {', '.join(near)}" if near else f"it has {', '.join(list(log.metrics)[:8])}",
+    )
+
+
+def _matched(choice: Choice, sides: Sides) -> Matched | str:
+    """The curves of a metric on common steps, or the reason why they cannot be compared."""
+    for log, name in ((sides.a[0], choice.a), (sides.b[0], choice.b)):
+        if name not in log.metrics:
+            return f"{log.source} has no {name}: name another with --metric"
+    series_a, series_b = sides.a[0].metrics[choice.a], sides.b[0].metrics[choice.b]
+    matched = match(*sides.curves(choice))
+    pair = align(matched.a[0], matched.b[0])
+    if not len(pair.steps):
+        return f"{choice.name} has no common step: A logs it at {_span(series_a)}, B at {_span(series_b)}"
+    if not pair.finite.any() and not (choice.judged and pair.one_sided.any()):
+        return f"{choice.name} is not a number on either side at any of the {len(pair.steps):,} common steps"
+    return matched
+
+
+def _shift_remarks(choice: Choice, sides: Sides, shift: int) -> Iterator[str]:
+    """A remark on a shift of the steps under which the curves agree much better; only the user applies it."""
+    a_runs, b_runs = sides.curves(choice)
+    found = better_shift(a_runs[0], b_runs[0]) if a_runs and b_runs else None
+    if found is not None:
+        now = "no step in common" if found.unshifted_percent is None else f"{found.unshifted_percent:.3g} %"
+        yield (
+            f"{choice.name}: the curves agree much better with B's steps shifted by {found.by:+d} (mean error "
+            f"{found.error_percent:.3g} % over {found.steps:,} steps; without the shift: {now}); if the sides count "
+            f"differently, compare again with --shift {shift + found.by}"
+        )
+
+
+def _span(series: Series) -> str:
+    return f"steps {series.steps[0]} to {series.steps[-1]}" if len(series.steps) else "no step"
+
+
+def _measure(choice: Choice, matched: Matched, sides: Sides) -> Metric:
+    pair = align(matched.a[0], matched.b[0])
+    kind = kind_of(choice.a)
+    bar = bar_of(kind, pair, choice.bar) if choice.judged or kind != "other" else None
+    measured = figures(pair, bar.tolerance(pair.a) if bar else None)
+    noise = noise_floor(matched.a, matched.b)
+    examined = examine(pair, matched.a[1:], matched.b[1:]) if choice.judged else None
+    planned = [log.planned for log in (sides.a[0], sides.b[0])]
+    lacking = incomplete(sides.a[0].metrics[choice.a], sides.b[0].metrics[choice.b], planned) if choice.judged else ""
+    judgement = judge(bar, pair, measured, examined, lacking) if bar and examined else None
+    return Metric(
+        name=choice.name,
+        names=(sides.a[0].written.get(choice.a, choice.a), sides.b[0].written.get(choice.b, choice.b)),
+        kind=kind,
+        bar_percent=bar.percent if bar else None,
+        figures=replace(measured, parted_at=judgement.parted_at if judgement else None),
+        noise=noise,
+        verdict=judgement.verdict if judgement else None,
+        decided_by=judgement.explanation if judgement else "shown, not judged",
+        steps=pair.steps.tolist(),
+        a=_listed(pair.a),
+        b=_listed(pair.b),
+        repeats=[_listed(values_at(run, pair.steps)) for run in (*matched.a[1:], *matched.b[1:])],
+        scaled=bool(bar and bar.scaled_because),
+        only_a=matched.only_a,
+        only_b=matched.only_b,
+        matching=matched.explanation,
+        findings=examined.findings if examined else [],
+        power=examined.power if examined else None,
+        bar_result=judgement.bar if judgement else None,
+        test_result=judgement.test if judgement else None,
+        incomplete=lacking,
+    )
+
+
+def _listed(values: np.ndarray) -> list[float | None]:
+    finite = np.isfinite(values)
+    if finite.all():
+        return values.tolist()
+    listed = values.astype(object)
+    listed[~finite] = None
+    return listed.tolist()

@@ -1,0 +1,286 @@
+"""The statistical test: do two sides differ by more than repeats of one side do?
+
+It examines the drift, windows, the end of the run, the trend, the scatter and single steps; without repeats also
+whether the curves move in opposite directions. docs/compare.md contains the formulas and the measured error rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from lockstep.parity.compare.align_curves import Pair, values_at
+from lockstep.parity.compare.comparison import Finding, Power
+from lockstep.parity.compare.detection_power import Wanted, bounds, nonzero, power_of, trend_bound, would_suffice
+from lockstep.parity.compare.logs.log_curves import Series
+from lockstep.parity.compare.noise_model import (
+    MIN_STEPS,
+    SHARES,
+    TINY,
+    Spread,
+    as_normal,
+    as_t,
+    compressed,
+    contrasts,
+    joined,
+    looks,
+    mostly_equal,
+    positive,
+    spread_of,
+    trend_of,
+    two_sided,
+    typical_square,
+    window_means,
+)
+
+MAX_MISSING = 0.05
+"""A repeat that lacks a longer run of the pair's steps than this fraction is not used."""
+MEMORY_OF_FEW = 5.5
+"""The factor by which a memory of 0.9 raises the t statistic of up to seven steps."""
+LARGEST = 1e6
+"""The reported excess over noise of exactly 0."""
+SPIKE_SIZE = 9.5
+"""A single step is a finding only beyond this many root mean squares of all other steps (20 sd of one run are 14)."""
+SPIKE_CHANCE = 0.025
+"""And only if the tail of the others reaches it with at most this chance, and at most 0.5 / their number."""
+SPIKE_LINEAR = 3.0
+OPPOSED_CHANCE = 0.005
+"""The chance of a false alarm of opposed moves; the other statistics share 4.5 %."""
+FEWER_MOVES = 1.5
+"""Neighbouring moves share a step: those of noise without memory have a correlation of -1/2, so n moves carry as much
+information on a correlation as n / (1 + 2 / 4) independent ones (Bartlett 1935). With memory it is closer to n."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The result of the test. `repeats` counts the usable ones; `spread` and `power` are None with too few steps."""
+
+    steps: np.ndarray
+    repeats: int
+    findings: list[Finding]
+    spread: Spread | None = None
+    power: Power | None = None
+
+    def suffices(self, limit: float) -> Wanted | None:
+        assert self.power is not None
+        assert self.spread is not None
+        return would_suffice(self.power, self.spread, len(self.steps), limit)
+
+
+def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]) -> Examined:
+    """Compare the runs of B with those of A, on the steps at which the pair and all usable repeats are finite."""
+    steps = pair.steps[pair.finite]
+    if len(steps) < MIN_STEPS:
+        return Examined(steps, 0, _of_few(steps, (pair.b - pair.a)[pair.finite]))
+    of_a, of_b = (_covering(repeats, steps) for repeats in (a_repeats, b_repeats))
+    a, b = np.stack([pair.a[pair.finite], *of_a]), np.stack([pair.b[pair.finite], *of_b])
+    shared = np.isfinite(a).all(axis=0) & np.isfinite(b).all(axis=0)
+    if not _covers(shared):
+        a, b, shared = a[:1], b[:1], np.ones(len(steps), dtype=bool)
+    steps, a, b = steps[shared], a[:, shared], b[:, shared]
+    scores, spread = score(a, b)
+    runs = (len(a), len(b))
+    found = _window_findings(steps, b.mean(axis=0) - a.mean(axis=0), scores, spread, runs)
+    if sum(runs) == 2:
+        found += _opposed(steps, a[0], b[0])
+    drift = float((b[:, None] - a).mean())
+    return Examined(steps, sum(runs) - 2, found, spread, power_of(spread, steps, runs, drift))
+
+
+def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """The correlation of the step-to-step moves of two curves, and how far below 0 it is relative to its critical
+    value.
+
+    The noises of two runs of one recipe are independent. Their moves share those of the common curve, so the expected
+    correlation is at least 0. It is negative if the step counts are off by one, or if the data came in another order.
+    """
+    x, y = (moves - moves.mean() for moves in (np.diff(a), np.diff(b)))
+    size = float(np.sqrt((x**2).sum() * (y**2).sum()))
+    freedom = len(x) / FEWER_MOVES - 2
+    if size == 0 or freedom <= 0:
+        return 0.0, 0.0
+    correlation = float((x * y).sum()) / size
+    t = correlation * np.sqrt(freedom / max(1 - correlation**2, 1e-12))
+    return correlation, float(as_normal(np.array(-t), np.array(freedom))) / NormalDist().inv_cdf(1 - OPPOSED_CHANCE)
+
+
+def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
+    """Noise cannot make two runs move in opposite directions: this holds without a repeat."""
+    correlation, excess = opposition(a, b)
+    first, last = int(steps[0]), int(steps[-1])
+    return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []
+
+
+def _covering(repeats: Sequence[Series], steps: np.ndarray) -> list[np.ndarray]:
+    values = [values_at(repeat, steps) for repeat in repeats]
+    return [each for each in values if _covers(np.isfinite(each))]
+
+
+def _covers(there: np.ndarray) -> bool:
+    """Whether there are enough steps and no long gap."""
+    edges = np.concatenate([[-1], np.flatnonzero(there), [len(there)]])
+    longest = int(np.diff(edges).max()) - 1
+    return int(there.sum()) >= MIN_STEPS and longest <= max(1, MAX_MISSING * len(there))
+
+
+def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
+    """For two to seven steps: a t test of the mean. The memory cannot be estimated, so a long one is assumed."""
+    count = len(steps)
+    if count < 2 or not difference.any():
+        return []
+    error = max(MEMORY_OF_FEW * float(difference.std(ddof=1)) / np.sqrt(count), 1e-150)
+    mean, freedom, critical = float(difference.mean()), np.array(count - 1.0), two_sided(0.05)
+    excess = min(abs(float(as_normal(np.array(mean / error), freedom))) / critical, LARGEST)
+    noise = float(as_t(np.array(critical), freedom)) * error
+    return [Finding("drift", int(steps[0]), int(steps[-1]), mean, noise, excess)] if excess > 1 else []
+
+
+def _window_findings(
+    steps: np.ndarray, difference: np.ndarray, scores: SeriesScores, spread: Spread, runs: tuple[int, int]
+) -> list[Finding]:
+    """The strongest finding of each statistic."""
+    at = looks(len(steps))
+    kinds, bound = np.array(at.kind), bounds(spread, runs)
+    excess = np.minimum(np.nan_to_num(scores.excess, posinf=LARGEST), LARGEST)
+    found: list[Finding] = []
+    for kind in dict.fromkeys(at.kind):
+        indices = np.flatnonzero(kinds == kind)
+        best = int(indices[np.argmax(excess[indices])])
+        if excess[best] <= 1:
+            continue
+        first, last = int(at.start[best]), int(at.start[best] + at.length[best])
+        if kind == "trend":
+            size, noise = _trend(difference), trend_bound(spread, runs)
+        else:
+            if last == len(steps) and kind != "drift":
+                first = _onset(difference / spread.scale)
+            size, noise = float(difference[first:last].mean()), nonzero(bound[best])
+        found.append(Finding(kind, int(steps[first]), int(steps[last - 1]), size, noise, float(excess[best])))  # type: ignore[arg-type]
+    if (spike := float(scores.spike)) > 1:
+        step = int(scores.spike_at)
+        noise, size = nonzero(float(scores.spike_noise)), float(difference[step])
+        found.append(Finding("spike", int(steps[step]), int(steps[step]), size, noise, min(spike, LARGEST)))
+    if (scatter := float(scores.scatter)) > 1:
+        times = float(scores.scattered)
+        found.append(Finding("scatter", int(steps[0]), int(steps[-1]), times, 1.0, min(scatter, LARGEST)))
+    return sorted(found, key=lambda each: -each.excess)
+
+
+def _onset(difference: np.ndarray) -> int:
+    """The step from which the mean difference to the end exceeds noise the most: the most likely start of the
+    change."""
+    from_here = np.cumsum(difference[::-1])[::-1]
+    return int(np.argmax(np.abs(from_here) / np.sqrt(np.arange(len(difference), 0, -1))))
+
+
+def _trend(difference: np.ndarray) -> float:
+    """The change of the regression line of the difference from the first step to the last."""
+    position = np.arange(len(difference)) - (len(difference) - 1) / 2
+    return float((difference * position).sum() / (position**2).sum() * (len(difference) - 1))
+
+
+# The statistics ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeriesScores:
+    deviates: np.ndarray
+    """(..., looks): signed normal deviates."""
+    excess: np.ndarray
+    """(..., looks): the absolute deviate over the critical one; above 1 is a finding."""
+    scatter: np.ndarray
+    """(...): the same for the scatter of the steps; 0 without repeats."""
+    scattered: np.ndarray
+    """(...): the ratio of the scatter to that of repeats."""
+    spike: np.ndarray
+    """(...): the excess of the single step that differs most; its index is `spike_at`."""
+    spike_at: np.ndarray
+    spike_noise: np.ndarray
+    """(...): the largest difference at that step that noise explains."""
+
+    @property
+    def found(self) -> np.ndarray:
+        return (self.excess.max(axis=-1) > 1) | (self.scatter > 1) | (self.spike > 1)
+
+
+def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
+    """The excess of each window of the difference of the sides (..., runs, N) over the noise."""
+    at = looks(a.shape[-1])
+    of = compressed(a, b)
+    spread = spread_of(of)
+    scaled = of.difference / of.scale
+    windows, trend = window_means(scaled, at.start[:-1], at.length[:-1]), trend_of(scaled)
+    t = np.concatenate(
+        [
+            windows / np.sqrt(spread.variance[..., at.which[:-1]]),
+            (trend / np.sqrt(spread.trend))[..., None],
+        ],
+        axis=-1,
+    )
+    freedom = np.concatenate([spread.freedom[..., at.which[:-1]], spread.trend_freedom[..., None]], axis=-1)
+    deviates = as_normal(t, freedom)
+    scatter = _scatter(scaled, of.residuals / of.scale[..., None, :])
+    critical = at.critical * spread.raised(at)
+    return SeriesScores(deviates, np.abs(deviates) / critical, *scatter, *_spike(a, b, of.scale)), spread
+
+
+def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether the difference scatters more from step to step than the repeats: a t test on the logarithms of mean
+    squared moves in up to 16 blocks of the run, which assumes nothing about the distribution of single steps."""
+    rows, steps = noise.shape[-2:]
+    blocks = min(16, (steps - 1) // 6)
+    if rows == 0 or blocks < 4:
+        return np.zeros(difference.shape[:-1]), np.ones(difference.shape[:-1])
+    length = (steps - 1) // blocks
+
+    def logs(curves: np.ndarray) -> np.ndarray:
+        moves = np.diff(curves, axis=-1)[..., : blocks * length] ** 2
+        return np.log(positive(moves.reshape(*moves.shape[:-1], blocks, length).mean(axis=-1)))
+
+    gap = logs(difference) - logs(noise).mean(axis=-2)
+    error = np.sqrt(positive(gap.var(axis=-1, ddof=1) / blocks))
+    t = gap.mean(axis=-1) / error
+    freedom = np.full(t.shape, float(blocks - 1))
+    excess = np.maximum(as_normal(t, freedom), 0) / two_sided(2 * SHARES["scatter"])
+    excess = np.where(mostly_equal(difference), 0.0, excess)
+    return excess, np.exp(np.minimum(gap.mean(axis=-1) / 2, 100))
+
+
+def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Whether one step is too far off. Heavy-tailed noise always has one, so all other steps give the tail: above the
+    k-th largest, log-compressed sizes decay exponentially (Hill 1975), and the gap below the largest exceeds k
+    (chance^(-1/k) - 1) times their mean excess with that chance (Renyi 1953)."""
+    difference, residuals = contrasts(a, b)
+    equal = mostly_equal(difference)
+    scale = np.where(equal[..., None], 1.0, scale)  # few steps differ: the shape of the noise cannot be estimated
+    sizes = np.abs(difference / scale)
+    at = sizes.argmax(axis=-1)
+    largest = sizes.max(axis=-1)
+    others = sizes.copy()
+    np.put_along_axis(others, at[..., None], 0.0, axis=-1)
+    others = np.concatenate([others, joined(np.abs(residuals / scale[..., None, :]))], axis=-1)
+    count = others.shape[-1] - 1
+    usual = np.maximum(np.sqrt((others**2).sum(axis=-1) / count), TINY)
+    k = min(max(8, count // 10), 40, count - 1)
+    top = -np.partition(-others, k, axis=-1)[..., : k + 1] / usual[..., None]
+    tail = np.arcsinh(top / SPIKE_LINEAR)
+    excess = tail[..., :k].mean(axis=-1) - tail[..., k]
+    gap = excess * k * (min(SPIKE_CHANCE, 0.5 / count) ** (-1 / k) - 1)
+    bound = np.maximum(SPIKE_SIZE, SPIKE_LINEAR * np.sinh(np.minimum(tail.max(axis=-1) + gap, 100))) * usual
+    moved = _move_noise(a, at)
+    bound = np.where(equal, np.where(moved > 0, np.maximum(bound, SPIKE_SIZE * moved), np.inf), bound)
+    unit = np.sqrt(1 / a.shape[-2] + 1 / b.shape[-2]) * np.take_along_axis(scale, at[..., None], -1)[..., 0]
+    with np.errstate(over="ignore"):
+        return largest / np.maximum(bound, TINY), at, bound * unit
+
+
+def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """The noise of the curves from their moves, without the step `at`; 0 if most steps do not move."""
+    moves = np.abs(np.diff(runs, axis=-1))
+    step = np.arange(moves.shape[-1])
+    near = (step == at[..., None]) | (step == at[..., None] - 1)
+    sizes = np.where(near[..., None, :], 0.0, moves)
+    return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(typical_square(joined(sizes)) / 2), 0.0)

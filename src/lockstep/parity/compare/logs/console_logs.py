@@ -1,0 +1,351 @@
+"""Readers of console output: verl, OpenRLHF, Megatron and MindSpeed, MindSpeed-RL, DeepSpeed. First update: step 1."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lockstep.errors import Refusal
+from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# Ray writes the name and process id of the worker before each line, and marks lines that several workers printed.
+_RAY = re.compile(r"^\((?:[\w.:<>-]+ )?pid=\d+(?:, ip=[^)]*)?\)\s?")
+_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_BAR_END = re.compile(r"\[[^\[\]]*(?:it/s|s/it)[^\[\]]*\]\s*$")
+_BREAK = re.compile(r"\r\n|\n|\r")
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|inf(?:inity)?|nan)"
+_WRAPPED = re.compile(rf"(?:(?:np|numpy|torch)\.)?\w*\(?\s*({_NUMBER})\s*(?:,[^)]*)?\)?", re.IGNORECASE)
+
+
+def decoded(content: bytes) -> str | None:
+    """UTF-8, or UTF-16 with a byte order mark as Windows shells write it; None for binary content."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = content.decode("utf-16", errors="replace")
+        return None if "\0" in text[:4096] else text
+    if b"\0" in content[:4096]:
+        return None
+    return content.decode("utf-8", errors="replace").removeprefix("\ufeff")
+
+
+def parse_number(text: str) -> float | None:
+    """`1e-05`, `nan`, `np.float64(0.25)`, `tensor(0.25)` as a number; None for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        found = _WRAPPED.fullmatch(text.strip())
+        return float(found.group(1)) if found else None
+
+
+def damaged(file: str, line: int, text: str, expected: str) -> Refusal:
+    return Refusal.at(f"{file} line {line}", f"not a {expected}: {text[:60]!r}", "restore the file, or remove the line")
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines without colours and process names. A last line without its line break is incomplete and left out."""
+    if "\x1b" in text:
+        text = _COLOUR.sub("", text)
+    *complete, rest = _BREAK.split(text)
+    # A progress bar is complete once its bracket is closed; no line break follows the newest one.
+    if _BAR_END.search(rest):
+        complete.append(rest)
+    for line in complete:
+        if line.startswith("("):
+            line = _RAY.sub("", line)
+        yield _REPEATED.sub("", line) if "[repeated" in line else line
+
+
+def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines with the numbers that an editor shows; an incomplete last line is left out."""
+    for row, raw in enumerate(text.split("\n")[:-1], start=1):
+        for line in _lines(raw + "\n"):
+            yield row, line
+
+
+# verl and MindSpeed-RL: one line per step, name and value pairs -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairLine:
+    """A line of a step number followed by name and value pairs."""
+
+    marker: str
+    """A text that every line contains: quicker to test than the pattern."""
+    pattern: re.Pattern[str]
+    """Groups: step, pairs."""
+    between: str
+    colon: str
+    strict: bool
+    """Whether a pair without a number is damage; otherwise it is skipped."""
+
+
+# step:7 - critic/rewards/mean:0.25 - ...; a validation before the first update has step 0.
+VERL_LINE = PairLine("step:", re.compile(r"(?<![\w/])step:(\d{1,18}) - (\S.*)$"), " - ", ":", strict=False)
+# [2025-06-01 10:00:00] iteration: 3 / 200 | grpo/rewards/mean : 0.2500 | ...
+MINDSPEED_RL_LINE = PairLine(
+    "iteration: ", re.compile(r"(?:^|\] )iteration: (\d{1,18}) / \d{1,18} \| (\S.*)$"), " | ", " : ", strict=True
+)
+
+
+def pair_line_points(file: str, text: str, form: PairLine) -> Points:
+    """Every metric of the matching lines; other output is skipped."""
+    found = Points()
+    for row, line in _numbered_lines(text):
+        parts = form.pattern.search(line) if form.marker in line else None
+        if parts is None or form.colon not in parts.group(2) or int(parts.group(1)) > LARGEST_STEP:
+            continue
+        values = {}
+        for pair in parts.group(2).split(form.between):
+            name, _, written = pair.strip().rpartition(form.colon)
+            value = parse_number(written)
+            if name and value is not None:
+                values[name.strip()] = value
+            elif form.strict:
+                raise damaged(file, row, line.strip(), f"line of numbers, at {pair.strip()!r}")
+        found.add(int(parts.group(1)), values)
+    return found
+
+
+# OpenRLHF ------------------------------------------------------------------------------------------------------------
+
+_GLOBAL_STEP = re.compile(r"Global step (\d{1,18})\b[^:{]*:\s*(\{.*\})")
+_STATUS = re.compile(r"^[^{]*(\{.*['\"]policy_loss['\"].*\})\s*$")
+_ITEM = re.compile(rf"['\"]([^'\"]+)['\"]:\s*((?:[\w.]*\()?{_NUMBER})", re.IGNORECASE)
+_BAR = re.compile(
+    r"(Train step of epoch|Episode|Train epoch)\s*(?:\[(\d+)/\d+\]|(\d+))?:"
+    r"\s*\d+%\|[^|]*\|\s*(\d+)/(\d+)\s*\[([^\]]*)\]"
+)
+_FIGURE = re.compile(rf"([A-Za-z_][\w ./-]*)=({_NUMBER})\s*(?:,|$)", re.IGNORECASE)
+
+
+def openrlhf_points(text: str) -> Points:
+    """The most exact source in the log: `Global step 3: {...}`, statuses in order, bars of steps, bars of epochs.
+
+    A progress bar shows three digits, and counts micro-batches when gradients are accumulated.
+    """
+    with_step, statuses, bars = Points(), Points(), _Bars()
+    count = 0
+    for line in _lines(text):
+        if "Global step" in line and (found := _GLOBAL_STEP.search(line)):
+            if int(found.group(1)) <= LARGEST_STEP:
+                with_step.add(int(found.group(1)), _items(found.group(2)))
+        elif "policy_loss" in line and (found := _STATUS.match(line)):
+            count += 1
+            statuses.add(count, _items(found.group(1)))
+        elif "%|" in line:
+            for bar in _BAR.finditer(line):
+                bars.read(bar)
+    return with_step or statuses or bars.points()
+
+
+def _items(text: str) -> dict[str, float]:
+    found = {}
+    for name, value in _ITEM.findall(text):
+        parsed = parse_number(value.partition("(")[2] or value)
+        if parsed is not None:
+            found[name] = parsed
+    return found
+
+
+@dataclass
+class _Shown:
+    """New figures of a bar, its position, and how many bars of this title were complete before."""
+
+    round: int
+    at: int
+    total: int
+    figures: dict[str, float]
+
+
+@dataclass
+class _Title:
+    shown: list[_Shown] = field(default_factory=list)
+    round: int = 0
+    last: tuple[str, int] = ("", 0)
+    before: str = ""
+
+
+class _Bars:
+    """The progress bars of one log. New figures appear while the bar still shows the step before."""
+
+    def __init__(self) -> None:
+        self._titles: dict[str, _Title] = {}
+
+    def read(self, bar: re.Match[str]) -> None:
+        title, bracket, epoch, at, total, tail = bar.groups()
+        state = self._titles.setdefault(title, _Title())
+        name, position = bracket or epoch or "", int(at)
+        # A bar of a later epoch, or one that moved back, is a new bar.
+        if state.last != ("", 0) and (name != state.last[0] or position < state.last[1]):
+            if title != "Train epoch" or name in ("", "1"):
+                state.round += 1
+            state.before = ""
+        state.last = (name, position)
+        pairs = _FIGURE.findall(tail)
+        figures = {key.strip(): value for key, text in pairs if (value := parse_number(text)) is not None}
+        written = ", ".join(f"{key}={value}" for key, value in figures.items())
+        if figures and written != state.before:
+            state.shown.append(_Shown(state.round, position, int(total), figures))
+            state.before = written
+
+    def points(self) -> Points:
+        found = Points()
+        for title in ("Train step of epoch", "Episode"):
+            if title in self._titles and (shown := self._titles[title].shown):
+                early = 1 if any(one.at == 0 for one in shown) else 0
+                for one in shown:
+                    position = min(one.at + early, max(one.total, 1))
+                    found.add(one.round * one.total + position, one.figures)
+                return found
+        rounds: dict[int, list[dict[str, float]]] = {}
+        for one in self._titles.get("Train epoch", _Title()).shown:
+            rounds.setdefault(one.round, []).append(one.figures)
+        for step, parts in enumerate(rounds.values(), start=1):
+            names = dict.fromkeys(name for part in parts for name in part)
+            found.add(step, {name: _mean([part[name] for part in parts if name in part]) for name in names})
+        return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+# Megatron, MindSpeed-LLM, MindSpeed-MM -------------------------------------------------------------------------------
+
+# Rank prefixes of torchrun --tee, torch, srun --label and mpirun --tag-output.
+_LABEL = r"(?:\[(?:default|rank) ?(\d{1,6})\]:?|\[\d+,(\d{1,6})\]<std\w+>:?|(?<!\S)(\d{1,6}):(?= ))"
+_RANK = re.compile(_LABEL, re.I)
+# The start of a process's line, which may follow another process's line.
+_BEGINS = re.compile(
+    rf"(?:{_LABEL}\s*)?\b(?:iteration +\d{{1,18}}/ *\d{{1,18}} *\||validation loss at iteration \d)", re.I
+)
+# Megatron's last field. Text after it comes from another process.
+_LAST_FIELD = "number of nan iterations"
+_TRAINED = re.compile(r"(?:^|[\s|\]])iteration +(\d{1,18})/ *(\d{1,18}) *\|(.*)$")
+_VALIDATED = re.compile(r"(?:^|\s)validation loss at iteration (\d{1,18})( on (validation|test) set)? *\|(.*)$")
+# Fields that every iteration has: without a number there, the line is damaged.
+_REQUIRED = ("loss", "norm", "learning rate")
+
+
+def megatron_points(file: str, text: str) -> Points:
+    """` iteration  10/ 100 | lm loss: 1.234000E+00 | ... |`: every field with a number; other output is skipped.
+
+    Losses are means over the iterations since the previous line. Lines of several ranks may share one line of text.
+    Ranks that print the same values are one log; ranks that differ are refused.
+    """
+    found, ranks = Points(), _Ranks(file)
+    for row, line in _one_process_lines(text):
+        if "iteration" not in line:
+            continue
+        rank = _RANK.search(line.partition("iteration")[0])
+        if trained := _TRAINED.search(line):
+            step, fields = int(trained.group(1)), _megatron_fields(file, row, line, trained.group(3))
+            found.planned = int(trained.group(2))
+        elif validated := _VALIDATED.search(line):
+            group = "test" if validated.group(3) == "test" else "eval"
+            step, values = int(validated.group(1)), _megatron_fields(file, row, line, validated.group(4))
+            fields = {f"{group}/{name.removesuffix(' value')}": value for name, value in values.items()}
+        else:
+            continue
+        if step <= LARGEST_STEP and ranks.is_new(row, step, fields, rank):
+            found.add(step, fields)
+    return found
+
+
+class _Ranks:
+    """The values of each rank per iteration. Equal values count once; different values are refused."""
+
+    def __init__(self, file: str):
+        self.file = file
+        self.by_step: dict[tuple[int, frozenset[str]], tuple[str, dict[str, float]]] = {}
+
+    def is_new(self, row: int, step: int, fields: dict[str, float], label: re.Match[str] | None) -> bool:
+        if label is None:
+            return True
+        rank = next(number for number in label.groups() if number is not None)
+        # Each rank measures its own times.
+        values = {name: value for name, value in fields.items() if "time" not in name and "throughput" not in name}
+        first, before = self.by_step.setdefault((step, frozenset(fields)), (rank, values))
+        if rank == first:
+            self.by_step[step, frozenset(fields)] = rank, values  # a resumed run logs a step again
+            return True
+        for name, value in values.items():
+            if before[name] != value and not (before[name] != before[name] and value != value):
+                raise Refusal.at(
+                    f"{self.file} line {row}",
+                    f"ranks {first} and {rank} differ at iteration {step}: {name} {before[name]:g} and {value:g}",
+                    f"give the lines of one rank: grep '{label.group().strip()}' {self.file}",
+                )
+        return False
+
+
+def _one_process_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines; a line that several processes share is split."""
+    for row, line in _numbered_lines(text):
+        starts = [match.start() for match in _BEGINS.finditer(line)] if line.count("iteration") > 1 else []
+        if len(starts) < 2:
+            yield row, line
+            continue
+        for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
+            yield row, line[start:end]
+
+
+def _megatron_fields(file: str, row: int, line: str, text: str) -> dict[str, float]:
+    *fields, rest = text.split("|")
+    if fields and fields[-1].strip().startswith(_LAST_FIELD):
+        rest = ""
+    if rest.strip() or not fields:
+        raise damaged(file, row, line.strip(), "line whose last field ends with |")
+    found = {}
+    for each in fields:
+        name, colon, written = (part.strip() for part in each.rpartition(":"))
+        # MindSpeed prints the mean of the last iterations after the value: 7137.9/7200.1.
+        value = parse_number(written.partition("/")[0]) if colon else None
+        if value is not None:
+            found[name] = value
+        elif not colon or name.endswith(_REQUIRED):
+            raise damaged(file, row, line.strip(), f"line of numbers, at {each.strip()!r}")
+    return found
+
+
+# DeepSpeed -----------------------------------------------------------------------------------------------------------
+
+_PROGRESS = re.compile(rf"\bstep=(\d{{1,18}}), skipped=(\d{{1,9}}), lr=\[?({_NUMBER})[\],]", re.IGNORECASE)
+_SPEED = re.compile(r"global_step=(\d{1,18}), RunningAvgSamplesPerSec=(.*)$")
+_TIMES = re.compile(r"(?:^|\s)time \(ms\) \| (.+)$")
+_OPTIMIZER = "time_ms/optimizer_"
+_TIME = re.compile(rf"(\w+): ({_NUMBER})", re.IGNORECASE)
+_RATE = re.compile(rf"(\w+)=({_NUMBER})(?:GB)?", re.IGNORECASE)
+
+
+def deepspeed_points(text: str) -> Points:
+    """The progress report, the throughput timer and the wall clock breakdown.
+
+    Times have no step: optimizer times precede the report of their step, other times follow it.
+    """
+    found, step = Points(), 0
+    timed: set[str] = set()
+    early: dict[str, float] = {}
+    for line in _lines(text):
+        if "skipped=" in line and (report := _PROGRESS.search(line)) and int(report.group(1)) <= LARGEST_STEP:
+            step, timed = int(report.group(1)), set()
+            found.add(step, {"skipped": float(report.group(2)), "lr": float(report.group(3)), **early})
+            early = {}
+        elif "RunningAvgSamplesPerSec=" in line and (speed := _SPEED.search(line)):
+            if int(speed.group(1)) <= LARGEST_STEP:
+                found.add(int(speed.group(1)), _pairs(_RATE, "RunningAvgSamplesPerSec=" + speed.group(2)))
+        elif "time (ms)" in line and (times := _TIMES.search(line)):
+            values = {f"time_ms/{name}": value for name, value in _pairs(_TIME, times.group(1)).items()}
+            early |= {name: value for name, value in values.items() if name.startswith(_OPTIMIZER)}
+            if step:
+                # Steps without a report follow; their times belong to no reported step.
+                new = {name for name in values if not name.startswith(_OPTIMIZER)} - timed
+                found.add(step, {name: values[name] for name in values if name in new})
+                timed |= new
+    return found
+
+
+def _pairs(pattern: re.Pattern[str], text: str) -> dict[str, float]:
+    return {name: value for name, written in pattern.findall(text) if (value := parse_number(written)) is not None}

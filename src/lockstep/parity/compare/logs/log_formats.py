@@ -1,0 +1,313 @@
+"""The table of log formats: how each one is recognised by its content, its reader, and which values are means."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.errors import Refusal
+from lockstep.parity.compare.logs.binary_logs import (
+    SWANLAB_MAGIC,
+    WANDB_MAGIC,
+    swanlab_points,
+    tensorboard_points,
+    wandb_rows,
+)
+from lockstep.parity.compare.logs.console_logs import (
+    MINDSPEED_RL_LINE,
+    VERL_LINE,
+    decoded,
+    deepspeed_points,
+    megatron_points,
+    openrlhf_points,
+    pair_line_points,
+)
+from lockstep.parity.compare.logs.log_curves import Points
+from lockstep.parity.compare.logs.run_logs import (
+    is_run_folder,
+    recording_points,
+    recording_ranks,
+    refuse_lost_metrics,
+    run_points,
+)
+from lockstep.parity.compare.logs.table_logs import (
+    HISTORY,
+    LLAMA_FACTORY_ROWS,
+    STATE_FILE,
+    SWIFT_ROWS,
+    TENSORBOARD_HEADER,
+    VERL_ROWS,
+    WANDB_COUNT,
+    RowFormat,
+    csv_rows,
+    delimiter,
+    has_step,
+    is_msprobe_dump,
+    is_msprobe_header,
+    json_lines,
+    msprobe_files,
+    msprobe_points,
+    newest_state,
+    refuse_cut_state,
+    row_points,
+    table_points,
+    tensorboard_csv_points,
+    trainer_state_points,
+)
+
+RUN, RECORDING = "lockstep run", "lockstep recording"
+VERL_CONSOLE, VERL_FILE = "verl console", "verl file logger"
+OPENRLHF, DEEPSPEED = "OpenRLHF console", "DeepSpeed console"
+MEGATRON, MINDSPEED_RL = "Megatron console", "MindSpeed-RL console"
+TRAINER_STATE, LLAMA_FACTORY, SWIFT = "transformers trainer state", "LLaMA-Factory log", "ms-swift log"
+TENSORBOARD, TENSORBOARD_CSV = "tensorboard", "tensorboard csv"
+WANDB, SWANLAB, MSPROBE = "wandb", "SwanLab", "msprobe"
+
+Averaging = Literal["none", "trainer", "megatron"]
+"""Which values are means over the steps since the previous value."""
+
+
+@dataclass(frozen=True)
+class LogFormat:
+    """Properties of a format. Formats without an entry have other names, and do not say which values are means."""
+
+    averaging: Averaging
+    verl_names: bool = False
+
+
+FORMATS: dict[str, LogFormat] = {
+    RUN: LogFormat("none", verl_names=True),
+    RECORDING: LogFormat("none"),
+    VERL_CONSOLE: LogFormat("none", verl_names=True),
+    VERL_FILE: LogFormat("none", verl_names=True),
+    OPENRLHF: LogFormat("none"),
+    DEEPSPEED: LogFormat("none"),
+    MINDSPEED_RL: LogFormat("none"),
+    MSPROBE: LogFormat("none"),
+    TRAINER_STATE: LogFormat("trainer"),
+    LLAMA_FACTORY: LogFormat("trainer"),
+    SWIFT: LogFormat("trainer"),
+    MEGATRON: LogFormat("megatron"),
+}
+
+# Recognised by one JSON object per line.
+ROW_FORMATS: dict[str, RowFormat] = {VERL_FILE: VERL_ROWS, LLAMA_FACTORY: LLAMA_FACTORY_ROWS, SWIFT: SWIFT_ROWS}
+# Recognised by the first bytes of the file.
+BINARY_FORMATS: dict[bytes, tuple[str, Callable[[str, bytes], Points]]] = {
+    WANDB_MAGIC: (WANDB, lambda file, content: table_points(file, wandb_rows(file, content))),
+    SWANLAB_MAGIC: (SWANLAB, swanlab_points),
+}
+# Recognised if the reader finds points. The order matters: Megatron prints its lines between those of DeepSpeed, which
+# contain no loss.
+CONSOLE_FORMATS: dict[str, Callable[[str, str], Points]] = {
+    VERL_CONSOLE: lambda file, text: pair_line_points(file, text, VERL_LINE),
+    OPENRLHF: lambda file, text: openrlhf_points(text),
+    MEGATRON: megatron_points,
+    MINDSPEED_RL: lambda file, text: pair_line_points(file, text, MINDSPEED_RL_LINE),
+    DEEPSPEED: lambda file, text: deepspeed_points(text),
+}
+
+SUPPORTED = (
+    "supported: a run folder (recipe.yaml, metrics.jsonl), a recording (tape.json), the console output of verl (or "
+    "its file logger), OpenRLHF, Megatron, MindSpeed or DeepSpeed, a trainer_state.json, LLaMA-Factory's "
+    "trainer_log.jsonl, ms-swift's logging.jsonl, a tensorboard event file or its csv export, a .wandb or .swanlab "
+    "file, msprobe's dump.json or csv, and csv or JSON lines with a column step, global_step, train/global_step, "
+    "training/global_step, Step or _step"
+)
+_TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".log", ".txt", ".out")
+_EVENTS = "tfevents"
+# JSON lines may begin with some that are not steps, such as the settings of the run.
+_HEAD_LINES = 20
+
+# transformers' Trainer logs means since the previous log, except for these.
+_TRAINER_OF_STEP = {"grad_norm", "learning_rate", "lr", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}
+_TRAINER_OF_STEP |= {"throughput", "total_tokens", "vram_allocated", "vram_reserved", "memory(GiB)", "MFU"}
+_TRAINER_OTHER_GROUPS = ("eval_", "predict_", "train_")
+# Megatron logs means of the losses and of these.
+_MEGATRON_TIMES = ("elapsed time per iteration", "throughput per GPU")
+
+
+def interval_means(kind: str, written: Mapping[str, str]) -> frozenset[str] | None:
+    """The metrics (names here) whose values are means since the previous value; None if the format does not say."""
+    if kind not in FORMATS:
+        return None
+    averaging = FORMATS[kind].averaging
+
+    def is_mean(name: str) -> bool:
+        if averaging == "trainer":
+            return name not in _TRAINER_OF_STEP and not name.startswith(_TRAINER_OTHER_GROUPS)
+        if averaging == "megatron":
+            return name.startswith(_MEGATRON_TIMES) or (
+                name.endswith("loss") and not name.startswith(("eval/", "test/"))
+            )
+        return False
+
+    return frozenset(target for target, name in written.items() if is_mean(name))
+
+
+@dataclass(frozen=True)
+class FoundLog:
+    """A log whose format is recognised."""
+
+    path: Path
+    kind: str
+    read: Callable[[], Points]
+
+
+def find_log(source: str) -> FoundLog:
+    path = Path(source)
+    if not path.exists():
+        raise Refusal.at(source, "no such file or folder", "name a run folder, or a log file")
+    try:
+        found = _in_folder(path) if path.is_dir() else _file(path)
+    except OSError as error:
+        raise Refusal.at(source, f"cannot be read: {error.strerror}", "check its permissions") from None
+    if found is None:
+        raise Refusal.at(source, "not a log of a supported format", SUPPORTED)
+    return found
+
+
+def _in_folder(path: Path) -> FoundLog | None:
+    if is_run_folder(path):
+        return FoundLog(path, RUN, partial(run_points, path))
+    if recording_ranks(path):
+        return FoundLog(path, RECORDING, partial(recording_points, path))
+    refuse_lost_metrics(path)
+    if probed := msprobe_files(path):
+        return FoundLog(path, MSPROBE, partial(msprobe_points, probed))
+    candidates = _one_run(path, _candidates(path))
+    if len(candidates) > 1:
+        names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
+        raise Refusal.at(path, f"contains {len(candidates)} logs: {names}", "name one of them")
+    return candidates[0] if candidates else None
+
+
+def _one_run(path: Path, candidates: list[FoundLog]) -> list[FoundLog]:
+    """A trainer's states and its log lines are one log. The state outside the checkpoints has the complete run; without
+    it the lines are used, which continue after the last checkpoint; without these the last checkpoint's state."""
+    lines = [found for found in candidates if found.kind in (LLAMA_FACTORY, SWIFT) and found.path.parent == path]
+    states = [found for found in candidates if found.path.name == STATE_FILE]
+    if len(lines) > 1 or len(lines) + len(states) != len(candidates):
+        return candidates
+    state = newest_state([found.path for found in states])
+    if state is None or (lines and state.parent != path):
+        return lines if lines and (state is not None or not states) else candidates
+    return [found for found in states if found.path == state]
+
+
+def _candidates(path: Path) -> list[FoundLog]:
+    """The logs in a folder and in its direct subfolders. A link to a log in the folder counts once."""
+    seen: set[Path] = set()
+    candidates = []
+    for folder in (path, *sorted(inner for inner in path.iterdir() if inner.is_dir())):
+        if folder.resolve() in seen:
+            continue
+        seen.add(folder.resolve())
+        if folder != path and is_run_folder(folder):
+            candidates.append(FoundLog(folder, RUN, partial(run_points, folder)))
+            continue
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        if any(_EVENTS in file.name for file in files):
+            candidates.append(FoundLog(folder, TENSORBOARD, partial(tensorboard_points, folder)))
+        for file in files:
+            if _EVENTS not in file.name and file.suffix in (*_TEXT_SUFFIXES, ".wandb", ".swanlab"):
+                found = _file(file)
+                if found is not None and file.resolve() not in seen:
+                    seen.add(file.resolve())
+                    candidates.append(found)
+    return candidates
+
+
+def _file(path: Path) -> FoundLog | None:
+    if path.name == "metrics.jsonl" and is_run_folder(path.parent):
+        return FoundLog(path.parent, RUN, partial(run_points, path.parent))
+    if _EVENTS in path.name:
+        return FoundLog(path, TENSORBOARD, partial(tensorboard_points, path))
+    content = path.read_bytes()
+    for magic, (kind, read) in BINARY_FORMATS.items():
+        if content.startswith(magic):
+            return FoundLog(path, kind, partial(read, str(path), content))
+    text = decoded(content)
+    return None if text is None else next(matching_formats(path, text), None)
+
+
+def matching_formats(path: Path, text: str) -> Iterator[FoundLog]:
+    """Every text format that matches, lazily: the first one is used."""
+    yield from _json_formats(path, text)
+    yield from _csv_formats(path, text)
+    for kind, read in CONSOLE_FORMATS.items():
+        if found := read(str(path), text):
+            yield FoundLog(path, kind, partial(_read_already, found))
+
+
+def _read_already(points: Points) -> Points:
+    return points
+
+
+def _json_formats(path: Path, text: str) -> Iterator[FoundLog]:
+    file = str(path)
+    if text.lstrip()[:1] not in ("{", "["):
+        return
+    first = [row for line in islice(io.StringIO(text), _HEAD_LINES) if isinstance(row := _parsed(line), dict)]
+    # A line with a complete history is a trainer state, or the last line of a log that has the history already.
+    rows = [row for row in first if HISTORY not in row]
+    found = [
+        FoundLog(path, kind, partial(row_points, file, text, form))
+        for kind, form in ROW_FORMATS.items()
+        if any(form.is_row(row) for row in rows)
+    ]
+    if not found and any(has_step(row) for row in rows):
+        kind = WANDB if any(WANDB_COUNT in row for row in rows) else "jsonl"
+        found.append(FoundLog(path, kind, lambda: table_points(file, json_lines(file, text))))
+    yield from found or _json_values(path, text)
+
+
+def _json_values(path: Path, text: str) -> Iterator[FoundLog]:
+    """Formats that are one JSON value, on one line or on many."""
+    file = str(path)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        return
+    except ValueError as error:
+        if f'"{HISTORY}"' in text:
+            yield FoundLog(path, TRAINER_STATE, partial(refuse_cut_state, file, error))
+        return
+    if isinstance(value, dict) and HISTORY in value:
+        yield FoundLog(path, TRAINER_STATE, lambda: trainer_state_points(file, value))
+    if is_msprobe_dump(value):
+        yield FoundLog(path, MSPROBE, lambda: msprobe_points([path]))
+    rows: Sequence[Any] = value if isinstance(value, list) else []
+    if rows and all(isinstance(row, dict) for row in rows) and any(has_step(row) for row in rows):
+        kind = WANDB if any(WANDB_COUNT in row for row in rows) else "json"
+        yield FoundLog(path, kind, lambda: table_points(file, iter(enumerate(rows, start=1))))
+
+
+def _csv_formats(path: Path, text: str) -> Iterator[FoundLog]:
+    file, header = str(path), text.partition("\n")[0].rstrip("\r")
+    try:
+        cells = next(csv.reader([header], delimiter=delimiter(text)), [])
+    except csv.Error:
+        return
+    names = [cell.strip() for cell in cells]
+    if is_msprobe_header(names):
+        yield FoundLog(path, MSPROBE, lambda: msprobe_points([path]))
+    elif names == TENSORBOARD_HEADER:
+        yield FoundLog(path, TENSORBOARD_CSV, lambda: tensorboard_csv_points(file, text))
+    elif len(names) > 1 and has_step(names):
+        kind = WANDB if WANDB_COUNT in names else "csv"
+        yield FoundLog(path, kind, lambda: table_points(file, csv_rows(file, text)))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

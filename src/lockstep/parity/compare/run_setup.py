@@ -1,0 +1,470 @@
+"""The set-up of two runs: differences in recipe, data, model, versions and device, and their effect on the curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from lockstep.masking import comparable
+from lockstep.parity.compare.comparison import Difference
+from lockstep.parity.compare.logs.log_curves import Evidence, Log
+from lockstep.recipe.measure import facts_of
+from lockstep.recipe.schema import Recipe
+from lockstep.recipe.section import Effect
+from lockstep.run.metrics import missing_steps
+
+Differences = tuple[list[Difference], list[str]]
+EvidencePart = Literal[
+    "recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"
+]
+Values = Mapping[str, Any]
+
+_ORDER = ("blocks", "matters", "harmless")
+_ABSENT = object()
+
+# Packages that compute; the others read and write.
+_COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
+# Properties of the device that change during a run, or that another part compares.
+_NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
+_DEVICE = Effect("harmless", "the comparison is about this; sums in another order round differently")
+_FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
+_LENGTH = ("run.steps", "run.epochs")
+UNREAD = Effect("harmless", "neither side uses it")
+UNKNOWN = Effect("matters", "its effect is unknown; see the recipe reference")
+MAX_SAMPLES = 8
+# Properties of a device that are not versions.
+_NO_VERSION = {"name", "chip", "count", "memory", "visible", "threads", "instructions", "kernel", "torch"}
+_NO_VERSION |= {"ray_resource", "emulated"}
+
+
+def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
+    """The differences between the sides, blocking ones first; and descriptions of what is unknown."""
+    if a.evidence is None or b.evidence is None:
+        return [], [
+            f"{log.source} ({log.kind}) is not a run folder: its recipe, data, weights and versions are unknown"
+            for log in (a, b)
+            if log.evidence is None
+        ]
+    unknown = [sentence for log, one in ((a, a.evidence), (b, b.evidence)) for sentence in _resumed(log, one)]
+    unknown += [sentence for log in (a, b) for sentence in _holes(log)]
+    found, missing = setup_differences(a.evidence, b.evidence)
+    return found, unknown + missing
+
+
+def setup_differences(a: Evidence, b: Evidence) -> Differences:
+    """The differences between the evidence of two run folders."""
+    found: list[Difference] = []
+    unknown: list[str] = []
+    for look in (_recipe, _own_code, _data, _model, _versions, _engine, _determinism, _device):
+        differ, missing = look(a, b)
+        found += differ
+        unknown += missing
+    return sorted(found, key=lambda difference: _ORDER.index(difference.weight)), unknown
+
+
+def _recipe(a: Evidence, b: Evidence) -> Differences:
+    """The newest recipes, then further differences in the parts before a resume with other keys."""
+    found = _recipes(a.recipe, b.recipe, a.env, b.env)
+    seen = [(one.key, one.a, one.b) for one in found]
+    for last in sorted({*a.earlier, *b.earlier}):
+        for one in _recipes(a.recipe_at(last), b.recipe_at(last), a.env, b.env):
+            if (one.key, one.a, one.b) not in seen:
+                seen.append((one.key, one.a, one.b))
+                effect = one.effect
+                if one.weight != "harmless":
+                    change = _rescheduled if one.key in _LENGTH else _changed_after
+                    effect = f"{effect}; {change(last, a, b)}"
+                found.append(replace(one, key=f"{one.key} to step {last}", effect=effect))
+    return found, []
+
+
+def _sides(last: int, a: Evidence, b: Evidence) -> str:
+    """The sides that were resumed with other keys after this step."""
+    return " and ".join(f"side {name}" for name, one in (("a", a), ("b", b)) if last in one.earlier)
+
+
+def _changed_after(last: int, a: Evidence, b: Evidence) -> str:
+    return f"{_sides(last, a, b)} was resumed after step {last} with other keys"
+
+
+def _rescheduled(last: int, a: Evidence, b: Evidence) -> str:
+    """The sides that were resumed with another length, and the effect on their curves."""
+    return (
+        f"{_sides(last, a, b)} was resumed after step {last} with another length, which stretched its schedule: the "
+        f"curves differ up to step {last} because of it, and later because of what was learned until then"
+    )
+
+
+def _recipes(recipe_a: Values, recipe_b: Values, env_a: Values, env_b: Values) -> list[Difference]:
+    sides = _Recipes(recipe_a, recipe_b)
+    found = []
+    length = False
+    for key, left, right in _unlike(recipe_a, recipe_b):
+        if key in _LENGTH:
+            length = True
+            continue
+        weight, effect = _weighed(key, left, right, sides, env_a, env_b)
+        found.append(Difference("recipe", key, left, right, weight, effect))
+    return found + ([_length(sides)] if length else [])
+
+
+def _weighed(key: str, a: Any, b: Any, sides: _Recipes, env_a: Values, env_b: Values) -> Effect:
+    facts = facts_of(key)
+    if facts.read_where is not None:
+        other, values = facts.read_where
+        if not any(value in values for value in sides.get(other)):
+            return UNREAD
+    if key == "model.path":
+        recorded = all(_at(env, "model.weights") for env in (env_a, env_b))
+        return _path_effect(recorded, "the weights are compared by fingerprint")
+    if key.startswith("data.train.") and key.endswith(".path"):
+        recorded = all(_at(env, "data.train") for env in (env_a, env_b))
+        return _path_effect(recorded, "the rows are compared by fingerprint")
+    if key in ("reward.function", "reward.model", "reward.process", "reward.remote") and (a is None or b is None):
+        return Effect("blocks", "only one side has this reward")
+    if all(_code(env).get(key, {}).get("sha256") for env in (env_a, env_b)) and _function(a) == _function(b):
+        return _path_effect(True, "the files are compared by checksum")
+    return facts.effect or UNKNOWN
+
+
+def _function(value: Any) -> str:
+    """The name of the function in `path/to/file.py:name`."""
+    return str(value).rpartition(":")[2]
+
+
+def _code(env: Values) -> Values:
+    """The checksums of the user's files by recipe key."""
+    found = env.get("own_code")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _own_code(a: Evidence, b: Evidence) -> Differences:
+    """User files that both sides name by the same key and that differ."""
+    codes = _code(a.env), _code(b.env)
+    effect = "the file differs: its code may compute something else"
+    found = [
+        Difference("own code", key, codes[0][key]["sha256"], codes[1][key]["sha256"], "matters", effect)
+        for key in codes[0]
+        if key in codes[1] and codes[0][key]["sha256"] != codes[1][key]["sha256"]
+    ]
+    named = [[key for key in _FUNCTIONS if ":" in str(_at(one.recipe, key) or "")] for one in (a, b)]
+    recorded = [
+        not keys or isinstance(one.env.get("own_code"), Mapping) for keys, one in zip(named, (a, b), strict=True)
+    ]
+    missing = [] if all(recorded) else [_unknown("the content of the user's functions (checksum)", recorded)]
+    return found, missing
+
+
+def _path_effect(has_fingerprints: bool, how: str) -> Effect:
+    if has_fingerprints:
+        return Effect("harmless", f"only a name: {how}")
+    return Effect("matters", "another path, and no fingerprints to compare")
+
+
+def _length(sides: _Recipes) -> Difference:
+    """Runs of different lengths share their first steps if the learning rate does not depend on the length."""
+    key, (a, b) = "run.steps", sides.get("run.steps")
+    if a == b:
+        key, (a, b) = "run.epochs", sides.get("run.epochs")
+    shares = [0 < warmup < 1 for warmup in sides.get("optim.warmup") if isinstance(warmup, (int, float))]
+    if all(schedule == "constant" for schedule in sides.get("optim.schedule")) and not any(shares):
+        return Difference("recipe", key, a, b, "harmless", "the learning rate is constant: common steps are comparable")
+    if a is None or b is None:
+        effect = "the learning rate depends on the length of the run: comparable only if both have equally many steps"
+        return Difference("recipe", key, a, b, "matters", effect)
+    effect = "the learning rate depends on the length of the run: it differs at the same step"
+    return Difference("recipe", key, a, b, "blocks", effect)
+
+
+def _data(a: Evidence, b: Evidence) -> Differences:
+    train_a, train_b = _fingerprints(a, "data.train"), _fingerprints(b, "data.train")
+    if not (train_a and train_b):
+        return [], [_unknown("the training rows' fingerprints", [train_a, train_b])]
+    found = []
+    if train_a != train_b:
+        found.append(Difference("data", "data.train", train_a, train_b, "blocks", "the training rows differ"))
+    for key in ("data.kept.rows", "data.kept.tokens"):
+        if all(_has(one.env, key) for one in (a, b)):
+            kept = Effect("blocks", "the trained tokens differ because of template, tokenizer or limits")
+            found += _differences("data", key, a, b, kept)
+    val_a, val_b = _fingerprints(a, "data.val"), _fingerprints(b, "data.val")
+    if val_a != val_b:
+        found.append(Difference("data", "data.val", val_a, val_b, "harmless", "the val/ curves use different rows"))
+    return found, []
+
+
+def _fingerprints(one: Evidence, key: str) -> list[str]:
+    return [str(source.get("fingerprint"))[:12] for source in _at(one.env, key) or [] if isinstance(source, dict)]
+
+
+def _model(a: Evidence, b: Evidence) -> Differences:
+    found: list[Difference] = []
+    unknown = []
+    looks: tuple[tuple[EvidencePart, str, str, str], ...] = (
+        ("weights", "model.weights", "the initial weights", "training starts from other weights"),
+        ("tokenizer", "model.tokenizer", "the tokenizer", "the same text becomes other tokens"),
+        ("tokenizer", "model.template", "the chat template", "prompts have another format"),
+    )
+    for part, key, subject, effect in looks:
+        # A missing template is information, a missing checksum is not.
+        recorded = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
+        if all(recorded):
+            found += _differences(part, key, a, b, Effect("blocks", effect))
+        else:
+            unknown.append(_unknown(f"{subject} (fingerprint)", recorded))
+    return found, unknown
+
+
+def _versions(a: Evidence, b: Evidence) -> Differences:
+    found, unknown = [], []
+    code = Effect("matters", "other code: its results may differ")
+    for key in ("lockstep", "git_commit"):
+        found += _differences("versions", key, a, b, code)
+    packages = [_at(one.env, "packages") for one in (a, b)]
+    if all(isinstance(one, dict) for one in packages):
+        for name in sorted({*packages[0], *packages[1]}):
+            effect = code if name in _COMPUTING else Effect("harmless", "not part of the computation")
+            found += _differences("versions", f"packages.{name}", a, b, effect)
+    else:
+        unknown.append(_unknown("the versions of packages", packages))
+    unused = Effect("harmless", "not part of the computation")
+    for key in ("python", "platform"):
+        found += _differences("versions", key, a, b, unused)
+    return found, unknown
+
+
+def _engine(a: Evidence, b: Evidence) -> Differences:
+    """The rollout server; its name is in the recipe. The versions of built-in engines are those of the packages."""
+    versions = Effect("matters", "another program generates: the same distribution with other kernels")
+    number = Effect("harmless", "only the number of servers")
+    return [
+        *_differences("engine", "engine.version", a, b, versions),
+        *_differences("engine", "engine.servers", a, b, number),
+    ], []
+
+
+def _determinism(a: Evidence, b: Evidence) -> Differences:
+    switches = [_at(one.env, "determinism") for one in (a, b)]
+    if not all(isinstance(one, dict) for one in switches):
+        return [], [_unknown("the switches for determinism", [isinstance(one, dict) for one in switches])]
+    effect = "one side is bit-reproducible, the other may not be"
+    return [
+        Difference("determinism", name, switches[0].get(name), switches[1].get(name), "matters", effect)
+        for name in sorted({*switches[0], *switches[1]})
+        if switches[0].get(name) != switches[1].get(name)
+    ], []
+
+
+def _device(a: Evidence, b: Evidence) -> Differences:
+    facts = [_at(one.env, "device") for one in (a, b)]
+    if not all(isinstance(one, dict) for one in facts):
+        return [], [_unknown("the device", facts)]
+    found = []
+    for name in [name for name in {**facts[0], **facts[1]} if name not in _NOT_COMPARED]:
+        found += _differences("device", f"device.{name}", a, b, _DEVICE)
+    found += _differences("device", "machine", a, b, _DEVICE)
+    shared = Effect("harmless", "how an update is distributed; the loss is divided once over all processes")
+    return found + _differences("device", "world_size", a, b, shared), []
+
+
+def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
+    """How often the run was resumed, and with which other keys and models."""
+    earlier = evidence.env.get("before_resume")
+    if earlier:
+        yield f"{log.source} was resumed {len(earlier)} times: the environment of its last part is compared"
+    for last in sorted(evidence.earlier):
+        before, after = evidence.earlier[last], evidence.recipe_at(last + 1)
+        changes = [f"{key} from {old!r} to {new!r}" for key, old, new in _unlike(before, after)]
+        if changes:
+            yield f"{log.source} was resumed after step {last} with other keys: {', '.join(changes)}"
+    parts = [*(earlier if isinstance(earlier, list) else []), evidence.env]
+    steps = [_at(part, "resumed.after_step", 0) for part in parts]
+    for number, part in enumerate(parts):
+        if any(later <= steps[number] for later in steps[number + 1 :]):
+            continue  # its steps were trained again later
+        for key, files in (_at(part, "resumed.accepted_models") or {}).items():
+            changed = f"although the model of {key} had changed: {', '.join(files)}"
+            yield f"{log.source} was resumed after step {steps[number]} {changed}"
+
+
+def _holes(log: Log) -> Iterator[str]:
+    """A run logs one line per step."""
+    steps = {int(step) for series in log.metrics.values() for step in series.steps}
+    if lost := missing_steps(steps, max(steps, default=0)):
+        yield f"{log.source}: its metrics.jsonl has a gap: the metrics of steps {lost} are lost"
+
+
+class _Recipes:
+    """Both recipes by key; a key that is not written has its default."""
+
+    def __init__(self, a: Values, b: Values) -> None:
+        self._recipes = (a, b)
+
+    def get(self, key: str) -> tuple[Any, Any]:
+        a, b = (_value(recipe, key) for recipe in self._recipes)
+        return a, b
+
+
+def _value(recipe: Values, key: str) -> Any:
+    found = _at(recipe, key, _ABSENT)
+    return defaults().get(key) if found is _ABSENT else found
+
+
+def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The keys at which two nested values differ. A key that only one side writes counts if it is not the default."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for name in {**a, **b}:
+            inner = f"{key}.{name}" if key else str(name)
+            left, right = (side.get(name, defaults().get(inner, _ABSENT)) for side in (a, b))
+            if left is _ABSENT or right is _ABSENT:
+                yield from _only_one(inner, left, right)
+            else:
+                yield from _unlike(left, right, inner)
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and _tables(a) and _tables(b):
+        for index, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _unlike(left, right, f"{key}.{index}")
+    elif _without_secrets(a, key) != _without_secrets(b, key):
+        yield key, a, b
+
+
+def _without_secrets(value: Any, key: str) -> Any:
+    """Secrets in addresses are not compared."""
+    if isinstance(value, list):
+        return [comparable(one) for one in value]
+    return comparable(value, key.rpartition(".")[2])
+
+
+def _only_one(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    """A group that one side leaves out has its defaults; a key without default is None."""
+    there, swap = (a, False) if b is _ABSENT else (b, True)
+    if isinstance(there, dict):
+        yield from _unlike(*(({}, there) if swap else (there, {})), key)
+    elif there is not None:
+        yield (key, None, there) if swap else (key, there, None)
+
+
+def _tables(values: list[Any]) -> bool:
+    return bool(values) and all(isinstance(value, dict) for value in values)
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """The default of every recipe key, by dotted name."""
+    fields = [(key, field) for key, field in leaves(Recipe) if not field.is_required()]
+    return {key: field.get_default(call_default_factory=True) for key, field in fields}
+
+
+def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of a group with its field; nested groups give dotted names."""
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from leaves(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def _differences(part: EvidencePart, key: str, a: Evidence, b: Evidence, effect: Effect) -> list[Difference]:
+    left, right = _at(a.env, key), _at(b.env, key)
+    return [Difference(part, key, left, right, *effect)] if left != right else []
+
+
+def _at(values: Any, key: str, missing: Any = None) -> Any:
+    """The value under a dotted key."""
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return missing
+        values = values[part]
+    return values
+
+
+def _has(env: Values, key: str) -> bool:
+    return _at(env, key, _ABSENT) is not _ABSENT
+
+
+def _unknown(what: str, recorded: list[Any]) -> str:
+    side = "on both sides" if not any(recorded) else f"for side {'b' if recorded[0] else 'a'}"
+    return f"{what}: unknown {side}"
+
+
+# For the report and the support table --------------------------------------------------------------------------------
+
+
+def support_facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
+    """Method, model, dtype, hardware and versions of both sides for the support table; None if unknown."""
+    read = {"method": _method, "model": _model_name, "dtype": _dtype, "hardware": _hardware, "versions": _version_text}
+    return {
+        name: (get(a.evidence) if a.evidence else None, get(b.evidence) if b.evidence else None)
+        for name, get in read.items()
+    }
+
+
+def paired_samples(a: Log, b: Log) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
+    """The first responses of both sides to the same prompt at the same step; None if a side lacks the prompt."""
+    of_a, of_b = ({_prompt_key(line): line for line in log.evidence.samples} if log.evidence else {} for log in (a, b))
+    keys = list(dict.fromkeys([*of_a, *of_b]))
+    return [(of_a.get(key), of_b.get(key)) for key in keys[:MAX_SAMPLES]]
+
+
+def same_setting(one: Log, other: Log) -> bool:
+    """Whether two runs are repeats: only harmless differences besides the seed, and the same hardware."""
+    if one.evidence is None or other.evidence is None:
+        return False
+    differing = [each for each in differences(one, other)[0] if each.weight != "harmless" and each.key != "run.seed"]
+    return not differing and _hardware(one.evidence) == _hardware(other.evidence)
+
+
+def seed_of(log: Log) -> Any:
+    return log.evidence.recipe.get("run", {}).get("seed") if log.evidence else None
+
+
+def _prompt_key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line.get("step"), line.get("kind"), line.get("sample"), json.dumps(line.get("prompt"), sort_keys=True)
+
+
+def _method(evidence: Evidence) -> Any:
+    return evidence.recipe.get("method")
+
+
+def _model_name(evidence: Evidence) -> str:
+    """Architecture, size and folder name (of an export the run's name), and the adapter."""
+    model = evidence.recipe.get("model", {})
+    path = Path(str(model.get("path", "")))
+    name = path.parent.name if path.name == "export" and path.parent.name else path.name
+    kind = evidence.env.get("model", {})
+    if "parameters" in kind:
+        name = f"{kind['architecture'].removesuffix('ForCausalLM')} {_millions(kind['parameters'])} ({name})"
+    lora = model.get("lora")
+    if not lora:
+        return name
+    return f"{name}, LoRA rank {lora['rank']}" if lora.get("rank") else f"{name}, LoRA from {lora.get('adapter')}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+
+
+def _dtype(evidence: Evidence) -> Any:
+    return evidence.recipe.get("model", {}).get("dtype")
+
+
+def _hardware(evidence: Evidence) -> str:
+    device = evidence.env.get("device", {})
+    kind = f"{device.get('name', '?')}, emulated" if device.get("emulated") else device.get("name", "?")
+    return f"{evidence.env.get('world_size', 1)} x {device.get('chip', 'unknown chip')} ({kind})"
+
+
+def _version_text(evidence: Evidence) -> str:
+    env = evidence.env
+    packages = env.get("packages", {})
+    named = {"lockstep": env.get("lockstep"), "torch": packages.get("torch")}
+    named["transformers"] = packages.get("transformers")
+    device = env.get("device", {})
+    named |= {key: value for key, value in device.items() if key not in _NO_VERSION and isinstance(value, str)}
+    return ", ".join(f"{name} {version}" for name, version in named.items() if version)
