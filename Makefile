@@ -86,7 +86,7 @@ $(BIN)/pip:
 CONSTRAINTS := constraints.txt constraints-common.txt
 
 $(VENV)/.core: $(BIN)/pip pyproject.toml $(CONSTRAINTS)
-	$(PIP_INSTALL) -e .
+	$(PIP_INSTALL) -e ".[serve]"
 	@touch $@
 
 $(VENV)/.test: $(BIN)/pip pyproject.toml $(CONSTRAINTS)

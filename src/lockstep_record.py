@@ -5,13 +5,13 @@
     with record(model, optimizer, "tape-old"):
         train()
 
-Copy this file to the machine that trains, and the folder back. Judge it there: `lockstep compare tape-old tape-new` or
-`lockstep replay tape-old --model MODEL`. docs/recorder.md says what is recorded and what is not.
+Copy this file to the training machine, and copy the recorded folder back. Then run `lockstep compare tape-old tape-new`
+or `lockstep replay tape-old --model MODEL`. docs/recorder.md lists what is recorded and what is not.
 
-An update is what ends with `optimizer.step()`. Everything is local to the rank: of a sharded parameter the tape has the
-shard that this rank holds. Recording changes no number of the training, with one exception: at a snapshot with modules
-autograd may sum gradients in another order, which is rounding. Where recording fails, training goes on: a warning and
-`tape.json` say what happened.
+An update ends with `optimizer.step()`. Everything is local to the rank: the tape has this rank's shard of a sharded
+parameter. Recording does not change the training, with one exception: at a snapshot with modules autograd may sum
+gradients in another order, which is rounding. If recording fails, training continues, and a warning and `tape.json`
+report the error.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ __all__ = ["MicroBatch", "Recorder", "digest", "record", "write_tensors"]
 VERSION, LEARNER, ROOT = 1, "train", "(root)"
 BLOCKS, SKETCH, MARKS = 8, 4, 8
 SAMPLED, STACKED = 64, 64
-# Weights are kept at snapshots of models up to this size, unless the user says otherwise.
+# Snapshots keep the weights of models up to this size, unless `weights` is set.
 KEPT_PARAMETERS = 16_000_000
-# Numbers that are digested at a time, and the most of a module's input or output: further rows are left out.
+# Numbers that are digested at a time, and the most of a module's input or output: later rows are left out.
 CHUNK = MOST = 2**22
-# From here on versions of torch draw other indices from the same seed.
+# For larger parameters the indices differ between versions of torch.
 LARGEST_SAMPLED = 2**28
-# The share of the gradient at the logits that may be something else than slopes of log-probabilities.
+# The share of the gradient at the logits that may not come from log-probabilities.
 EXACT = {torch.float16: 3e-2, torch.bfloat16: 3e-2}
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -53,9 +53,9 @@ DTYPES = {
 }  # fmt: skip
 COARSER = ("fp32", "fp16", "bf16")
 SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Parts of names that wrappers put in.
+# Parts of module names that wrappers add.
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
-# Inputs that no module computes, and that versions of a library hand on in different ways.
+# Inputs that no module computes, and that library versions pass in different ways.
 PASSED_ALONG = re.compile(r"mask|position|cache|past|cos$|sin$")
 
 Digested = tuple  # digest, shape, dtype
@@ -64,10 +64,10 @@ Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def record(model: torch.nn.Module, optimizer: Any = None, folder: Any = "tape", **settings: Any) -> Recorder:
-    """Record all updates inside the `with` block into `folder` (into `folder/rank_N` where there are several ranks).
+    """Record all updates inside the `with` block into `folder` (into `folder/rank_N` if there are several ranks).
 
-    `model` is the module that is trained, wrapped or not. Without an `optimizer` the one that holds the model's
-    parameters is found at its first step, for trainers that make it themselves. Settings: `steps` (record 100 updates),
+    `model` is the trained module, wrapped or not. Without an `optimizer`, the one that holds the model's parameters is
+    found at its first step, for trainers that create it themselves. Settings: `steps` (record 100 updates),
     `every` (10: a snapshot at the first update and at every tenth after it), `modules` (patterns of modules to digest;
     `()` for none), `weights` (keep weights and optimizer state at snapshots; by default up to 16 million
     parameters), `temperature` (by which the trainer divides the logits), `first_step`.
@@ -80,7 +80,7 @@ def record(model: torch.nn.Module, optimizer: Any = None, folder: Any = "tape", 
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """60 numbers: four statistics, projections of eight runs of rows, profiles of columns and rows."""
+    """60 numbers: four statistics, projections of eight blocks of rows, profiles of columns and rows."""
     rows_RC = tensor.detach().reshape(-1, 1) if tensor.ndim < 2 else tensor.detach().flatten(0, -2)
     rows, columns = rows_RC.shape
     run = max(1, -(-rows // BLOCKS))
@@ -113,7 +113,7 @@ def _signs(count: int, seed: int, each: int = SKETCH) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _sampled(count: int) -> torch.Tensor:
-    """Indices into a parameter of `count` weights, those of lockstep/tape/observer.py."""
+    """Indices of sampled weights, as in lockstep/tape/update_observer.py."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, count, (min(SAMPLED, count),), generator=generator)
 
@@ -124,13 +124,13 @@ def _pick(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """What this rank holds of it."""
+    """This rank's part of the tensor."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    """The first rows of what is large. The rule goes by the shape alone, so that two recordings cut alike."""
+    """The first rows of a large tensor. The cut depends on the shape only, so two recordings cut the same rows."""
     if tensor.numel() <= MOST or tensor.ndim < 2:
         return tensor
     return tensor.detach().flatten(0, -2)[: max(1, MOST // tensor.shape[-1])]
@@ -140,7 +140,7 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any], small: int = 0) -> None:
-    """Tensors of one shape up to `small` become one, whose rows the metadata names. Written aside, then renamed."""
+    """Stack tensors of one shape up to `small` elements; the metadata lists their names. Written atomically."""
     alike: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         alike.setdefault((tuple(tensor.shape), tensor.dtype), []).append(name)
@@ -164,20 +164,20 @@ def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[
     with open(aside, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor, size in written:
-            if size:  # straight from memory: torch may be installed without numpy
+            if size:  # directly from memory: torch may be installed without numpy
                 file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
     os.replace(aside, path)
 
 
-# --- What a module computes.
+# --- Module traces.
 
 
 class _Tracer:
-    """The first micro-batch of a snapshot: digests at the border of every module, forwards and backwards."""
+    """The first micro-batch of a snapshot: digests of every module's inputs and outputs, forward and backward."""
 
     def __init__(self, root: torch.nn.Module, patterns: Sequence[str], guarded: Guard, alive_BT: torch.Tensor | None):
         self.guarded = guarded
-        # Positions that are not padding, where there is some: what a kernel computes at the others is its own affair.
+        # Positions that are not padding. Kernels may compute anything at padding.
         self.alive_BT = None if alive_BT is None or bool(alive_BT.all()) else alive_BT.bool()
         self.clock, self.forwards, self.dtype = 0, True, "fp32"
         self.events: list[dict[str, Any]] = []
@@ -206,7 +206,7 @@ class _Tracer:
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             if not self.forwards:
-                return None  # another micro-batch, or a checkpointed layer that computes again
+                return None  # another micro-batch, or recomputation of a checkpointed layer
             names = _names_of(module.forward)
             named = [names[i] if i < len(names) else "rest" for i in range(len(args))]
             seen: list[Digested] = []
@@ -235,7 +235,7 @@ class _Tracer:
             def arrives(gradient: torch.Tensor) -> None:
                 self.arrived.setdefault(name, []).append((self.tick(), self.of(gradient)))
 
-            # No alias here: trainers write into logits, and a hook on a view would be lost.
+            # No alias here: trainers write to logits in place, and a hook on a view would be lost.
             for value in given:
                 if value.requires_grad:
                     value.register_hook(self.guarded(arrives))
@@ -243,7 +243,7 @@ class _Tracer:
         return hook
 
     def _aliased(self, tensor: torch.Tensor, then: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """An alias of the module's own, so that the gradient at it is this module's share alone."""
+        """A separate alias, so that the gradient at it is this module's share only."""
         if not (tensor.requires_grad and tensor.is_floating_point()):
             return tensor
         alias = tensor.view_as(tensor)
@@ -256,12 +256,12 @@ class _Tracer:
         self.store(name, "", "backward", entered, [one for _, one in came], [self.of(gradient)])
 
     def of(self, tensor: torch.Tensor) -> Digested:
-        """What one module gives the next one gets: it is digested once."""
+        """The digest of a tensor. An output that is the next module's input is digested once."""
         self.dtype = max(self.dtype, SHORT_NAMES.get(tensor.dtype, "fp32"), key=COARSER.index)
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.known:
             part = _cut(self._without_padding(_local(tensor)))
-            # The tensor is kept alive beside its digest, so that its address stays its own.
+            # The tensor is kept alive, so that its address is not reused.
             self.known[key] = tensor, (digest(part), list(part.shape), str(tensor.dtype).replace("torch.", ""))
             if len(self.known) > 8:
                 self.known.popitem(last=False)
@@ -290,7 +290,7 @@ class _Tracer:
 
 
 def _names_of(forward: Any) -> tuple[str, ...]:
-    return _parameter_names(getattr(forward, "__func__", forward))  # a bound method would keep its module alive
+    return _parameter_names(getattr(forward, "__func__", forward))  # a cached bound method would keep its module alive
 
 
 @lru_cache(maxsize=1024)
@@ -312,7 +312,7 @@ def _parts(output: Any) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)] if isinstance(values, (tuple, list)) else []
 
 
-# --- What goes into the model, and what it says of the tokens.
+# --- Inputs of the model, and its log-probabilities.
 
 
 class MicroBatch:
@@ -330,7 +330,7 @@ class MicroBatch:
         self.locate(None)
 
     def locate(self, logits: torch.Tensor | None) -> bool:
-        """Sequences without padding, their targets, and each target's row of the flattened logits; False: no logits."""
+        """Find sequences without padding, their targets, and each target's row of the logits; False without logits."""
         ids = self.inputs.get("input_ids")
         self.ids = self.lengths = self.targets = self.tokens = self.index = torch.zeros(0, dtype=torch.int64)
         self.asked = torch.zeros((0, 2), dtype=torch.int64)
@@ -342,7 +342,7 @@ class MicroBatch:
         valid = alive.reshape(-1).nonzero().flatten()
         new = torch.ones(len(valid), dtype=torch.bool)
         new[1:] = valid[1:] // width != valid[:-1] // width
-        if positions is not None and positions.shape == ids.shape:  # in a packed row each sequence begins at 0
+        if positions is not None and positions.shape == ids.shape:  # in a packed row each sequence starts at 0
             counted = positions.reshape(-1)[valid]
             new[1:] |= counted[1:] != counted[:-1] + 1
         owner, count = new.long().cumsum(0) - 1, int(new.sum())
@@ -351,7 +351,7 @@ class MicroBatch:
         if logits is None or logits.ndim != 3 or len(logits) != len(ids):
             return False
         length, wide = logits.shape[1], logits.shape[2]
-        first, value = width - length, wide == 1  # trainers ask for the last logits only
+        first, value = width - length, wide == 1  # trainers may request the last logits only
         if first < 0 or (not value and wide <= int(ids.max())):
             return False
         place = torch.arange(len(valid)) - (self.lengths.cumsum(0) - self.lengths)[owner]
@@ -366,7 +366,7 @@ class MicroBatch:
         return True
 
     def read(self, logits: torch.Tensor | None, temperature: float, guarded: Guard) -> None:
-        """The answers at the model's output; a hook waits for the gradient there."""
+        """Read the outputs for the targets, and register a hook for the gradient there."""
         if not self.locate(logits) or logits is None:
             return
         here = self.index.to(logits.device), self.tokens.to(logits.device)
@@ -388,7 +388,7 @@ class MicroBatch:
         slope. What is left over says whether that holds: an entropy bonus or another temperature leaves more.
         """
         self.reached = True
-        # Some trainers divide the logits by the temperature in place. Any other change of them hides the slopes.
+        # Some trainers divide the logits by the temperature in place. After any other change the slopes are lost.
         errors = {scale: _off(logprobs(flat, *here, scale), self.answers) for scale in (1.0, temperature)}
         divided = min(errors, key=lambda scale: errors[scale])
         if not errors[divided] <= (5e-2 if flat.dtype in EXACT else 1e-4):
@@ -407,7 +407,7 @@ class MicroBatch:
             reached += float(g.square().sum())
             pulls.append((slope * temperature).cpu())
         self.pulls = torch.cat(pulls)
-        # The last logits of a sequence have no target: a gradient there is left over too.
+        # The last logits of a sequence have no target: a gradient there is not explained either.
         left += max(0.0, whole - reached * (1 + 1e-5))
         self.exact = left <= EXACT.get(gradient.dtype, 1e-3) ** 2 * whole
 
@@ -419,7 +419,7 @@ def _chunks(index: torch.Tensor, token: torch.Tensor, width: int) -> Iterator[tu
 
 
 def logprobs(flat: torch.Tensor, index: torch.Tensor, token: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Of `token`, at the rows `index` of flattened logits, in fp32."""
+    """Log-probabilities of the tokens at the rows `index` of the flattened logits, in fp32."""
     found = [
         torch.log_softmax(flat[rows].float() / temperature, -1).gather(1, tokens[:, None])[:, 0]
         for rows, tokens in _chunks(index, token, flat.shape[1])
@@ -435,7 +435,7 @@ def _off(a: torch.Tensor, b: torch.Tensor | None) -> float:
 
 
 class Recorder:
-    """What `record` returns: enter it with `with`. `log` adds metrics of the trainer's own to the last update."""
+    """The context manager that `record` returns. `log` adds the trainer's metrics to the last update."""
 
     def __init__(
         self,
@@ -474,7 +474,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         if os.path.exists(os.path.join(self.folder, "tape.json")):
-            raise FileExistsError(f"{self.folder} holds a tape already: give another folder, or remove it")
+            raise FileExistsError(f"{self.folder} already holds a tape: give another folder, or remove it")
         os.makedirs(self.folder, exist_ok=True)
         try:
             self._hook()
@@ -497,7 +497,7 @@ class Recorder:
         self._hook_optimizer()
         self._patch(torch.autograd, "backward", self._backward)
         self._patch(torch.nn.utils, "clip_grad_norm_", self._clip)
-        if hasattr(self.model, "clip_grad_norm_"):  # FSDP has one of its own
+        if hasattr(self.model, "clip_grad_norm_"):  # FSDP has a separate one
             self._patch(self.model, "clip_grad_norm_", self._clip_sharded)
 
     def _unhook(self) -> None:
@@ -511,12 +511,12 @@ class Recorder:
         self.handles, self.patched = [], []
 
     def log(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Metrics of the update that was made last, for the curves that `lockstep compare` judges."""
+        """Add metrics to the last update, for the curves of `lockstep compare`."""
         if self.line is not None:
             self.line.update({name: float(value) for name, value in {**(values or {}), **more}.items()})
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Training goes on where recording cannot: what went wrong is said once, and written into the tape."""
+        """If recording fails, training continues. The error is reported once and written to the tape."""
 
         def guarded(*args: Any) -> Any:
             if self.stopped is not None or self.step >= self.first_step + self.steps:
@@ -676,7 +676,7 @@ class Recorder:
         return found
 
     def _take_gradients(self) -> None:
-        """Before they are clipped where the clipping is seen, else before the optimizer's step."""
+        """Before clipping if the clipping is observed, else before the optimizer step."""
         if not self.detailed or any("/gradient" in name for name in self.tensors):
             return
         exact = self._by_formula()
@@ -687,7 +687,7 @@ class Recorder:
                 self._keep(f"sample/{name}/gradient", _pick(gradient))
 
     def _by_formula(self) -> bool:
-        """Whether the optimizer is AdamW with one set of settings, which a judge can compute again."""
+        """Whether the optimizer is AdamW with one set of settings, which a replay can compute."""
         optimizer = self.given or self.optimizer
         if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
             return False
@@ -735,7 +735,7 @@ class Recorder:
         dropped = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self.root.modules())
         config: Any = getattr(self.root, "config", None)
         if self.root.training and (dropped or bool(getattr(config, "attention_dropout", False))):
-            self._note("dropout", "dropout is on: no other device draws the same")
+            self._note("dropout", "dropout is on: no other device has the same masks")
 
     # Files.
 
@@ -779,7 +779,7 @@ class Recorder:
         write_tensors(os.path.join(self.folder, f"weights_{self.step:06d}.safetensors"), tensors, {})
 
     def _write_line(self) -> None:
-        """The line of an update, once nothing more can be logged for it."""
+        """Write the metrics of an update when no more can be added."""
         if self.line is not None:
             with open(os.path.join(self.folder, "metrics.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(self.line) + "\n")
@@ -835,7 +835,7 @@ class Recorder:
 
 
 def _unwrapped(model: Any) -> torch.nn.Module:
-    """The module inside DDP, FSDP, DeepSpeed's engine or Megatron's wrappers: it has the names of its checkpoint."""
+    """The module inside DDP, FSDP, DeepSpeed's engine or Megatron's wrappers."""
     while isinstance(getattr(model, "module", None), torch.nn.Module) and len(list(model.children())) == 1:
         model = model.module
     return model
@@ -868,7 +868,7 @@ def _logits_of(output: Any) -> torch.Tensor | None:
 
 
 def _fed(micros: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
-    """The calls as they were made, and the sequences in them without padding."""
+    """The model's calls, and their sequences without padding."""
     found = {f"micro/{i}/{name}": _small(value) for i, one in enumerate(micros) for name, value in one.inputs.items()}
     for name, tail in (("ids", ()), ("lengths", ()), ("asked", (2,)), ("targets", ())):
         parts = [getattr(one, name) for one in micros]
@@ -877,6 +877,6 @@ def _fed(micros: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
 
 
 def _small(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers in 32 bits where they fit."""
+    """Integers in 32 bits if they fit."""
     fits = tensor.dtype == torch.int64 and tensor.numel() and int(tensor.abs().max()) < 2**31
     return tensor.to(torch.int32) if fits else tensor

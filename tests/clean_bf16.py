@@ -1,4 +1,4 @@
-"""Fifty replays in bf16 with nothing wrong in them, each with another honest rounding."""
+"""Fifty bf16 replays without a fault, each with a different correct rounding."""
 
 from __future__ import annotations
 

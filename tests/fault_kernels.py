@@ -1,4 +1,4 @@
-"""Kernels of this machine that are replaced for a while, for every caller in the process: a faulty library."""
+"""Replaces kernels for every caller in the process: a faulty library."""
 
 from __future__ import annotations
 

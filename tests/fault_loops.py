@@ -12,10 +12,10 @@ import torch
 from fault_scene import Inject, Scene, around_method, patched, wrap
 from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals
 from lockstep.kernels.attention.layout import DecodePass
-from lockstep.parity.replay.restore import restore_learner
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.native.decode_batch import DecodeState
 from lockstep.rollout.native.scheduler import Scheduler
+from lockstep.tape.tape_recorder import restore_learner
 from lockstep.types import Example, MicroBatch
 
 # -- rows

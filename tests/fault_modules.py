@@ -1,4 +1,4 @@
-"""Faults inside the model: what its modules compute, forwards and backwards."""
+"""Faults inside the model: in its modules, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a fault is put in: the live run of a replay, right after a step's weights were restored."""
+"""Injects a fault into a live replay, right after a step's weights were restored."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lockstep.parity.replay.loop import Mode, Replay
-from lockstep.parity.replay.replay import Replayed, replay
+from lockstep.parity.replay.replay_command import replay
+from lockstep.parity.replay.replay_loop import Mode, Replay
+from lockstep.parity.replay.replay_result import Replayed
 from lockstep.run.console import Console
 from lockstep.train.training import Training
 
@@ -65,7 +66,7 @@ def replay_with(
                 super().restore(training, step)
                 inject(Scene(training, self, patch))
 
-        patch.setattr("lockstep.parity.replay.replay.Replay", Faulty)
+        patch.setattr("lockstep.parity.replay.replay_command.Replay", Faulty)
         return replay(run, mode, list(words), Console.silent(), steps)
 
 

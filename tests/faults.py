@@ -1,10 +1,14 @@
-"""The table of faults: what is put into a replay, and what the replay must say of it."""
+"""The table of faults: what is injected into a replay, and what the replay must report.
+
+`FP32` and `BF16` run in one process, `RANKS` in several. A bf16 replay runs beside rounding that is larger than many of
+its faults.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,29 +17,13 @@ from torch.nn import functional
 import fault_loops as loops
 import fault_modules as modules
 import fault_updates as updates
+from fault_report import Fault, Named, named_by, summary
 from fault_scene import Inject, Scene, replay_with
 from lockstep.algorithms.advantage import ESTIMATORS
-from lockstep.parity.replay.replay import Replayed
 
 ROOT = "(root)"
 OTHER_BATCHES = ["batch.tokens=200"]
 L0, L1, L2 = (f"model.layers.{i}" for i in range(3))
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`says` must stand in what the replay says of the place. Where `ranks` is over 1, as many processes replay.
-    `steps` are replayed: by default the second, where moments are not 0 and the policy is no longer its reference."""
-
-    name: str
-    recipe: str
-    inject: Inject
-    stage: str
-    module: str | None = None
-    rank: int = 0
-    says: str = ""
-    ranks: int = 1
-    steps: tuple[int, ...] = (2,)
 
 
 def _module(name: str, inject: Inject, module: str, recipe: str = "sft") -> Fault:
@@ -265,66 +253,197 @@ RANKS = [
     ),
 ]
 
-ALONE = [*FORWARD, *BACKWARD, *ROWS, *GENERATION, *REWARDS, *ADVANTAGES, *LOSSES, *OPTIMIZER, *WEIGHTS]
-FAULTS = {fault.name: fault for fault in [*ALONE, *RANKS]}
+FP32 = [*FORWARD, *BACKWARD, *ROWS, *GENERATION, *REWARDS, *ADVANTAGES, *LOSSES, *OPTIMIZER, *WEIGHTS]
 
 
-@dataclass(frozen=True)
-class Named:
-    """What a replay said of a fault."""
-
-    fault: Fault
-    stage: str | None
-    module: str | None
-    rank: int
-    said: str
-
-    @property
-    def stage_right(self) -> bool:
-        return self.stage == self.fault.stage
-
-    @property
-    def place_right(self) -> bool:
-        return (self.module, self.rank) == (self.fault.module, self.fault.rank) and self.fault.says in self.said
+# -- in bf16
 
 
-def summary(named: Sequence[Named]) -> str:
-    """fault | expected | named | ok, and the shares of right stages and right places."""
-    lines = [f"{'fault':32} {'expected':44} {'named':44} ok"]
-    for one in named:
-        wanted, found = f"{one.fault.stage} {one.fault.module or ''}", f"{one.stage} {one.module or ''}"
-        lines.append(f"{one.fault.name:32} {wanted:44} {found:44} {one.stage_right and one.place_right}")
-    stages = [one.stage_right for one in named]
-    placed = [one.place_right for one in named if one.fault.module]
-    lines.append(f"{_share(stages)} of the stages, {_share(placed)} of the modules")
+def another_device(scene: Scene) -> None:
+    """The correct rounding of a device that fuses norms and sums products in another order."""
+    modules.other_arithmetic(scene)
+    modules.fused_norms(scene)
+
+
+def _in_bf16(fault: Fault) -> Fault:
+    recipe = fault.recipe.removesuffix("-bf16") + "-bf16"
+    return replace(fault, name=f"bf16: {fault.name}", recipe=recipe, device=another_device)
+
+
+def _again(names: str) -> list[Fault]:
+    """Faults of the table above, in bf16."""
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    return [_in_bf16(next(fault for fault in FP32 if fault.name == name)) for name in listed]
+
+
+def _times(name: str, module: str, factor: float) -> Fault:
+    return _module(name, modules.output(module, lambda out: factor * out), module)
+
+
+def _epsilon(name: str, module: str, value: float, recipe: str = "sft") -> Fault:
+    return _module(name, modules.setting(module, "variance_epsilon", lambda _: value), module, recipe)
+
+
+def _weight(name: str, parameter: str, change: object) -> Fault:
+    return _module(name, modules.weight(parameter, change), parameter.rpartition(".")[0])
+
+
+def _gradients(name: str, recipe: str, factor: float) -> Fault:
+    return Fault(name, recipe, updates.gradients(lambda _, g: factor * g), "gradient")
+
+
+BF16_KINDS: dict[str, list[Fault]] = {
+    "forward": _again(
+        """
+        rotary base, rotary on keys alone, keys one place on, sees the next token, cannot see itself,
+        packed sequences see each other, two heads swapped, key heads in the wrong order, dropped bias,
+        GELU in the place of SiLU, activation approximated, weight transposed, embedding row, residual dropped,
+        dropout left on, dropout in training alone, temperature missing in scoring,
+        truncation missing in scoring,
+        """
+    )
+    + [
+        _in_bf16(fault)
+        for fault in (
+            _epsilon("norm epsilon 1e-2", f"{L1}.input_layernorm", 1e-2),
+            _epsilon("first norm's epsilon 1e-2", f"{L0}.input_layernorm", 1e-2),
+            _epsilon("first norm's epsilon 1e-4", f"{L0}.input_layernorm", 1e-4),
+            _epsilon("final norm's epsilon 1", "model.norm", 1.0),
+            _epsilon("policy's first norm epsilon 1e-3", f"{L0}.input_layernorm", 1e-3, "grpo"),
+            _weight("norm weight x 1.02", f"{L2}.post_attention_layernorm.weight", lambda w: 1.02 * w),
+            _module(
+                "attention scale x 1.05",
+                modules.setting(f"{L1}.self_attn", "scaling", lambda x: 1.05 * x),
+                f"{L1}.self_attn",
+            ),
+            _module(
+                "bias added twice",
+                modules.linear(f"{L2}.self_attn.v_proj", lambda x, w, b: functional.linear(x, w, b) + b),
+                f"{L2}.self_attn.v_proj",
+            ),
+            _times("MLP x 1.03", f"{L1}.mlp", 1.03),
+            _times("MLP x 1.015", f"{L2}.mlp", 1.015),
+            _times("attention's output x 0.98", f"{L1}.self_attn.o_proj", 0.98),
+            _module("offset of 0.05", modules.output(f"{L0}.mlp.up_proj", lambda out: out + 0.05), f"{L0}.mlp.up_proj"),
+            _weight("weight in fp8", f"{L1}.mlp.gate_proj.weight", modules.through_fp8),
+            _weight("weight rows zero", f"{L0}.mlp.gate_proj.weight", modules.without_row(5)),
+            _module("tied head x 1.02", modules.scaled_head(1.02), ROOT),
+            Fault("log-probabilities in bf16", "grpo", modules.bf16_logprobs, "log-probs", says="precision"),
+        )
+    ],
+    "backward": _again(
+        """
+        norm's gradient dropped, MLP detached, gradients not averaged, micro-batch lost, one gradient zero,
+        """
+    )
+    + [
+        _in_bf16(fault)
+        for fault in (
+            Fault(
+                "projection's gradient x 1.1",
+                "sft",
+                modules.gradient(f"{L1}.self_attn.k_proj.weight", lambda g: 1.1 * g),
+                "gradient",
+                f"{L1}.self_attn.k_proj",
+            ),
+            Fault(
+                "way back x 0.9",
+                "sft",
+                modules.backward(f"{L1}.self_attn.v_proj", lambda g: 0.9 * g),
+                "gradient",
+                f"{L1}.self_attn.v_proj",
+            ),
+            _gradients("gradients x 1.3", "sft", 1.3),
+            _gradients("gradients x 1.05", "dpo", 1.05),
+            _gradients("policy's gradients x 0.9", "grpo", 0.9),
+            Fault("gradients summed in bf16", "sft", updates.summed_in_bf16, "gradient"),
+            Fault(
+                "one gradient x 1.1",
+                "sft",
+                updates.gradients(updates.only(f"{L0}.self_attn.o_proj.weight", 1.1)),
+                "gradient",
+                says=f"{L0}.self_attn.o_proj.weight",
+            ),
+        )
+    ],
+    "around": _again(
+        """
+        prompt token trained, mask one token early, engine's temperature missing, engine's seed,
+        stale weights in the engine, decode positions off by one, top-p ignored, text stripped, reward's weight,
+        not divided by the deviation, GAE's lambda, discount,
+        """
+    ),
+    "loss": [
+        *_again(
+            """
+            divisor of one micro-batch, a target left out, KL coefficient, DPO's smoothing, reference is the policy,
+            """
+        ),
+        # In the first step: in the second the pairs are separated, and a tenth more changes the loss by only 3 %.
+        _in_bf16(Fault("DPO's beta", "dpo", updates.preference(beta=0.11), "loss", steps=(1, 2))),
+    ],
+    "update": _again(
+        """
+        epsilon 1e-6, betas, decay on norms and biases, rate not passed on, moments reset,
+        clipped at another norm, masters not copied, one parameter not written back,
+        """
+    )
+    + [
+        _in_bf16(fault)
+        for fault in (
+            Fault(
+                "weights lost after the update",
+                "sft",
+                updates.weights_lost_after(f"{L1}.mlp.down_proj.weight"),
+                "weights",
+                says=f"{L1}.mlp.down_proj.weight",
+            ),
+            Fault(
+                "weights changed before the next step",
+                "grpo",
+                updates.changed_before_next(f"{L2}.self_attn.v_proj.weight", 1.01),
+                "weights",
+                says=f"{L2}.self_attn.v_proj.weight",
+            ),
+        )
+    ],
+}
+BF16 = [fault for kind in BF16_KINDS.values() for fault in kind]
+# Faults that no sum can show, and why.
+UNSEEN = {
+    "bf16: norm epsilon 1e-2": "with a variance of 7 it is a factor of 0.9993, a fifth of the last digit of bf16",
+}
+FAULTS = {fault.name: fault for fault in [*FP32, *BF16, *RANKS]}
+
+
+# -- what a replay reports
+
+
+def figures(named: Sequence[Named]) -> str:
+    """For each kind of bf16 fault: how many there are, are found, and have the right stage and place."""
+    kind_of = {fault.name: kind for kind, faults in BF16_KINDS.items() for fault in faults}
+    lines = [f"{'kind':10} {'faults':>6} {'found':>6} {'stage':>6} {'place':>6}"]
+    for kind in [*BF16_KINDS, "all"]:
+        mine = [one for one in named if kind in ("all", kind_of[one.fault.name])]
+        found, stages = sum(one.stage is not None for one in mine), sum(one.stage_right for one in mine)
+        places = sum(one.stage_right and one.place_right for one in mine)
+        lines.append(f"{kind:10} {len(mine):6} {found:6} {stages:6} {places:6}")
     return "\n".join(lines)
 
 
-def _share(right: Sequence[bool]) -> str:
-    return f"{sum(right)} of {len(right)} ({sum(right) / max(1, len(right)):.1%})"
-
-
-def name_it(run: Path, fault: Fault) -> Named | None:
-    """Replay a run with a fault in it, on what computes otherwise as another device would: rounding everywhere, other
-    micro-batches. Ranks other than the first get None."""
+def name_it(run: Path, fault: Fault, words: Sequence[str] = OTHER_BATCHES) -> Named | None:
+    """Replay a run with a fault and with the rounding of another device. Ranks other than 0 get None."""
 
     def inject(scene: Scene) -> None:
-        modules.other_arithmetic(scene)
+        fault.device(scene)
         fault.inject(scene)
 
-    found = replay_with(run, inject, OTHER_BATCHES, steps=fault.steps)
+    found = replay_with(run, inject, words, steps=fault.steps)
     return None if found is None else named_by(fault, found)
 
 
-def named_by(fault: Fault, found: Replayed) -> Named:
-    module, cause = found.module, found.cause
-    said = f"{cause.what} {cause.where}" if cause else ""
-    rank = module.rank if module else int("rank 1" in said)
-    return Named(fault, found.stage, module.module if module else None, rank, said)
-
-
 def main(run: str, name: str = "") -> None:
-    """One fault, or none, in the processes that torchrun started."""
+    """One fault, or none, in the processes of torchrun."""
     if not name:
         found = replay_with(Path(run), modules.other_arithmetic, OTHER_BATCHES)
         if found is not None and not found.in_step:

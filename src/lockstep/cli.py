@@ -288,7 +288,7 @@ def replay(
 
     Ends with 0 if it stays in step, with 1 if not. KEY=VALUE changes the recipe: model.dtype=bf16, rollout.engine=hf.
     """
-    from lockstep.parity.replay.command import ReplayRequest, replay_run
+    from lockstep.parity.replay.replay_command import ReplayRequest, replay_run
 
     words = [*(overrides or []), *([f"device={device}"] if device else [])]
     raise typer.Exit(replay_run(ReplayRequest(run, mode, tuple(words), tuple(step or ()), checklist, json, model)))

@@ -63,11 +63,10 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Probe(Example):
-    """A row that is judged, not learned by heart: at each of `positions` the model is asked for each of `token_ids`.
+class ScoredExample(Example):
+    """A row whose targets are outputs at given positions: the model scores each of `token_ids` at each of `positions`.
 
-    A model with one number for a token has no vocabulary; then `token_ids` only says that there is one answer a
-    position.
+    A model with a scalar head has one output per position; `token_ids` then has one entry, which is not used.
     """
 
     positions: Sequence[int] = ()
@@ -82,7 +81,7 @@ class Probe(Example):
 
     @property
     def trained_tokens(self) -> int:
-        """However many answers are weighed at each."""
+        """Positions, however many token ids are scored at each."""
         return len(self.positions)
 
     def cut(self, span: slice) -> Self:
@@ -138,7 +137,7 @@ class Judged(Single):
 class Steps(Single):
     """A solution with a verdict on each step: `labels[i]` is the wanted distribution over the token ids at step i."""
 
-    example: Probe
+    example: ScoredExample
     labels: tuple[tuple[float, ...], ...]
 
 

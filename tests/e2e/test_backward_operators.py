@@ -1,4 +1,4 @@
-"""Ways back that are wrong, put into a replay one at a time: the module, the operator and a script that shows it."""
+"""Wrong backward passes in a replay: it names the module and the operator, and writes a script."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import clean_bf16
 from clean_bf16 import Repeat
 from fault_modules import other_arithmetic
 from fault_scene import replay_with
-from lockstep.parity.replay.checks import Check
-from lockstep.parity.replay.loop import Mode
+from lockstep.parity.replay.replay_checks import Check
+from lockstep.parity.replay.replay_loop import Mode
 
 pytestmark = pytest.mark.xdist_group("tapes")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.data.prepare.generated import write_arithmetic
-from lockstep.parity.replay.replay import replay
+from lockstep.parity.replay.replay_command import replay
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.train.start import run_recipe

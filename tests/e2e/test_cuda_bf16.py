@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from faults import Fault
-from faults_bf16 import FAULTS, name_in_bf16
-from lockstep.parity.replay.replay import replay
-from lockstep.parity.replay.show import first_divergence
+from fault_report import Fault
+from faults import BF16, name_it
+from lockstep.parity.replay.replay_command import replay
+from lockstep.parity.replay.replay_result import first_divergence
 from lockstep.run.console import Console
 from taped_runs import record, write_lively
 
@@ -59,22 +59,22 @@ REPEATS = [
     Repeat("sft", ("model.dtype=bf16", *SMALL), "cpu"),
 ]
 SAMPLE = (
-    "first norm's epsilon 1e-2",
-    "attention scale x 1.05",
-    "MLP x 1.03",
-    "offset of 0.05",
-    "weight in fp8",
-    "projection's gradient x 1.1",
-    "gradients x 1.3",
-    "gradients summed in bf16",
-    "a target left out",
-    "DPO's beta",
-    "KL coefficient",
-    "engine's temperature missing",
-    "epsilon 1e-6",
-    "masters not copied",
-    "weights lost after the update",
-    "weights changed before the next step",
+    "bf16: first norm's epsilon 1e-2",
+    "bf16: attention scale x 1.05",
+    "bf16: MLP x 1.03",
+    "bf16: offset of 0.05",
+    "bf16: weight in fp8",
+    "bf16: projection's gradient x 1.1",
+    "bf16: gradients x 1.3",
+    "bf16: gradients summed in bf16",
+    "bf16: a target left out",
+    "bf16: DPO's beta",
+    "bf16: KL coefficient",
+    "bf16: engine's temperature missing",
+    "bf16: epsilon 1e-6",
+    "bf16: masters not copied",
+    "bf16: weights lost after the update",
+    "bf16: weights changed before the next step",
 )
 
 
@@ -95,7 +95,7 @@ def tape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]
 
 def test_there_are_twenty() -> None:
     assert len({repeat.name for repeat in REPEATS}) == len(REPEATS) == 20
-    assert {fault.name for fault in FAULTS} >= set(SAMPLE)
+    assert {fault.name for fault in BF16} >= set(SAMPLE)
 
 
 @pytest.mark.parametrize("repeat", [pytest.param(repeat, id=repeat.name) for repeat in REPEATS])
@@ -108,11 +108,12 @@ def test_a_clean_repeat_raises_no_alarm(device: str, repeat: Repeat, tape: Calla
     assert found.in_step, first_divergence(found)
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, id=f.name.replace(" ", "-")) for f in FAULTS if f.name in SAMPLE])
+@pytest.mark.parametrize("fault", [pytest.param(f, id=f.name.replace(" ", "-")) for f in BF16 if f.name in SAMPLE])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_fault_is_named(device: str, fault: Fault, tape: Callable[[str, str], Path]) -> None:
     """The tape is the CPU's, so that the device's own rounding stands beside the fault."""
-    named = name_in_bf16(tape(fault.recipe, "cpu"), fault, (f"device={device}", "batch.tokens=200"))
+    named = name_it(tape(fault.recipe, "cpu"), fault, (f"device={device}", "batch.tokens=200"))
+    assert named is not None
     assert named.stage == fault.stage, named
     assert named.module == fault.module, named
     assert fault.says in named.said, named

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.parity.replay.loop import Replay
-from lockstep.parity.replay.replay import Replayed, replay
-from lockstep.parity.replay.show import first_divergence
+from lockstep.parity.replay.replay_command import replay
+from lockstep.parity.replay.replay_loop import Replay
+from lockstep.parity.replay.replay_result import Replayed, first_divergence
 from lockstep.run.console import Console
 from lockstep.train.training import Training
 from taped_runs import record, write_lively

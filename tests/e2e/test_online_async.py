@@ -18,15 +18,15 @@ from kills import interrupted, killed, lines
 from lockstep.commands.plan import show_cluster_plan
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
-from lockstep.parity.replay.loop import Replay
+from lockstep.parity.replay.replay_loop import Replay
 from lockstep.preflight.async_worker import collective_of, device_of_worker, handed_lines, refuse_beside
 from lockstep.preflight.memory_plan import MemoryPlan
 from lockstep.preflight.prepare import prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
-from lockstep.tape.format import TapeFolder
-from lockstep.tape.rows import rollouts_of
+from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.online_async import train_online_async
 from runs import facts
 from struck import struck
@@ -95,7 +95,7 @@ def test_staleness_stays_within_its_bound_and_is_recorded(online_file: Path, tmp
         assert [list(one.versions) for one in told] == [line["versions"] for line in stored if line["step"] == step]
     recipe = load_recipe(str(run / "recipe.yaml"))
     for mode in ("forced", "free"):
-        with pytest.raises(Refusal, match=r"(?s)by weights of several steps.*--mode chained"):
+        with pytest.raises(Refusal, match=r"(?s)rollout\.max_staleness.*--mode chained"):
             Replay(TapeFolder(run / "tape"), mode).run(recipe, Console.silent())
     # The second step's responses begin in the batch of the first's, with the weights before any update.
     assert dict(read_metrics(run / "metrics.jsonl"))[2]["async/staleness_max"] == 1

@@ -427,7 +427,7 @@ def test_ten_thousand_steps_are_drawn_with_every_spike(chromium: Browser, tmp_pa
 @pytest.mark.parametrize("half", [1, 10, 400])
 def test_smoothing_reads_each_step_twice_however_wide_the_window(chromium: Browser, half: int) -> None:
     """A mean that is summed anew at each step would be as much work as the window is wide."""
-    code = resource("lockstep", "series.js")
+    code = resource("chart.js")
     reads = chromium.evaluate(
         f"""(() => {{
           {code}

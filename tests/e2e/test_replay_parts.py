@@ -1,4 +1,4 @@
-"""A run that went on with other keys is replayed with the recipe that each of its steps was trained with."""
+"""A run that was resumed with another recipe: each step is replayed with the recipe that trained it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from conftest import chat_rows, write_jsonl
 from lockstep.errors import Refusal
-from lockstep.parity.replay.parts import parts_of
-from lockstep.parity.replay.replay import Replayed, replay
-from lockstep.parity.replay.show import first_divergence
+from lockstep.parity.replay.replay_command import replay
+from lockstep.parity.replay.replay_loop import parts_of
+from lockstep.parity.replay.replay_result import Replayed, first_divergence
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
@@ -81,6 +81,6 @@ def test_own_weights_go_as_far_as_the_first_recipe(run: Path) -> None:
     found = done(run, "chained")
     assert found.steps == [1, 2]
     assert found.in_step, first_divergence(found)
-    assert any("went on with another recipe after step 2: 2 recorded steps from 3 on" in said for said in found.remarks)
-    with pytest.raises(Refusal, match=r"--step 3: .*went on with another recipe after step 2"):
+    assert any("after step 2: 2 recorded steps from 3 on" in remark for remark in found.remarks)
+    with pytest.raises(Refusal, match=r"--step 3: .*after step 2"):
         done(run, "chained", steps=(3,))

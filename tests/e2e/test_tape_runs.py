@@ -1,4 +1,4 @@
-"""Runs with a tape: they train what they train without one, the tape is bounded and whole, and replays are in step."""
+"""Runs with a tape: training is unchanged, the tape is bounded and complete, and replays are in step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from commands import torchrun
 from conftest import REWARD, chat_rows, question_rows, write_jsonl
 from kills import Moment, killed
 from lockstep.errors import Refusal
-from lockstep.parity.replay.loop import Mode, Replay
-from lockstep.parity.replay.modules import traces_of
-from lockstep.parity.replay.replay import Replayed, judge, replay, run_replay
+from lockstep.parity.replay.diverged_module import traces_of
+from lockstep.parity.replay.replay_command import replay
+from lockstep.parity.replay.replay_loop import Mode, Replay, run_replay
+from lockstep.parity.replay.replay_result import Replayed, judge
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.tape.digest import relative
-from lockstep.tape.format import StepRecord, TapeFolder
+from lockstep.tape.tape_format import StepRecord, TapeFolder
 from lockstep.train.checkpointing import Checkpointer
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
@@ -343,11 +344,11 @@ def test_two_replays_of_a_run_at_the_same_time_have_folders_of_their_own(
     started: list[Replayed | None] = []
 
     def run_after_another(loop: Replay, recipe: Recipe, console: Console) -> Path | None:
-        monkeypatch.setattr("lockstep.parity.replay.replay.run_replay", run_replay)
+        monkeypatch.setattr("lockstep.parity.replay.replay_command.run_replay", run_replay)
         started.append(replay(recorded["sft"], "forced", [], console, steps=[1]))
         return run_replay(loop, recipe, console)
 
-    monkeypatch.setattr("lockstep.parity.replay.replay.run_replay", run_after_another)
+    monkeypatch.setattr("lockstep.parity.replay.replay_command.run_replay", run_after_another)
     first = replay(recorded["sft"], "forced", [], Console.silent(), steps=[2])
     [second] = started
     assert first is not None
@@ -396,7 +397,7 @@ def test_two_processes_tape_what_one_does(kind: str, tiny_folder: Path, tmp_path
 
 
 FAULT = """
-import lockstep.parity.replay.loop as script
+import lockstep.parity.replay.replay_loop as script
 
 restore = script.Replay.restore
 

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from urllib.parse import urlencode
 
@@ -18,7 +17,7 @@ from hang import wait_until
 from lockstep.parity.compare.compare_report import write_report
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, append_text
-from lockstep.view.server import PageServer
+from lockstep.serve.viewer import RunViewer
 from parity_example import HOSTILE, example
 from view_runs import sample, write_run
 
@@ -77,11 +76,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(runs: Path) -> Iterator[PageServer]:
-    with PageServer(runs) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+def server(runs: Path) -> Iterator[RunViewer]:
+    server = RunViewer(runs)
+    with server.in_thread():
         yield server
-        server.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +90,13 @@ def chromium() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(chromium: Browser, server: PageServer) -> Iterator[Page]:
+def page(chromium: Browser, server: RunViewer) -> Iterator[Page]:
     chromium.show(1400)
     page = Page(chromium, server.link)
     page.open("#run=long")
     yield page
     assert chromium.console == []
-    assert all(
-        request.startswith(("data:", f"http://127.0.0.1:{server.server_address[1]}/")) for request in chromium.requests
-    )
+    assert all(request.startswith(("data:", f"http://127.0.0.1:{server.port}/")) for request in chromium.requests)
 
 
 class Page:
@@ -418,7 +414,7 @@ def test_the_recipe_and_its_difference(page: Page) -> None:
     assert "optim.lr" in page.text("#difference")
 
 
-def test_the_report_of_a_comparison_runs_as_a_stranger(page: Page, server: PageServer) -> None:
+def test_the_report_of_a_comparison_runs_as_a_stranger(page: Page, server: RunViewer) -> None:
     page.open("#run=long&tab=report")
     page.until("document.querySelector('iframe')")
     assert server.token not in page.tell("document.querySelector('iframe').src")

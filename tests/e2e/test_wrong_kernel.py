@@ -1,4 +1,4 @@
-"""A device whose attention kernel is wrong: training is refused with a diagnosis, a replay goes on and names it."""
+"""A device with a wrong attention kernel: training is refused with a diagnosis, a replay continues and names it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.kernels.attention import varlen
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.varlen import Fused
 from lockstep.model import verified
-from lockstep.parity.replay.replay import replay
-from lockstep.parity.replay.show import first_divergence
+from lockstep.parity.replay.replay_command import replay
+from lockstep.parity.replay.replay_result import first_divergence
 from lockstep.run.console import Console
 from taped_runs import record, write_lively
 

@@ -45,11 +45,11 @@ class RealServer:
 
     def wait(self) -> None:
         from lockstep.rollout.server.failed import ServerFailed
-        from lockstep.rollout.server.line import Lines, ServerLine
+        from lockstep.rollout.server.server_client import ClientThread, ServerClient
         from lockstep.rollout.server.vllm import Vllm
 
-        lines, given_up = Lines(), time.monotonic() + HANG
-        line = ServerLine(lines, self.url, 60.0)
+        lines, given_up = ClientThread(), time.monotonic() + HANG
+        line = ServerClient(lines, self.url, 60.0)
         try:
             while time.monotonic() < given_up:
                 assert self.process.alive, self.process.ended()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.parity.compare.logs import read_log
-from lockstep.parity.replay.recording import compare_recordings, replay_recording
+from lockstep.parity.replay.foreign_recording import compare_recordings, replay_recording
 from taped_runs import write_lively
 
 from .loops import plain

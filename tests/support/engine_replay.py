@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.server.dialect import prompt_digest
-from lockstep.rollout.server.line import Lines, ServerLine
+from lockstep.rollout.server.server_client import ClientThread, ServerClient
 from lockstep.rollout.server.vllm import SAMPLES
 
 DATA = Path(__file__).parents[1] / "data" / "engines"
@@ -35,24 +35,26 @@ def plain(value: Any) -> str:
 @contextmanager
 def recorded(kept: list[dict[str, Any]]) -> Iterator[None]:
     """Every request of this process to a serving engine, and its answer; of samples that go together, each."""
-    exchange, sampled = Lines.exchange, ServerLine.sampled
+    exchange, sampled = ClientThread.exchange, ServerClient.sample
 
-    async def keeping(self: Lines, method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+    async def keeping(
+        self: ClientThread, method: str, address: str, body: Mapping[str, Any] | None, seconds: float
+    ) -> Any:
         answer = await exchange(self, method, address, body, seconds)
         path = "/" + address.split("/", 3)[3]
         kept.append(json.loads(plain({"method": method, "path": path, "body": body, "answer": answer})))
         return answer
 
-    async def keeping_samples(self: ServerLine, path: str, body: Mapping[str, Any], seconds: float) -> Any:
+    async def keeping_samples(self: ServerClient, path: str, body: Mapping[str, Any], seconds: float) -> Any:
         answer = await sampled(self, path, body, seconds)
         kept.append(json.loads(plain({"method": "POST", "path": path, "body": body, "answer": answer})))
         return answer
 
-    Lines.exchange, ServerLine.sampled = keeping, keeping_samples  # type: ignore[method-assign]
+    ClientThread.exchange, ServerClient.sample = keeping, keeping_samples  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Lines.exchange, ServerLine.sampled = exchange, sampled  # type: ignore[method-assign]
+        ClientThread.exchange, ServerClient.sample = exchange, sampled  # type: ignore[method-assign]
 
 
 class Replay(ThreadingHTTPServer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,32 +12,25 @@ import openai
 from hang import HANG
 from lockstep.device.cpu import Cpu
 from lockstep.parallel.world import World
-from lockstep.serve.app import App, server_of
-from lockstep.serve.limits import ListenAddress, ServeLimits
-from lockstep.serve.start import ServeSettings, opened
+from lockstep.serve import asgi
+from lockstep.serve.http_api import ServeLimits
+from lockstep.serve.model_server import ServeSettings, load_app
+from lockstep.serve.openai_api import ModelApp, model_site
 
 
-def opened_app(folder: Path, limits: ServeLimits | None = None, **settings) -> App:
-    return opened(
+def opened_app(folder: Path, limits: ServeLimits | None = None, **settings) -> ModelApp:
+    return load_app(
         ServeSettings(str(folder), device="cpu", **settings), limits or ServeLimits(), Cpu(), World(0, 1, 0, None)
     )
 
 
 @contextmanager
-def endpoint(app: App, limits: ServeLimits | None = None, api_key: str | None = None) -> Iterator[str]:
+def endpoint(app: ModelApp, limits: ServeLimits | None = None, api_key: str | None = None) -> Iterator[str]:
     """The address of the app while it is served. The app is closed by whoever opened it."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="endpoint", daemon=True)
-    thread.start()
-    server = server_of(app, ListenAddress(port=0, api_key=api_key), limits or ServeLimits())
-    try:
-        port = asyncio.run_coroutine_threadsafe(server.listen("127.0.0.1", 0), loop).result(HANG)
+    sockets = asgi.bind("127.0.0.1", 0, "--port")
+    port = asgi.listen(sockets)
+    with asgi.site_in_thread(model_site(app, api_key), limits or ServeLimits(), sockets):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result(HANG)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(HANG)
-        loop.close()
 
 
 def chat(words: str) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.commands.generate import Chat, Conversation, converse, entered
 from lockstep.errors import Refusal
-from lockstep.serve.text import TextStream
+from lockstep.serve.text_stream import TextStream
 from speaker import write_speaker
 
 

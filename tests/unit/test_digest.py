@@ -1,4 +1,4 @@
-"""Digests against the tensors they stand for."""
+"""Digests against their tensors."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 from commands import warm_python
-from lockstep.parity.replay.listen import Heard, hear
-from lockstep.parity.replay.operators import Culprit, other_code, wrong_kernel
-from lockstep.parity.replay.reproduce import write_reproducer
-from lockstep.parity.replay.tolerance import operator_tolerance
-from lockstep.tape.probe import BACKWARD
+from lockstep.parity.replay.operator_bisect import WrongOperator, other_code, wrong_kernel
+from lockstep.parity.replay.operator_log import ModuleLog, log_module
+from lockstep.parity.replay.reproducer import write_reproducer
+from lockstep.parity.replay.tolerances import operator_tolerance
+from lockstep.tape.module_trace import BACKWARD
 
 WIDTH = 24
 # The operators of a device that nobody else has: no float64, as a vendor's kernels are.
@@ -110,7 +110,7 @@ class Before(nn.Module):
         return self.part((x * (1 + self.noise * torch.cos(torch.arange(x.shape[-1])))).to(x.dtype))
 
 
-def hearings(name: str, dtype: torch.dtype) -> tuple[Heard, Heard]:
+def hearings(name: str, dtype: torch.dtype) -> tuple[ModuleLog, ModuleLog]:
     """The fused module, and the clean one on what the fused one was given."""
     torch.manual_seed(0)
     kind, other, _ = MODULES[name]
@@ -118,16 +118,18 @@ def hearings(name: str, dtype: torch.dtype) -> tuple[Heard, Heard]:
     fused.load_state_dict(clean.state_dict())
     x = torch.randn(5, 7, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
     ours, theirs = Before(fused.to(dtype), 3e-6), Before(clean.to(dtype), 0.0)
-    heard = hear(ours, "part", lambda: ours(x))
-    same = hear(theirs, "part", lambda: theirs(x), given=heard.border)
+    heard = log_module(ours, "part", lambda: ours(x))
+    same = log_module(theirs, "part", lambda: theirs(x), given=heard.border)
     through = same.children - heard.children
-    return heard, hear(theirs, "part", lambda: theirs(x), given=heard.border, through=through) if through else same
+    return heard, log_module(
+        theirs, "part", lambda: theirs(x), given=heard.border, through=through
+    ) if through else same
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 
 
-def culprit_of(name: str, dtype: torch.dtype) -> Culprit | None:
+def culprit_of(name: str, dtype: torch.dtype) -> WrongOperator | None:
     heard, same = hearings(name, dtype)
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     return wrong_kernel(heard.calls) or other_code(heard.calls, same.calls, operator_tolerance(precision))
@@ -220,11 +222,11 @@ class Own(nn.Module):
         return Silu.apply(x)
 
 
-def heard_back(model: nn.Module, name: str, x: torch.Tensor, **how: Any) -> Heard:
-    return hear(model, name, lambda: model(x).flatten(), phase=BACKWARD, **how)
+def heard_back(model: nn.Module, name: str, x: torch.Tensor, **how: Any) -> ModuleLog:
+    return log_module(model, name, lambda: model(x).flatten(), phase=BACKWARD, **how)
 
 
-def backwards(change: Callable[[Gated], Any], name: str) -> tuple[Heard, Heard]:
+def backwards(change: Callable[[Gated], Any], name: str) -> tuple[ModuleLog, ModuleLog]:
     torch.manual_seed(0)
     clean = Gated()
     other = Gated()
@@ -237,7 +239,7 @@ def backwards(change: Callable[[Gated], Any], name: str) -> tuple[Heard, Heard]:
     return heard, heard_back(theirs, name, x, given=heard.border)
 
 
-def back_culprit(change: Callable[[Gated], Any], name: str) -> Culprit | None:
+def back_culprit(change: Callable[[Gated], Any], name: str) -> WrongOperator | None:
     heard, same = backwards(change, name)
     return wrong_kernel(heard.calls) or other_code(heard.calls, same.calls, operator_tolerance("fp32", backwards=True))
 

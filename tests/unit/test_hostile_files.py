@@ -36,11 +36,11 @@ from lockstep.model.pretrained import tokenizer_of, whole_model
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe import load_recipe
 from lockstep.run import checkpoint as checkpoints
-from lockstep.tape.format import TapeFolder
+from lockstep.serve.viewer_log import Missing
+from lockstep.serve.viewer_recipes import loaded
+from lockstep.tape.tape_format import TapeFolder
 from lockstep.train.logprob_cache import Shape, _is_whole
 from lockstep.types import Origin
-from lockstep.view.files import Missing
-from lockstep.view.recipes import loaded
 
 
 class Scripted(torch.nn.Module):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.parity.replay.landing import judge_left
+from lockstep.parity.replay.optimizer_checks import check_unchanged
 from lockstep.tape.digest import digest
-from lockstep.tape.format import StepRecord, TapeFolder
+from lockstep.tape.tape_format import StepRecord, TapeFolder
 
 WEIGHTS = {
     "up": torch.randn(64, 32, generator=torch.Generator().manual_seed(0)),
@@ -28,7 +28,7 @@ def write(folder: Path, now: dict[str, torch.Tensor] | None, updates: int = 1) -
 
 
 def test_untouched_weights_pass(tmp_path: Path) -> None:
-    [check] = judge_left([("replay", write(tmp_path, WEIGHTS))], 3)
+    [check] = check_unchanged([("replay", write(tmp_path, WEIGHTS))], 3)
     assert check.passed
     assert check.stage == "weights"
 
@@ -37,7 +37,7 @@ def test_a_single_changed_weight_is_named_with_its_parameter_and_side(tmp_path: 
     up = WEIGHTS["up"].clone()
     up[5, 7] += 0.01
     sides = [("recorded run", write(tmp_path / "a", WEIGHTS)), ("replay", write(tmp_path / "b", {**WEIGHTS, "up": up}))]
-    clean, changed = judge_left(sides, 3)
+    clean, changed = check_unchanged(sides, 3)
     assert clean.passed
     assert not changed.passed
     assert "up" in changed.what
@@ -48,12 +48,12 @@ def test_a_single_changed_weight_is_named_with_its_parameter_and_side(tmp_path: 
 
 
 def test_it_belongs_to_the_last_update(tmp_path: Path) -> None:
-    [check] = judge_left([("replay", write(tmp_path, WEIGHTS, updates=4))], 3)
+    [check] = check_unchanged([("replay", write(tmp_path, WEIGHTS, updates=4))], 3)
     assert check.update == 3
 
 
 def test_a_tape_without_them_says_nothing(tmp_path: Path) -> None:
-    assert list(judge_left([("recorded run", write(tmp_path, None))], 3)) == []
+    assert list(check_unchanged([("recorded run", write(tmp_path, None))], 3)) == []
 
 
 def test_they_are_forgotten_with_their_step(tmp_path: Path) -> None:

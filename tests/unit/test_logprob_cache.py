@@ -24,7 +24,7 @@ from lockstep.train import logprob_cache, offline
 from lockstep.train import reference_logprobs as caching
 from lockstep.train.logprob_cache import MANIFEST, Columns, Shape, fingerprint, open_cache
 from lockstep.train.offline import train_offline
-from lockstep.types import Example, Item, Origin, Probe, Ranking
+from lockstep.types import Example, Item, Origin, Ranking, ScoredExample
 from preference_rows import write_recipe
 
 ORIGIN = Origin("rows.jsonl", 0)
@@ -145,10 +145,14 @@ def test_the_fingerprint_holds_weights_rows_and_what_was_asked(tiny_folder: Path
         # Another token, the same tokens with another one trained, and the same tokens read elsewhere.
         fingerprint(str(model), [row(0, 1, 3, trained=2), *EXAMPLES[1:]], {"dtype": "fp32"}),
         fingerprint(str(model), [row(0, 1, 2, trained=1), *EXAMPLES[1:]], {"dtype": "fp32"}),
-        fingerprint(str(model), [Probe([0, 1, 2], bytes(3), ORIGIN, positions=(2,)), *EXAMPLES[1:]], {"dtype": "fp32"}),
+        fingerprint(
+            str(model), [ScoredExample([0, 1, 2], bytes(3), ORIGIN, positions=(2,)), *EXAMPLES[1:]], {"dtype": "fp32"}
+        ),
         # Word 2 asked after token 0; and the same numbers as four tokens of which nothing is asked.
-        fingerprint(str(model), [Probe([1, 2], bytes(2), ORIGIN, positions=(0,), token_ids=(2,))], {"dtype": "fp32"}),
-        fingerprint(str(model), [Probe([1, 2, 0, 2], bytes(4), ORIGIN)], {"dtype": "fp32"}),
+        fingerprint(
+            str(model), [ScoredExample([1, 2], bytes(2), ORIGIN, positions=(0,), token_ids=(2,))], {"dtype": "fp32"}
+        ),
+        fingerprint(str(model), [ScoredExample([1, 2, 0, 2], bytes(4), ORIGIN)], {"dtype": "fp32"}),
     ]
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1

@@ -32,14 +32,14 @@ from lockstep.masking import (
 from lockstep.parity.compare.run_setup import _unlike
 from lockstep.recipe import load_recipe
 from lockstep.reward.remote import RemotePart
-from lockstep.rollout.server.line import is_address
 from lockstep.rollout.server.process import ServerProcess
+from lockstep.rollout.server.server_client import is_address
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, describe_environment
 from lockstep.run.output import ONLINE_COLUMNS, write
+from lockstep.serve.viewer_recipes import recipe_of
 from lockstep.train.online import train_online
 from lockstep.train.resume import refuse_changed_recipe
-from lockstep.view.recipes import recipe_of
 from reward_servers import asked, by_length, opened, serving
 
 SECRET = "hunter2-and-more"

@@ -24,7 +24,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.schema import Model
 from lockstep.train.models import Models, Packing
-from lockstep.types import Example, Item, Judged, Origin, Probe, Ranking, Steps
+from lockstep.types import Example, Item, Judged, Origin, Ranking, ScoredExample, Steps
 
 CPU = torch.device("cpu")
 # Everything at once, a few rows at once, each row alone; packed and padded.
@@ -291,8 +291,8 @@ def test_kto_refuses_an_update_of_one_answer_alone(tiny_folder: Path, other_fold
         measured(recipe_of("kto"), rows, models_of(policy_of(tiny_folder), CUTS[0], policy_of(other_folder)))
 
 
-def scored(example: Example) -> Probe:
-    return Probe(example.ids, bytes(len(example)), example.origin, positions=(len(example) - 1,))
+def scored(example: Example) -> ScoredExample:
+    return ScoredExample(example.ids, bytes(len(example)), example.origin, positions=(len(example) - 1,))
 
 
 RANKINGS = [
@@ -354,7 +354,7 @@ GOOD, BAD, PLACE = 43, 45, 64
 
 def judged_steps(ids: Sequence[int], *labels: tuple[float, ...]) -> Steps:
     places = tuple(i for i, token in enumerate(ids) if token == PLACE)
-    probe = Probe(list(ids), bytes(len(ids)), Origin("rows.jsonl", 0), positions=places, token_ids=(GOOD, BAD))
+    probe = ScoredExample(list(ids), bytes(len(ids)), Origin("rows.jsonl", 0), positions=places, token_ids=(GOOD, BAD))
     return Steps(probe, labels)
 
 

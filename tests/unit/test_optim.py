@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
 from lockstep.model.weights import biases_and_norms
-from lockstep.parity.replay.adamw import follow
+from lockstep.parity.replay.optimizer_checks import formula_error
 from lockstep.recipe.schema import Optim
 from lockstep.run.checkpoint import State
-from lockstep.tape.format import StepRecord
+from lockstep.tape.tape_format import StepRecord
 from lockstep.train.optim import LossScale, Optimizer, learning_rate, warmup_steps
 from lockstep.train.optim_offload import HostOptimizer
 from lockstep.train.resume import changed_decay
@@ -171,8 +171,8 @@ def test_the_judge_of_an_optimizer_spares_the_same():
     for after, off in ((before - 0.1, ()), (before * 0.95 - 0.1, ("experts_bias",))):
         tensors = {f"train/0/sample/experts_bias/{key}": value for key, value in {**sample, "after": after}.items()}
         record = StepRecord(1, {}, tensors)
-        found = follow(record, "train", {"experts_bias": [2, 2]}, optim, 0.1, 2.0, 1e-3, ["experts_bias"])
-        assert found.off == off
+        found = formula_error(record, "train", {"experts_bias": [2, 2]}, optim, 0.1, 2.0, 1e-3, ["experts_bias"])
+        assert found.differing == off
 
 
 def test_small_updates_survive_bf16_with_masters_and_not_without():

@@ -18,7 +18,7 @@ from lockstep.data.encode.responses import ResponseEncoder
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
-from lockstep.types import Example, Origin, Probe
+from lockstep.types import Example, Origin, ScoredExample
 
 ORIGIN = Origin("rows.jsonl", 7)
 NAMES = ["chosen", "rejected"]
@@ -109,7 +109,7 @@ def test_every_layout_is_scored_at_its_last_token(tokenizer, load, row):
     better, worse = dataset.items[0].examples
     assert tokenizer.decode(list(better.ids)) == PROMPT + "2<|im_end|>\n"
     assert tokenizer.decode(list(worse.ids)) == PROMPT + "3<|im_end|>\n"
-    assert isinstance(better, Probe)
+    assert isinstance(better, ScoredExample)
     assert better.asked() == [(25, 0)]
     assert sum(better.trained) == 0
     assert dataset.counts.trained_tokens == 2

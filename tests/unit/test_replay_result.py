@@ -1,4 +1,4 @@
-"""What a replay found, as JSON and on the console."""
+"""The result of a replay as JSON and on the console."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.parity.replay.checks import Check
-from lockstep.parity.replay.locate import Located
-from lockstep.parity.replay.modules import Blamed
-from lockstep.parity.replay.replay import Replayed, as_json, first_cause, inherited, verdicts
-from lockstep.parity.replay.show import first_divergence, show
-from lockstep.parity.replay.systematic import MIXED
-from lockstep.parity.replay.tolerance import TOLERANCES, tolerance_of
+from lockstep.parity.replay.diverged_module import DivergedModule
+from lockstep.parity.replay.locate_operator import Located
+from lockstep.parity.replay.replay_checks import Check, first_cause, verdicts
+from lockstep.parity.replay.replay_result import Replayed, as_json, first_divergence, show
+from lockstep.parity.replay.tolerances import MIXED, TOLERANCES, inherited, tolerance_of
 from lockstep.run.console import PlainConsole
 
 LOGPROBS = Check("log-probs", 3, "train, first update", math.inf, 2e-5, "token 4: -1 against nan")
 LOSS = Check("loss", 3, "train, update 1: value", 1e-3, 1e-5, "2 against 2.002")
 GENERATION = Check("generation", 3, "tokens", 0.2, 2e-5, "prompt 0")
-MODULE = Blamed(
+MODULE = DivergedModule(
     "train",
     1,
     "model.layers.2.mlp.up_proj",
@@ -99,7 +97,7 @@ def test_the_console_fits_and_goes_from_coarse_to_fine(capsys: pytest.CaptureFix
         "module",
         "rank",
         "growth",
-        "who is off",
+        "wrong side",
         "operator",
         "inputs",
         "values",

@@ -43,7 +43,7 @@ def test_an_endpoint_that_comes_back_is_used_again() -> None:
 
     with serving(broken_at_first) as server:
         settings = Reward(remote_batch=1, remote_retries=2)
-        part = RemotePart(server.address, settings, first_pause=0.01, left_out=0.0)
+        part = RemotePart(server.address, settings, first_pause=0.01, skip_seconds=0.0)
         # 3 tries of the first batch; then each batch may try once more, at once here: the fourth fails, the fifth not.
         assert "tried 3 times; 0 of 1 endpoints left" in asked(part, ["ab"])[0].why
         assert asked(part, ["ab"]) == [{"remote": 2.0}]

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reward
-from lockstep.reward import exchange
+from lockstep.reward import remote as remote_module
 from lockstep.reward.remote import RemotePart
 from lockstep.types import Failure
 from reward_servers import GUARD, asked, by_length, opened, question, serving
@@ -305,8 +305,8 @@ def test_redirects_are_refused_wherever_they_lead(code) -> None:
 @pytest.mark.parametrize("framing", ["length", "chunked", "until the end"])
 def test_an_answer_has_a_longest_length(framing, monkeypatch) -> None:
     """The limit is made small, so that the test is; the client must not have taken much more than that."""
-    assert exchange.MOST_BYTES == 16 * 2**20
-    monkeypatch.setattr(exchange, "MOST_BYTES", 2**20)
+    assert remote_module.MAX_BYTES == 16 * 2**20
+    monkeypatch.setattr(remote_module, "MAX_BYTES", 2**20)
     sent = []
     piece = b" " * 65536
     heads = {

@@ -18,7 +18,7 @@ from lockstep.recipe.keys_online import Reward
 from lockstep.reward.model import ModelPart
 from lockstep.reward.remote import KEY_VARIABLE
 from lockstep.reward.scorer import Scorer
-from lockstep.serve.limits import ListenAddress, ServeLimits
+from lockstep.serve.http_api import ListenAddress, ServeLimits
 from lockstep.types import Failure, Origin, Question
 from reward_models import write_reward_model
 from served import endpoint, opened_app

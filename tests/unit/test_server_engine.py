@@ -24,8 +24,8 @@ from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
 from lockstep.rollout.server.life import STARTS
-from lockstep.rollout.server.line import Lines, Pulse
 from lockstep.rollout.server.process import ServerProcess
+from lockstep.rollout.server.server_client import ClientThread, HealthCheck
 
 GENERATE = "/lockstep/samples"
 
@@ -507,7 +507,7 @@ def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server is looked at all the time, and given up after a moment."""
     for name, seconds in {"LOOK_SECONDS": 0.05, "TELL_SECONDS": 0.05, "GONE_SECONDS": 0.2}.items():
-        monkeypatch.setattr(f"lockstep.rollout.server.line.{name}", seconds)
+        monkeypatch.setattr(f"lockstep.rollout.server.server_client.{name}", seconds)
 
 
 @dataclass
@@ -544,7 +544,7 @@ def test_a_push_to_an_engine_that_died_ends_and_leaves_no_weights_behind(
     assert "/health: answered 503" in str(caught.value)
     told = capfd.readouterr().err
     assert f"waiting for {server.address}/collective_rpc" in told
-    assert "/health answers 503; it is given up after" in told
+    assert "/health answers 503; it counts as lost after" in told
     assert not list(Path("/dev/shm").glob(f"lockstep-weights-{os.getpid()}-*"))
 
 
@@ -560,7 +560,7 @@ def test_a_push_that_takes_long_is_told_and_waited_for(
 
         def let_go() -> None:
             slow.entered.wait(HANG)
-            wait_until(lambda: told.append(capfd.readouterr().err) or "the server is there" in "".join(told))
+            wait_until(lambda: told.append(capfd.readouterr().err) or "the server is healthy" in "".join(told))
             slow.over.set()
 
         threading.Thread(target=let_go, daemon=True).start()
@@ -575,15 +575,15 @@ def test_a_server_that_takes_connections_and_says_nothing_is_busy(soon: None) ->
         for one in (silent, closed):
             one.bind(("127.0.0.1", 0))
         silent.listen()
-        lines = Lines()
+        lines = ClientThread()
         try:
             for one, gone in ((silent, None), (closed, "the server is gone: Connection refused")):
-                pulse = Pulse(f"http://127.0.0.1:{one.getsockname()[1]}")
+                pulse = HealthCheck(f"http://127.0.0.1:{one.getsockname()[1]}")
 
-                async def looked(pulse: Pulse = pulse) -> str | None:
+                async def looked(pulse: HealthCheck = pulse) -> str | None:
                     found = None
                     for _ in range(8):
-                        found = await pulse.look(lines._client)
+                        found = await pulse.check(lines._client)
                         await asyncio.sleep(0.05)
                     return found
 

@@ -23,9 +23,9 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.server import process
 from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart, WantedSample
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import KEY_VARIABLE, Lines, ServerLine
 from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
 from lockstep.rollout.server.process import machine_of, refuse_absent, served_host, start_server
+from lockstep.rollout.server.server_client import KEY_VARIABLE, ClientThread, ServerClient
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.rollout.server.vllm import PLUGIN, Vllm
 from lockstep.rollout.server.weights import fingerprint, travelling, written_weights
@@ -351,10 +351,10 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
 
     server = Replay([{"method": "GET", "path": "/health", "body": None, "answer": None}])
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    lines = Lines()
+    lines = ClientThread()
     try:
         for host in ("127.0.0.1", "localhost"):
-            assert ServerLine(lines, f"http://{host}:{server.server_address[1]}", 60.0).get("/health") is None
+            assert ServerClient(lines, f"http://{host}:{server.server_address[1]}", 60.0).get("/health") is None
     finally:
         lines.close()
         server.shutdown()
@@ -362,10 +362,10 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_server_that_is_not_there_is_lost() -> None:
-    lines = Lines()
+    lines = ClientThread()
     try:
         with pytest.raises(ServerFailed) as caught:
-            ServerLine(lines, "http://127.0.0.1:9", 60.0).get("/health")
+            ServerClient(lines, "http://127.0.0.1:9", 60.0).get("/health")
     finally:
         lines.close()
     assert caught.value.lost

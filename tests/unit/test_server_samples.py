@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.rollout.server import dialect
-from lockstep.rollout.server import line as line_module
+from lockstep.rollout.server import dialect, server_client
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.together import Together, _AnswerLines, _Waiting
+from lockstep.rollout.server.request_batcher import RequestBatcher, _AnswerLines, _Waiting
 from lockstep.rollout.server.vllm import PLUGIN, SAMPLES
 
 sys.path.append(str(PLUGIN))
@@ -31,7 +30,7 @@ def test_both_ends_name_the_same_route() -> None:
 
 
 def test_both_ends_name_the_same_variable() -> None:
-    assert KEY_VARIABLE == line_module.KEY_VARIABLE
+    assert KEY_VARIABLE == server_client.KEY_VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -85,9 +84,9 @@ def test_both_ends_name_a_prompt_alike() -> None:
 
 
 async def asked(post: Any, prompts: list[bytes]) -> list[Any]:
-    together = Together(post)
+    batcher = RequestBatcher(post)
     bodies = [{"token_ids": list(prompt), "seed": seed} for seed, prompt in enumerate(prompts)]
-    waits = [asyncio.ensure_future(together.ask("http://one", body, 60.0)) for body in bodies]
+    waits = [asyncio.ensure_future(batcher.submit("http://one", body, 60.0)) for body in bodies]
     return await asyncio.gather(*waits, return_exceptions=True)
 
 
@@ -114,7 +113,7 @@ def test_samples_of_one_moment_go_in_one_request_and_each_has_its_own_answer() -
         (line(0, answer="a") + line(0, answer="b"), "a second answer to sample 0"),
         (line(0, answer="a") + line(2, answer="b"), "an answer to sample 2, and there are 2"),
         (line(0, answer="a") + line(-1, answer="b"), "an answer to sample -1, and there are 2"),
-        (line(0, answer="a") + b"<html>\n", "a line of another form than asked for"),
+        (line(0, answer="a") + b"<html>\n", "a malformed line"),
     ],
 )
 def test_lines_that_answer_nothing_are_no_loss_of_the_server(lines: bytes, why: str) -> None:
@@ -158,8 +157,8 @@ def test_when_nobody_waits_any_more_the_request_is_dropped() -> None:
             finally:
                 dropped.set()
 
-        together = Together(post)
-        waits = [asyncio.ensure_future(together.ask("http://one", {"token_ids": []}, 60.0)) for _ in range(3)]
+        batcher = RequestBatcher(post)
+        waits = [asyncio.ensure_future(batcher.submit("http://one", {"token_ids": []}, 60.0)) for _ in range(3)]
         await begun.wait()
         answered = await waits[0]
         waits[1].cancel()
@@ -178,7 +177,7 @@ def test_an_answer_comes_to_who_asked_for_it_byte_by_byte() -> None:
         lines = _AnswerLines([waits])
         for byte in line(0, answer=[1, 2]):
             assert not waits.answer.done()
-            lines.take(bytes([byte]))
+            lines.add(bytes([byte]))
         return await waits.answer
 
     assert asyncio.run(story()) == [1, 2]

@@ -35,7 +35,7 @@ from lockstep.rollout.server.dialect import (
 )
 from lockstep.rollout.server.engine import ServerEngine
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import KEY_VARIABLE
+from lockstep.rollout.server.server_client import KEY_VARIABLE
 from lockstep.rollout.server.sglang import Sglang
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 from sglang_schema import FORMS

@@ -17,7 +17,7 @@ from lockstep.kernels.attention.flash import cascade_attention
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.partial import PLAIN
 from lockstep.kernels.attention.varlen import varlen_attention
-from lockstep.types import Example, MicroBatch, Origin, Probe, Ranking
+from lockstep.types import Example, MicroBatch, Origin, Ranking, ScoredExample
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -83,7 +83,7 @@ def test_the_last_token_stays_an_examples_own() -> None:
     assert shared_beginnings([response([1, 2], [3, 4, 5]), response([1, 2], [3, 4])]) == [0, 3]
     pair = (response([1, 2], [3]), response([1, 2], [3, 4, 5]))
     assert shared_beginnings(pair) == [0, 2]
-    scored = tuple(Probe(e.ids, bytes(len(e)), e.origin, positions=(len(e) - 1,)) for e in pair)
+    scored = tuple(ScoredExample(e.ids, bytes(len(e)), e.origin, positions=(len(e) - 1,)) for e in pair)
     line = line_of([scored], share=True)
     assert line.input_ids_NT.tolist() == [[1, 2, 3, 3, 4, 5]]
     assert line.position_ids_NT.tolist() == [[0, 1, 2, 2, 3, 4]]

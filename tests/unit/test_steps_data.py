@@ -15,7 +15,7 @@ from lockstep.data.encode.step_rows import StepRows
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
-from lockstep.types import Probe
+from lockstep.types import ScoredExample
 
 PLUS, MINUS = ord("+"), ord("-")
 
@@ -41,7 +41,7 @@ def test_a_text_is_judged_at_its_placeholders(tokenizer, load):
     steps = dataset.items[0]
     # Bytes: "q? one " is 7, so the first is token 7; "\ntwo " is 5 more.
     assert list(steps.example.ids) == list(b"q? one ~\ntwo ~")
-    assert isinstance(steps.example, Probe)
+    assert isinstance(steps.example, ScoredExample)
     assert steps.example.positions == (7, 13)
     assert steps.example.asked() == [(7, PLUS), (7, MINUS), (13, PLUS), (13, MINUS)]
     assert steps.labels == ((1.0, 0.0), (0.0, 1.0))

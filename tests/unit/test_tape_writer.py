@@ -1,4 +1,4 @@
-"""What a tape writes beside the run: in order, and an error is not lost."""
+"""The tape's background writer: it writes in order and reports errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from hang import HANG
 from lockstep.errors import Refusal
-from lockstep.tape.writer import Writer
+from lockstep.tape.tape_format import TapeWriter
 
 
 def test_work_is_done_in_order_and_one_piece_is_held() -> None:
-    writer, go = Writer(), threading.Event()
+    writer, go = TapeWriter(), threading.Event()
     told: list[int] = []
 
     def first() -> None:
@@ -34,7 +34,7 @@ def test_an_error_is_raised_where_the_run_waits_next(where: str) -> None:
     def fail() -> None:
         raise Refusal.at("tape", "the disk is full")
 
-    writer = Writer()
+    writer = TapeWriter()
     writer.submit(fail)
     with pytest.raises(Refusal, match="the disk is full"):
         {"submit": lambda: writer.submit(lambda: None), "wait": writer.wait, "close": writer.close}[where]()

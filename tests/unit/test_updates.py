@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.data.batching import shared_beginnings
 from lockstep.data.updates import Update, arrange, even_groups, row_size
 from lockstep.parallel.world import World
-from lockstep.types import Example, Judged, Origin, Probe, Ranking, Steps
+from lockstep.types import Example, Judged, Origin, Ranking, ScoredExample, Steps
 
 
 def row(number: int, prompt: int, *answers: int) -> Ranking:
@@ -133,7 +133,7 @@ def test_a_rank_without_a_row_runs_something_that_trains_nothing(cut) -> None:
 def test_other_items_are_arranged_alike() -> None:
     """Probes ask at places of their own: a word for each verdict, or one number for the whole text."""
     steps = Steps(
-        Probe([1, 2, 3, 4, 5], bytes(5), Origin("x", 0), positions=(1, 4), token_ids=(7, 8, 9)),
+        ScoredExample([1, 2, 3, 4, 5], bytes(5), Origin("x", 0), positions=(1, 4), token_ids=(7, 8, 9)),
         ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)),
     )
     update = arrange([steps, steps], World(), tokens=100, rows=None, pad_id=0)

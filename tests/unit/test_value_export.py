@@ -24,7 +24,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.train.offline import train_offline
-from lockstep.types import Origin, Probe, Question
+from lockstep.types import Origin, Question, ScoredExample
 from preference_rows import write_recipe
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ SEQUENCES = [[257, 3, 1, 4, 1, 5], [257, 9, 2], [257, 6, 5, 3, 5, 8, 9, 7, 9, 10
 
 @torch.no_grad()
 def scores(model: ValueModel, sequences: list[list[int]]) -> list[float]:
-    rows = [Probe(ids, bytes(len(ids)), Origin("x", 0), positions=(len(ids) - 1,)) for ids in sequences]
+    rows = [ScoredExample(ids, bytes(len(ids)), Origin("x", 0), positions=(len(ids) - 1,)) for ids in sequences]
     return model.eval()(micro_batch(rows, packed=True, pad_id=0)).tolist()
 
 

@@ -18,12 +18,22 @@ import pytest
 
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, read_metrics
-from lockstep.view.curves import Curves, smoothed, thinned
-from lockstep.view.files import Missing, open_inside
-from lockstep.view.lines import BLOCK, first_of_step, last_line, line_at, lines_from, parsed, step_of, whole_end
-from lockstep.view.recipes import flat, recipe_of
-from lockstep.view.runs import Shelf, find_runs, held_locks, summary
-from lockstep.view.samples import PAGE, Filter, in_all_steps, of_step, whole
+from lockstep.serve.viewer_curves import Curves, downsampled, smoothed
+from lockstep.serve.viewer_log import (
+    BLOCK,
+    Missing,
+    complete_end,
+    first_of_step,
+    last_line,
+    line_at,
+    lines_from,
+    open_inside,
+    parsed,
+    step_of,
+)
+from lockstep.serve.viewer_recipes import flat, recipe_of
+from lockstep.serve.viewer_runs import RunList, file_locks, find_runs, summary
+from lockstep.serve.viewer_samples import PAGE_SIZE, SampleFilter, samples_of_all_steps, samples_of_step, single_sample
 from view_runs import metric_line, sample, write_run
 
 # Lines ------------------------------------------------------------------------------------------------------------
@@ -58,7 +68,7 @@ def test_the_first_line_of_a_step_is_found_by_halves(tmp_path: Path, seed: int) 
             # A damaged line just before it may come with it.
             after = [start for start, own in told if own is not None and own >= step]
             before = [start for start, own in told if own is not None and own < step]
-            assert at <= (after[0] if after else whole_end(file))
+            assert at <= (after[0] if after else complete_end(file))
             assert not before or at > before[-1]
         last = last_line(file)
         assert last is not None
@@ -95,7 +105,7 @@ def test_the_samples_of_a_step_are_found_without_reading_the_others(tmp_path: Pa
             file.write(json.dumps(sample(step, response="y" * 3000)) + "\n")
     with path.open("rb") as file:
         counted = Counted(file)
-        told = of_step(cast(BinaryIO, counted), Filter(), 1234, None)
+        told = samples_of_step(cast(BinaryIO, counted), SampleFilter(), 1234, None)
         assert [one["step"] for one in told["samples"]] == [1234]
         assert (told["first"], told["last"], told["before"], told["after"]) == (0, 2999, 1233, 1235)
         assert counted.bytes < path.stat().st_size / 4
@@ -116,24 +126,24 @@ def test_a_filter_finds_what_it_says_in_all_steps(tmp_path: Path) -> None:
                 own["response"] = "has a Needle in it"
             file.write(json.dumps(sample(step, **own)) + "\n")
 
-    def steps(wanted: Filter) -> list[int]:
+    def steps(wanted: SampleFilter) -> list[int]:
         with path.open("rb") as file:
-            told, found = in_all_steps(file, wanted, 0), []
+            told, found = samples_of_all_steps(file, wanted, 0), []
             while True:
                 found += [one["step"] for one in told["samples"]]
                 if told["next"] is None:
                     return found
-                told = in_all_steps(file, wanted, told["next"])
+                told = samples_of_all_steps(file, wanted, told["next"])
 
-    assert steps(Filter()) == list(range(100)), f"in parts of {PAGE}"
-    assert steps(Filter(kind="val")) == [3]
-    assert steps(Filter(ended="length")) == [4]
-    assert steps(Filter(ended="failed")) == [5]
-    assert steps(Filter(text="needle")) == [7]
-    assert steps(Filter(text="what is 12 +")) == [12]
-    assert steps(Filter(text='"')) == steps(Filter(text="\n")) == []
-    assert steps(Filter(least=0.95)) == [95, 96, 97, 98, 99]
-    assert steps(Filter(least=0.03, most=0.06)) == [3, 4, 6], "one without a score is in no range"
+    assert steps(SampleFilter()) == list(range(100)), f"in parts of {PAGE_SIZE}"
+    assert steps(SampleFilter(kind="val")) == [3]
+    assert steps(SampleFilter(ended="length")) == [4]
+    assert steps(SampleFilter(ended="failed")) == [5]
+    assert steps(SampleFilter(text="needle")) == [7]
+    assert steps(SampleFilter(text="what is 12 +")) == [12]
+    assert steps(SampleFilter(text='"')) == steps(SampleFilter(text="\n")) == []
+    assert steps(SampleFilter(least=0.95)) == [95, 96, 97, 98, 99]
+    assert steps(SampleFilter(least=0.03, most=0.06)) == [3, 4, 6], "one without a score is in no range"
 
 
 def test_a_long_response_is_cut_in_a_list_and_whole_alone(tmp_path: Path) -> None:
@@ -141,23 +151,23 @@ def test_a_long_response_is_cut_in_a_list_and_whole_alone(tmp_path: Path) -> Non
     long = "z" * 1_000_000
     path.write_text("".join(json.dumps(sample(step, response=long, score=math.nan)) + "\n" for step in (1, 2)))
     with path.open("rb") as file:
-        (told,) = of_step(file, Filter(), None, None)["samples"]
+        (told,) = samples_of_step(file, SampleFilter(), None, None)["samples"]
         assert len(told["response"]) < 10_000
         assert told["bytes"] > 1_000_000
         assert told["score"] == "NaN", "as strict JSON can say it"
-        assert whole(file, told["offset"])["response"] == long
-        with pytest.raises(Missing, match="no response begins there"):
-            whole(file, told["offset"] + 5)
+        assert single_sample(file, told["offset"])["response"] == long
+        with pytest.raises(Missing, match="no sample begins"):
+            single_sample(file, told["offset"] + 5)
 
 
 def test_damaged_lines_at_the_ends_hide_no_step(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text("what\n" + "".join(json.dumps(sample(step)) + "\n" for step in (4, 5)) + "{\n[]\n")
     with path.open("rb") as file:
-        told = of_step(file, Filter(), None, None)
+        told = samples_of_step(file, SampleFilter(), None, None)
         assert (told["first"], told["last"], told["step"], told["before"]) == (4, 5, 5, 4)
         assert [one["step"] for one in told["samples"]] == [5]
-        everything = in_all_steps(file, Filter(), 0)["samples"]
+        everything = samples_of_all_steps(file, SampleFilter(), 0)["samples"]
         assert [one.get("step") for one in everything] == [None, 4, 5, None, None], "and they are told of"
 
 
@@ -165,10 +175,10 @@ def test_a_line_without_end_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"step": 1}')
     with path.open("rb") as file:
-        assert whole_end(file) == 0
+        assert complete_end(file) == 0
         assert last_line(file) is None
         assert line_at(file, 0) is None
-        assert of_step(file, Filter(), None, None)["samples"] == []
+        assert samples_of_step(file, SampleFilter(), None, None)["samples"] == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +198,7 @@ def test_a_search_finds_text_however_it_is_written(tmp_path: Path, written: str,
     path = tmp_path / "samples.jsonl"
     path.write_text('{"step": 1, "response": ' + written + '}\n{"step": 2, "response": "other"}\n', encoding="utf-8")
     with path.open("rb") as file:
-        assert [one["step"] for one in in_all_steps(file, Filter(text=wanted), 0)["samples"]] == [1]
+        assert [one["step"] for one in samples_of_all_steps(file, SampleFilter(text=wanted), 0)["samples"]] == [1]
 
 
 @pytest.mark.parametrize("text", [b"[1]\n", b"nonsense\n", b"[" * 100_000 + b"\n", b'{"step": "7"}\n', b"\xff\xfe\n"])
@@ -231,20 +241,20 @@ def test_curves_grow_with_the_file_and_go_back_with_it(tmp_path: Path) -> None:
     log, curves = MetricsLog(path), opened(path)
     for step in range(1, 6):
         log.append(step, {"a": step / 3, "b": math.nan if step == 2 else math.inf if step == 3 else float(step)})
-        curves.read_on()
+        curves.read_more()
         assert repr(all_points(curves)) == repr(wanted_points(path))
     version = curves.version
     # A run goes back to its checkpoint and writes other values, and more than there were.
     log.rewind(2)
     for step in range(3, 12):
         log.append(step, {"a": -float(step), "late": 1.0})
-    curves.read_on()
+    curves.read_more()
     assert curves.version != version
     assert repr(all_points(curves)) == repr(wanted_points(path))
     assert curves.range() == (1, 11)
     with path.open("a") as file:
         file.write(metric_line(12, {"a": 5.0})[:-9])
-    curves.read_on()
+    curves.read_more()
     assert 12 not in all_points(curves)["a"], "half a line"
     assert curves.read_share == 1.0
 
@@ -254,10 +264,10 @@ def test_a_file_written_anew_in_its_place_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(metric_line(step, {"a": 1.0}) for step in range(1, 4)))
     curves = opened(path)
-    curves.read_on()
+    curves.read_more()
     with path.open("r+") as file:
         file.write("".join(metric_line(step, {"a": 2.0}) for step in range(1, 5)))
-    curves.read_on()
+    curves.read_more()
     assert all_points(curves) == {"a": {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0}}
 
 
@@ -267,7 +277,7 @@ def test_a_request_reads_for_a_while_and_the_next_goes_on(tmp_path: Path) -> Non
     curves = opened(path)
     shares = []
     while not shares or shares[-1] < 1:
-        curves.read_on(seconds=0)
+        curves.read_more(seconds=0)
         shares.append(curves.read_share)
     assert len(shares) == 50
     assert shares == sorted(shares)
@@ -280,7 +290,7 @@ def test_damaged_lines_are_counted(tmp_path: Path) -> None:
         metric_line(1, {"a": 1.0}) + 'what\n{"step": 2}\n' + metric_line(1, {"a": 9.0}) + metric_line(3, {"a": 3.0})
     )
     curves = opened(path)
-    curves.read_on()
+    curves.read_more()
     assert curves.damaged == 3
     assert all_points(curves) == {"a": {1: 1.0, 3: 3.0}}
 
@@ -292,7 +302,7 @@ def test_thinning_keeps_every_extreme(seed: int) -> None:
     values = [chance.gauss(0, 1) for _ in steps]
     values[chance.randrange(9_000)], values[chance.randrange(9_000)] = 1e9, -1e9
     domain = (5_000, 30_000)
-    places = thinned(steps, values, domain, 200)
+    places = downsampled(steps, values, domain, 200)
     assert places == sorted(set(places))
     assert len(places) <= 4 * 200 + 2
     kept = {steps[i] for i in places}
@@ -305,7 +315,7 @@ def test_thinning_keeps_every_extreme(seed: int) -> None:
         ]
         if inside:
             assert {min(inside)[1], max(inside)[1]} <= kept, bucket
-    assert thinned(steps[:100], values[:100], (1, 40_000), 200) == list(range(100)), "few points are all drawn"
+    assert downsampled(steps[:100], values[:100], (1, 40_000), 200) == list(range(100)), "few points are all drawn"
 
 
 def test_the_mean_is_centred() -> None:
@@ -319,7 +329,7 @@ def test_a_curve_tells_its_points_its_mean_and_what_is_no_number(tmp_path: Path)
     odd = {3: math.nan, 9: -math.inf}
     path.write_text("".join(metric_line(step, {"a": odd.get(step, float(step))}) for step in range(1, 13)))
     curves = opened(path)
-    curves.read_on()
+    curves.read_more()
     told = curves.shown("a", (4, 10), 100, half=1)
     assert told is not None
     # One beyond each edge, so that the line runs out of the picture.
@@ -342,9 +352,9 @@ def test_runs_are_found_and_links_out_are_not_followed(tmp_path: Path) -> None:
     (root / "empty").mkdir()
     found = find_runs(root)
     assert list(found.runs) == ["again", "one", "sweep/a"]
-    assert found.left_out == ("out leads out of the folder",)
+    assert found.left_out == ("out is a link out of the folder",)
     assert list(find_runs(root / "one").runs) == ["one"]
-    told = summary(root, "one", root / "one", held_locks())
+    told = summary(root, "one", root / "one", file_locks())
     facts = {name: told[name] for name in ("method", "model", "steps", "step", "metric", "value", "running", "report")}
     assert facts == {
         "method": "grpo",
@@ -360,7 +370,7 @@ def test_runs_are_found_and_links_out_are_not_followed(tmp_path: Path) -> None:
 
 def test_the_list_follows_files_that_change(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 3, {"train/loss": float})
-    shelf = Shelf(tmp_path)
+    shelf = RunList(tmp_path)
     assert [one["step"] for one in shelf.listed()["runs"]] == [3]
     with (run / "metrics.jsonl").open("a") as file:
         file.write(metric_line(4, {"train/loss": 0.5}))
@@ -380,8 +390,8 @@ def test_files_outside_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
     (root / "inner").symlink_to(root / "near")
     os.mkfifo(root / "pipe")
     for name, why in (
-        ("link", "leads out"),
-        ("pipe", "no regular file"),
+        ("link", "link out of"),
+        ("pipe", "not a regular file"),
         (".", "regular file"),
         ("none", "No such file"),
     ):
@@ -426,7 +436,7 @@ def test_numbers_json_does_not_know_are_named() -> None:
 def test_a_lock_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1, {"a": float})
     os.mkfifo(run / ".lock")
-    assert summary(tmp_path, "run", run, held_locks())["running"] is False
+    assert summary(tmp_path, "run", run, file_locks())["running"] is False
 
 
 # The index ----------------------------------------------------------------------------------------------------------
@@ -463,9 +473,9 @@ def many_runs(root: Path, count: int) -> Path:
 def test_runs_that_did_not_change_are_not_opened_again(tmp_path: Path) -> None:
     """A page that starts anew reads what has changed since the last one, however many runs there are."""
     root = many_runs(tmp_path / "runs", 120)
-    first, opened = opened_below(root, Shelf(root).listed)
+    first, opened = opened_below(root, RunList(root).listed)
     assert len(opened) == 2 * 120  # recipe and metrics of each
-    again, opened = opened_below(root, Shelf(root).listed)
+    again, opened = opened_below(root, RunList(root).listed)
     assert opened == []
     assert again == first
     # A run that grows, one that is new, one that is replaced by another of the same size, one that is gone.
@@ -476,7 +486,7 @@ def test_runs_that_did_not_change_are_not_opened_again(tmp_path: Path) -> None:
     (root / "aside").write_text(text.replace("grpo", "rloo"))
     (root / "aside").replace(root / "run008" / "recipe.yaml")
     shutil.rmtree(root / "run009")
-    now, opened = opened_below(root, Shelf(root).listed)
+    now, opened = opened_below(root, RunList(root).listed)
     assert opened == [
         f"{run}/{name}" for run in ("run007", "run008", "run999") for name in ("metrics.jsonl", "recipe.yaml")
     ]
@@ -491,7 +501,7 @@ def test_runs_that_did_not_change_are_not_opened_again(tmp_path: Path) -> None:
 def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     root = many_runs(tmp_path / "runs", 3)
-    right = Shelf(root).listed()
+    right = RunList(root).listed()
     (index,) = (tmp_path / "cache" / "runs").glob("*.json")
     assert stat.S_IMODE(index.stat().st_mode) == 0o600
     told = json.loads(index.read_text())
@@ -505,10 +515,10 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str, monkeypatch:
         index.mkdir()
     elif damage != "gone":
         index.write_text(changed)
-    now, opened = opened_below(root, Shelf(root).listed)
+    now, opened = opened_below(root, RunList(root).listed)
     assert now == right
     assert len(opened) == 6
-    again, opened = opened_below(root, Shelf(root).listed)
+    again, opened = opened_below(root, RunList(root).listed)
     assert again == right
     assert len(opened) == (6 if damage == "folder" else 0)
 
@@ -517,8 +527,8 @@ def test_only_the_lock_of_a_run_that_works_is_read(tmp_path: Path) -> None:
     root = many_runs(tmp_path / "runs", 3)
     for run in root.iterdir():
         (run / ".lock").write_text("1")
-    Shelf(root).listed()
+    RunList(root).listed()
     with RunFolder(root / "run001").lock():
-        now, opened = opened_below(root, Shelf(root).listed)
+        now, opened = opened_below(root, RunList(root).listed)
     assert opened == ["run001/.lock"]
     assert [run["running"] for run in now["runs"]] == [False, True, False]

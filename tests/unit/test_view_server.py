@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -25,15 +24,14 @@ from lockstep.commands.view import view_runs
 from lockstep.errors import Refusal
 from lockstep.parity.compare.logs.run_logs import read_evidence
 from lockstep.parity.compare.run_setup import setup_differences
-from lockstep.view.answers import PageAnswers
-from lockstep.view.server import PageServer
+from lockstep.serve.viewer import RunData, RunViewer
 from view_runs import sample, write_run
 
 HOUSE = Path(lockstep.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunViewer]:
     folder = tmp_path_factory.mktemp("view")
     root = folder / "runs"
     run = write_run(
@@ -46,16 +44,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     (other / "samples.jsonl").unlink()
     (other / "samples.jsonl").symlink_to(folder / "outside" / "samples.jsonl")
     (other / "report.html").symlink_to("/etc/passwd")
-    with PageServer(root) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    server = RunViewer(root)
+    with server.in_thread():
         yield server
-        server.shutdown()
 
 
 def asked(
-    server: PageServer, path: str, method: str = "GET", token: str | None = None, headers: dict[str, str] | None = None
+    server: RunViewer, path: str, method: str = "GET", token: str | None = None, headers: dict[str, str] | None = None
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=HANG)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG)
     try:
         connection.request(method, f"/{server.token if token is None else token}/{path}", headers=headers or {})
         answer = connection.getresponse()
@@ -64,18 +61,18 @@ def asked(
         connection.close()
 
 
-def told(server: PageServer, path: str) -> dict[str, Any]:
+def told(server: RunViewer, path: str) -> dict[str, Any]:
     status, _, content = asked(server, path)
     assert status == 200, content
     return dict(json.loads(content))
 
 
-def test_only_this_machine_can_ask(server: PageServer) -> None:
-    assert server.server_address[0] == "127.0.0.1"
+def test_only_this_machine_can_ask(server: RunViewer) -> None:
+    assert [one.getsockname()[0] for one in server._sockets] == ["127.0.0.1"]
     assert server.link.startswith("http://127.0.0.1:")
 
 
-def test_without_the_token_there_is_nothing(server: PageServer) -> None:
+def test_without_the_token_there_is_nothing(server: RunViewer) -> None:
     for token in (
         "",
         "x",
@@ -95,24 +92,24 @@ def test_without_the_token_there_is_nothing(server: PageServer) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "[::2]:80", "10.0.0.1"]
 )
-def test_a_name_that_points_here_from_elsewhere_gets_nothing(server: PageServer, host: str) -> None:
+def test_a_name_that_points_here_from_elsewhere_gets_nothing(server: RunViewer, host: str) -> None:
     status, _, content = asked(server, "api/runs", headers={"Host": host})
     assert status == 403
     assert b"critic" not in content
 
 
 @pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "LOCALHOST", "[::1]:8080"])
-def test_the_names_of_this_machine_are_answered(server: PageServer, host: str) -> None:
+def test_the_names_of_this_machine_are_answered(server: RunViewer, host: str) -> None:
     """Whatever the port: a tunnel has another one on the reader's side."""
     assert asked(server, "api/runs", headers={"Host": host})[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "NONSENSE"])
-def test_nothing_but_get(server: PageServer, method: str) -> None:
+def test_nothing_but_get(server: RunViewer, method: str) -> None:
     assert asked(server, "api/runs", method=method)[0] == 405
 
 
-def test_the_page_may_run_its_own_script_and_no_other(server: PageServer) -> None:
+def test_the_page_may_run_its_own_script_and_no_other(server: RunViewer) -> None:
     for path in ("", "app.js", "style.css", "api/runs", "nothing"):
         _, headers, _ = asked(server, path)
         policy = headers["Content-Security-Policy"]
@@ -128,7 +125,7 @@ def test_the_page_may_run_its_own_script_and_no_other(server: PageServer) -> Non
     assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|style=|https?://", page)
 
 
-def test_a_report_is_a_stranger_to_the_page(server: PageServer) -> None:
+def test_a_report_is_a_stranger_to_the_page(server: RunViewer) -> None:
     status, headers, content = asked(server, "report?run=one", token=server.report_token)
     assert (status, content) == (200, b"<h1>report</h1>")
     assert headers["Content-Security-Policy"].startswith("sandbox allow-scripts; default-src 'none'")
@@ -136,7 +133,7 @@ def test_a_report_is_a_stranger_to_the_page(server: PageServer) -> None:
     assert asked(server, "report?run=one")[0] == 404, "the page's token is not for reports"
 
 
-def test_no_way_leads_out_of_the_folder(server: PageServer) -> None:
+def test_no_way_leads_out_of_the_folder(server: RunViewer) -> None:
     names = ["../outside", "link", "one/../../outside", "/etc", "..", ".", "", "one\0", "%2e%2e", "two/../one"]
     for name in names:
         for question in ("run", "curves", "samples", "sample", "recipe"):
@@ -168,16 +165,16 @@ def test_no_way_leads_out_of_the_folder(server: PageServer) -> None:
         "curves?" + "&".join(["run=one"] * 300),
     ],
 )
-def test_a_question_that_makes_no_sense_is_told_so(server: PageServer, question: str) -> None:
+def test_a_question_that_makes_no_sense_is_told_so(server: RunViewer, question: str) -> None:
     told(server, "api/run?run=one")
     status, _, content = asked(server, f"api/{quote(question, safe='?=&/')}")
     assert status == 404
     assert json.loads(content)["error"]
 
 
-def test_what_is_no_request_ends_the_connection(server: PageServer) -> None:
+def test_what_is_no_request_ends_the_connection(server: RunViewer) -> None:
     for words in (b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00" * 40 + b"\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=HANG) as client:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as client:
             client.sendall(words)
             client.shutdown(socket.SHUT_WR)
             answer = b""
@@ -187,7 +184,7 @@ def test_what_is_no_request_ends_the_connection(server: PageServer) -> None:
     assert asked(server, "api/runs")[0] == 200
 
 
-def test_curves_of_a_run(server: PageServer) -> None:
+def test_curves_of_a_run(server: RunViewer) -> None:
     facts = told(server, "api/run?run=one")
     assert (facts["metrics"], facts["read"], facts["range"]) == (["critic/score/mean"], 1.0, [1, 20])
     answer = told(server, "api/curves?run=one&run=two&metric=critic/score/mean&metric=nothing")
@@ -198,7 +195,7 @@ def test_curves_of_a_run(server: PageServer) -> None:
     assert answer["curves"]["critic/score/mean"]["one"]["steps"] == [4, 5, 6, 7, 8, 9]
 
 
-def test_responses_of_a_run(server: PageServer) -> None:
+def test_responses_of_a_run(server: RunViewer) -> None:
     answer = told(server, "api/samples?run=one&step=last")
     assert [one["step"] for one in answer["samples"]] == [19]
     assert (answer["before"], answer["after"]) == (18, None)
@@ -229,8 +226,8 @@ def test_files_that_no_run_wrote_spoil_no_other_run(tmp_path: Path) -> None:
     (root / "good" / "samples.jsonl").write_text("\n".join(lines) + "\n")
     os.mkdir(os.fsencode(root) + b"/\xff")
     (root / os.fsdecode(b"\xff") / "recipe.yaml").write_text("method: sft\n")
-    with PageServer(root) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+    server = RunViewer(root)
+    with server.in_thread():
 
         def told(path: str) -> Any:
             status, _, body = asked(server, path)
@@ -239,7 +236,7 @@ def test_files_that_no_run_wrote_spoil_no_other_run(tmp_path: Path) -> None:
 
         listed = told("api/runs")
         assert {one["run"]: one.get("steps") for one in listed["runs"]} == {"good": 3} | dict.fromkeys(recipes)
-        assert any("is no text: rename it" in one for one in listed["left_out"])
+        assert any("rename it" in one for one in listed["left_out"])
         assert [one["value"] for one in listed["runs"] if one["run"] == "good"] == ["inf"]
         assert [one["score"] for one in told("api/samples?run=good&text=find")["samples"]] == ["inf"]
         for name in recipes:
@@ -247,13 +244,12 @@ def test_files_that_no_run_wrote_spoil_no_other_run(tmp_path: Path) -> None:
             assert told(f"api/recipe?run={name}")["problems"] or name in ("nan", "date", "list")
             found = told(f"api/difference?run=good&against={name}")
             assert "problem" in found or found["differences"]
-        server.shutdown()
 
 
 def test_differences_are_weighed_as_a_comparison_weighs_them(tmp_path: Path) -> None:
     for name, lr in (("a", 1e-4), ("b", 3e-4)):
         write_run(tmp_path / name, 2, {"x": float}, lr=lr)
-    answers = PageAnswers(tmp_path)
+    answers = RunData(tmp_path)
     found = answers.difference({"run": ["a"], "against": ["b"]})
     by_compare, unknown = setup_differences(*(read_evidence(tmp_path / name) for name in "ab"))
     assert [(one["key"], one["weight"], one["effect"]) for one in found["differences"]] == [
@@ -291,14 +287,14 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     assert (process.returncode, error) == (0, "")
 
 
-def test_the_folder_and_the_port_are_checked_first(tmp_path: Path, server: PageServer) -> None:
+def test_the_folder_and_the_port_are_checked_first(tmp_path: Path, server: RunViewer) -> None:
     with pytest.raises(Refusal, match="does not exist"):
         view_runs(tmp_path / "none")
     (tmp_path / "file").write_text("")
     with pytest.raises(Refusal, match="is a file"):
         view_runs(tmp_path / "file")
-    with pytest.raises(Refusal, match="cannot be listened on"):
-        view_runs(tmp_path, server.server_address[1])
+    with pytest.raises(Refusal, match="cannot listen"):
+        view_runs(tmp_path, server.port)
 
 
 def test_a_wheel_has_the_files_of_the_pages() -> None:
@@ -306,6 +302,6 @@ def test_a_wheel_has_the_files_of_the_pages() -> None:
     project = (HOUSE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     patterns = re.findall(r'"([^"]+)"', re.findall(r"package-data\]\nlockstep = \[([^\]]+)\]", project)[0])
     files = [path.relative_to(HOUSE) for path in HOUSE.rglob("*") if path.suffix in (".js", ".css", ".html")]
-    assert {str(path.parent) for path in files} == {"page", "view/page", "parity/compare/page"}
+    assert {str(path.parent) for path in files} == {"page"}
     for path in files:
         assert any(fnmatch.fnmatch(str(path), pattern) for pattern in patterns), path

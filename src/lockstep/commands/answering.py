@@ -92,13 +92,13 @@ def serve(
     device: str = "auto",
 ) -> None:
     """Serve MODEL over HTTP, as OpenAI's interface: chats, completions, models. A reward model gives rewards."""
-    from lockstep.serve.limits import ListenAddress, ServeLimits
+    from lockstep.serve.http_api import ListenAddress, ServeLimits
 
     address = ListenAddress(host, port, api_key)
     limits = ServeLimits(body_bytes=int(max_body * 2**20), queue=queue, seconds=request_seconds)
 
-    from lockstep.serve.start import ServeSettings
-    from lockstep.serve.start import serve as run
+    from lockstep.serve.model_server import ServeSettings
+    from lockstep.serve.model_server import serve as run
 
     run(ServeSettings(model, name, dtype, device, max_length, max_sequences, cache_gb), address, limits)
 

@@ -20,7 +20,7 @@ from lockstep.recipe.schema import Lora
 from lockstep.rollout.engine import end_ids
 from lockstep.rollout.hf import HfEngine
 from lockstep.run.output import write
-from lockstep.serve.text import TextStream
+from lockstep.serve.text_stream import TextStream
 from lockstep.types import Message, Origin, Request, Sampling
 
 # A loaded model that answers, in pieces as its tokens come.

@@ -13,7 +13,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.output import visible
 from lockstep.run.screen import Screen, shown
-from lockstep.types import Example, Item, Judged, Probe, Ranking, Steps
+from lockstep.types import Example, Item, Judged, Ranking, ScoredExample, Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +99,11 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool)
     """The row's text by runs of tokens; without colours what is trained, or judged, stands in [[double brackets]]."""
     text = Text()
     start = 0
-    marked = set(example.positions) if isinstance(example, Probe) else {position + 1 for position, _ in example.asked()}
+    marked = (
+        set(example.positions)
+        if isinstance(example, ScoredExample)
+        else {position + 1 for position, _ in example.asked()}
+    )
     while start < len(example):
         end = start
         trained = start in marked

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from lockstep.data.batching import line_tokens
-from lockstep.types import Example, Item, Judged, Origin, Probe, Prompt, Question, Ranking, Steps
+from lockstep.types import Example, Item, Judged, Origin, Prompt, Question, Ranking, ScoredExample, Steps
 
 T = TypeVar("T")
 Arrays = dict[str, np.ndarray]
@@ -103,7 +103,7 @@ class Store(_Items[T]):
             return Example(ids, trained, origin)
         begin, end = self._arrays["position_starts"][number : number + 2]
         positions = tuple(self._arrays["positions"][begin:end].tolist())
-        return Probe(ids, trained, origin, positions=positions, token_ids=tuple(self.about["asked"]))
+        return ScoredExample(ids, trained, origin, positions=positions, token_ids=tuple(self.about["asked"]))
 
     @property
     def lengths_E(self) -> np.ndarray:
@@ -149,7 +149,7 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
         return None
     sequences = [_KINDS[kind].sequences(item) for item in items]
     examples = [example for group in sequences for example in group]
-    asked = {tuple(one.token_ids) if isinstance(one, Probe) else None for one in examples}
+    asked = {tuple(one.token_ids) if isinstance(one, ScoredExample) else None for one in examples}
     extra = _KINDS[kind].columns(items)
     if len(asked) != 1 or extra is None:
         return None
@@ -164,7 +164,7 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
         "digests": np.array([digest_of(*(one.ids for one in group)) for group in sequences], dtype=np.uint64),
         **extra,
     }
-    probes = [one for one in examples if isinstance(one, Probe)]
+    probes = [one for one in examples if isinstance(one, ScoredExample)]
     if probes:
         arrays["position_starts"] = _offsets(len(one.positions) for one in probes)
         arrays["positions"] = np.array([position for one in probes for position in one.positions], dtype=np.int64)
@@ -238,7 +238,7 @@ def _steps_columns(items: Sequence[Steps]) -> Arrays:
     }
 
 
-def _steps(arrays: Arrays, index: int, examples: list[Probe]) -> Steps:
+def _steps(arrays: Arrays, index: int, examples: list[ScoredExample]) -> Steps:
     begin, end = arrays["label_starts"][index : index + 2]
     width = len(examples[0].token_ids)
     numbers = arrays["labels"][begin:end].reshape(-1, width).tolist()
@@ -272,7 +272,9 @@ def _prompt_sequence(item: Prompt) -> Sequence[Example]:
 
 _KINDS: dict[str, _ItemKind[Any]] = {
     "example": _ItemKind(Example, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]),
-    "probe": _ItemKind(Probe, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]),
+    "probe": _ItemKind(
+        ScoredExample, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]
+    ),
     "ranking": _ItemKind(Ranking, lambda item: item.examples, _ranking_columns, _ranking),
     "judged": _ItemKind(Judged, lambda item: item.examples, _judged_columns, _judged),
     "steps": _ItemKind(Steps, lambda item: item.examples, _steps_columns, _steps),

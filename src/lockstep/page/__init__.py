@@ -1,25 +1,25 @@
-"""Parts of pages: elements, numbers, curves, axes and the look. For the page of a comparison and the one of runs."""
+"""The web pages: the run viewer and the report of a comparison. Both are built from the files of this folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.resources import files
 
-SCRIPTS = ("elements.js", "numbers.js", "series.js", "paths.js", "axes.js", "pointer.js")
-STYLES = ("base.css",)
+SCRIPTS = {
+    "viewer": ("state", "chart", "curves", "samples", "recipe", "page"),
+    "compare": ("figures", "chart", "explorer", "headline", "sections"),
+}
 
 
-def script_of(folder: str, names: Sequence[str]) -> str:
-    """The scripts of a page behind those that all share; `folder` is a package whose folder `page` has them. What they
-    name is visible inside of the page's script alone."""
-    parts = [*(resource("lockstep", name) for name in SCRIPTS), *(resource(folder, name) for name in names)]
+def script_of(page: str) -> str:
+    """The script of a page: the shared files and its own, in one scope."""
+    names = ["elements", "chart", *(f"{page}_{name}" for name in SCRIPTS[page])]
+    parts = [resource(f"{name}.js") for name in names]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"
 
 
-def style_of(folder: str, names: Sequence[str]) -> str:
-    """The style of a page behind the one that all share."""
-    return "\n".join([*(resource("lockstep", name) for name in STYLES), *(resource(folder, name) for name in names)])
+def style_of(page: str) -> str:
+    return resource("base.css") + "\n" + resource(f"{page}.css")
 
 
-def resource(folder: str, name: str) -> str:
-    return (files(folder) / "page" / name).read_text(encoding="utf-8")
+def resource(name: str) -> str:
+    return (files("lockstep.page") / name).read_text(encoding="utf-8")

@@ -1,9 +1,13 @@
-"""The part `remote`: HTTP endpoints that score batches.
+"""The reward part `remote`: HTTP endpoints that score batches.
 
-One is sent `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}` and answers
-`{"scores": [...]}`, or the list alone, with one number for each item in their order. In OpenRLHF's form it is sent
-`{"query": [...], "prompts": [...], "labels": [...]}`, a query being prompt and response, and answers
-`{"rewards": [...]}`. `lockstep serve` of a reward model is such an endpoint, in both forms.
+The request is `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}`; the response is
+`{"scores": [...]}` or the list alone, with one number per item in the same order. In OpenRLHF's format the request is
+`{"query": [...], "prompts": [...], "labels": [...]}`, where a query is prompt and response, and the
+response is `{"rewards": [...]}`. `lockstep serve` of a reward model accepts both formats.
+
+Each endpoint has a circuit breaker: an endpoint that keeps failing is skipped for a while, so that it does not cost
+every batch the time limit. The last endpoint in use is skipped only after a batch has used all its retries. After the
+pause one batch tries it again.
 """
 
 from __future__ import annotations
@@ -22,23 +26,90 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import Problem, refuse_all, with_secrets
+from lockstep.http_client import HttpClient, HttpResponse, RequestFailed, ResponseTooLong, short
 from lockstep.masking import comparable, conceal, secrets_in
 from lockstep.parallel.rendezvous import TELL_SECONDS, say
 from lockstep.recipe.keys_online import Reward
-from lockstep.reward.endpoints import LEFT_OUT, Endpoint, Endpoints
-from lockstep.reward.exchange import MOST_BYTES, HttpAnswer, TooLong, Trouble, open_client, post, short
 from lockstep.reward.function_worker import number, prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
 
-# Batches under way at once: enough to keep an endpoint busy while another batch travels.
-AT_ONCE = 4
-# What endpoints are to be brought that ask for a key, as `lockstep serve --api-key` does.
+# Concurrent batches: an endpoint is busy while another batch is on the network.
+CONCURRENT_BATCHES = 4
+MAX_BYTES = 16 * 2**20
+# The bearer key for endpoints that require one, as `lockstep serve --api-key` does. It is no recipe key, because
+# recipes are stored and shown.
 KEY_VARIABLE = "LOCKSTEP_REWARD_KEY"
-LONGEST_PAUSE = 30.0
+MAX_PAUSE = 30.0
 TOO_MANY_REQUESTS = 429
 SERVER_ERROR = 500
+# Consecutive failures after which an endpoint is skipped, and for how many seconds.
+MAX_FAILURES = 3
+SKIP_SECONDS = 30.0
 _ENDING = "the run was ending before it was scored"
+
+
+@dataclass
+class Endpoint:
+    """One address and its failures. `retry_at`: when a batch may try it again; None while it is in use."""
+
+    address: str
+    failures: int = 0
+    why: str = ""
+    retry_at: float | None = None
+
+
+class Endpoints:
+    """Selects endpoints round-robin. Thread-safe."""
+
+    def __init__(self, addresses: list[str], *, skip_seconds: float = SKIP_SECONDS):
+        self._endpoints = [Endpoint(address) for address in addresses]
+        self._skip_seconds = skip_seconds
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def addresses(self) -> list[str]:
+        return [endpoint.address for endpoint in self._endpoints]
+
+    def choose(self) -> Endpoint | None:
+        """The next endpoint in use, or one whose pause is over; None if all are skipped."""
+        with self._lock:
+            now = time.monotonic()
+            order = self._endpoints[self._turn :] + self._endpoints[: self._turn]
+            due = next((e for e in order if e.retry_at is not None and e.retry_at <= now), None)
+            chosen = due or next((e for e in order if e.retry_at is None), None)
+            if chosen is None:
+                return None
+            if due is not None:
+                # One batch tries it; the others wait for the outcome.
+                due.retry_at = now + self._skip_seconds
+            self._turn = (self._endpoints.index(chosen) + 1) % len(self._endpoints)
+            return chosen
+
+    def succeeded(self, endpoint: Endpoint) -> None:
+        with self._lock:
+            endpoint.failures, endpoint.why, endpoint.retry_at = 0, "", None
+
+    def failed(self, endpoint: Endpoint, why: str, *, last_try: bool) -> None:
+        """Count a failure. `last_try`: the batch has no retries left."""
+        with self._lock:
+            endpoint.failures += 1
+            endpoint.why = why
+            others = any(e.retry_at is None for e in self._endpoints if e is not endpoint)
+            if endpoint.retry_at is not None or (endpoint.failures >= MAX_FAILURES and (last_try or others)):
+                endpoint.retry_at = time.monotonic() + self._skip_seconds
+
+    def left(self) -> str:
+        """The number of endpoints in use, for messages."""
+        with self._lock:
+            used = sum(e.retry_at is None for e in self._endpoints)
+            return f"{used} of {len(self._endpoints)} endpoints left"
+
+    def none_left(self) -> str:
+        """Why all endpoints are skipped."""
+        with self._lock:
+            reasons = [f"{e.address} failed {e.failures} times in a row: {e.why}" for e in self._endpoints]
+            return f"0 of {len(reasons)} endpoints left; " + "; ".join(reasons)
 
 
 @dataclass(frozen=True)
@@ -47,8 +118,8 @@ class _Item:
     future: Future[PartOutcome]
 
 
-class _Again(Exception):
-    """A try that failed in a way that may pass. `after`: seconds that the endpoint asks to be left alone."""
+class _Retry(Exception):
+    """A failure that may be temporary. `after` are the seconds of Retry-After."""
 
     def __init__(self, why: str, after: float = 0.0):
         super().__init__(why)
@@ -56,13 +127,13 @@ class _Again(Exception):
 
 
 class _Final(Exception):
-    """An answer that another try would not change."""
+    """A failure that a retry would not change."""
 
 
 class RemotePart(RewardPart):
-    """Gathers responses to batches in the order they come; a thread with an event loop sends them.
+    """Collects responses into batches in their order; a thread with an event loop sends them.
 
-    Every future that was handed out is settled: by its batch, by `close`, or by the end of the thread.
+    Every returned future is settled: by its batch, by `close`, or by the end of the thread.
     """
 
     name = "remote"
@@ -73,22 +144,22 @@ class RemotePart(RewardPart):
         settings: Reward,
         *,
         first_pause: float = 0.5,
-        left_out: float = LEFT_OUT,
+        skip_seconds: float = SKIP_SECONDS,
     ):
-        self._endpoints = Endpoints(_checked(addresses), left_out=left_out)
-        # The addresses with their secrets, by those that are shown.
+        self._endpoints = Endpoints(_checked(addresses), skip_seconds=skip_seconds)
+        # Addresses with secrets, by the addresses in messages.
         self._addresses = {shown: with_secrets(shown, "reward.remote") for shown in self._endpoints.addresses()}
         conceal(os.environ.get(KEY_VARIABLE, ""))
         self._settings = settings
         self._first_pause = first_pause
-        # Its own generator: pauses must not move the run's random numbers.
+        # A separate generator: pauses must not change the random numbers of the run.
         self._jitter = random.Random()
-        # Guards what follows it; also that a future is settled once.
+        # Guards the next four attributes, and that a future is settled once.
         self._lock = threading.Lock()
         self._gathered: list[_Item] = []
         self._waiting: set[_Item] = set()
-        self._told: set[tuple[str, str]] = set()
-        self._over: str | None = None
+        self._logged: set[tuple[str, str]] = set()
+        self._closed: str | None = None
         self._loop = asyncio.new_event_loop()
         self._batches: asyncio.Queue[list[_Item]] = asyncio.Queue()
         self._thread = threading.Thread(target=self._serve, name="reward-remote", daemon=True)
@@ -101,8 +172,8 @@ class RemotePart(RewardPart):
         except (TypeError, ValueError, RecursionError) as error:
             return settled(Failure(self.name, f"{question.origin} cannot be sent as JSON: {error}"))
         with self._lock:
-            if self._over is not None:
-                return settled(Failure(self.name, self._over))
+            if self._closed is not None:
+                return settled(Failure(self.name, self._closed))
             self._waiting.add(item)
             self._gathered.append(item)
             if len(self._gathered) == self._settings.remote_batch:
@@ -126,29 +197,29 @@ class RemotePart(RewardPart):
             self._release()
 
     def close(self) -> None:
-        """Answers what waits and cancels the requests under way."""
+        """Settle the waiting futures and cancel the requests under way."""
         if self._end(_ENDING):
             with suppress(RuntimeError):  # the thread has just ended by itself
                 self._loop.call_soon_threadsafe(self._stop)
-        self._thread.join(LONGEST_PAUSE)
+        self._thread.join(MAX_PAUSE)
 
     def _release(self) -> None:
-        if self._gathered and self._over is None:
+        if self._gathered and self._closed is None:
             self._loop.call_soon_threadsafe(self._batches.put_nowait, self._gathered)
         self._gathered = []
 
     def _end(self, why: str) -> bool:
-        """Take nothing more and answer all that waits; False where that was done before."""
+        """Accept nothing more and settle all that waits; False if that was done before."""
         with self._lock:
-            first = self._over is None
-            self._over = self._over or why
+            first = self._closed is None
+            self._closed = self._closed or why
             waiting = list(self._waiting)
         for item in waiting:
             self._settle(item, Failure(self.name, why))
         return first
 
     def _settle(self, item: _Item, outcome: PartOutcome) -> None:
-        """The first outcome counts: a batch may come in while the part is closed."""
+        """The first outcome counts: a batch may finish while the part is closed."""
         with self._lock:
             if item not in self._waiting:
                 return
@@ -176,13 +247,12 @@ class RemotePart(RewardPart):
 
     async def _send_all(self) -> None:
         try:
-            # Not a key of the recipe: that is kept and shown.
-            async with open_client(key=os.environ.get(KEY_VARIABLE)) as client:
-                await asyncio.gather(*[self._send_batches(client) for _ in range(AT_ONCE)])
+            async with HttpClient(key=os.environ.get(KEY_VARIABLE)) as client:
+                await asyncio.gather(*[self._send_batches(client) for _ in range(CONCURRENT_BATCHES)])
         except asyncio.CancelledError:
             return  # closed
 
-    async def _send_batches(self, client: Any) -> None:
+    async def _send_batches(self, client: HttpClient) -> None:
         while True:
             batch = await self._batches.get()
             try:
@@ -190,12 +260,12 @@ class RemotePart(RewardPart):
                 outcomes: list[PartOutcome] = [{self.name: score} for score in scores]
             except _Final as error:
                 outcomes = [Failure(self.name, str(error))] * len(batch)
-            except Exception as error:  # noqa: BLE001 - a batch that nobody answers would hold up the run for ever
+            except Exception as error:  # noqa: BLE001 - without an outcome the run would wait forever
                 outcomes = [Failure(self.name, f"the request failed: {_named(error)}")] * len(batch)
             for item, outcome in zip(batch, outcomes, strict=True):
                 self._settle(item, outcome)
 
-    async def _scored(self, client: Any, items: list[str]) -> list[float]:
+    async def _scored(self, client: HttpClient, items: list[str]) -> list[float]:
         body, key = self._request(items)
         tries = 1 + self._settings.remote_retries
         pause, begun = self._first_pause, time.monotonic()
@@ -204,54 +274,55 @@ class RemotePart(RewardPart):
             if endpoint is None:
                 raise _Final(self._endpoints.none_left())
             try:
-                return scores_in(await self._asked(client, endpoint, body, last_try=left == 0), len(items), key)
-            except _Again as error:
+                return scores_in(await self._response(client, endpoint, body, last_try=left == 0), len(items), key)
+            except _Retry as error:
                 if left == 0:
-                    told = f"{endpoint.address}: {error}; tried {tries} times; {self._endpoints.left()}"
-                    raise _Final(told) from error
-                self._tell(endpoint, str(error), time.monotonic() - begun)
-                own = min(pause, LONGEST_PAUSE) * self._jitter.uniform(0.5, 1.5)
-                await asyncio.sleep(max(own, min(error.after, self._settings.remote_timeout)))
+                    why = f"{endpoint.address}: {error}; tried {tries} times; {self._endpoints.left()}"
+                    raise _Final(why) from error
+                self._log_wait(endpoint, str(error), time.monotonic() - begun)
+                backoff = min(pause, MAX_PAUSE) * self._jitter.uniform(0.5, 1.5)
+                await asyncio.sleep(max(backoff, min(error.after, self._settings.remote_timeout)))
             pause *= 2
         raise AssertionError("the last try returns or raises")
 
-    def _tell(self, endpoint: Endpoint, why: str, waited: float) -> None:
-        """That a batch waits for an endpoint that fails: once for each reason."""
-        if waited >= TELL_SECONDS and (endpoint.address, why) not in self._told:
-            self._told.add((endpoint.address, why))
-            say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; it is tried again")
+    def _log_wait(self, endpoint: Endpoint, why: str, waited: float) -> None:
+        """Log that a batch waits for a failing endpoint, once per reason."""
+        if waited >= TELL_SECONDS and (endpoint.address, why) not in self._logged:
+            self._logged.add((endpoint.address, why))
+            say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; it is retried")
 
     def _request(self, items: list[str]) -> tuple[bytes, str]:
-        """What is sent, and under which name the numbers come back."""
+        """The body of the request, and the key of the scores in the response."""
         if self._settings.remote_form == "items":
             return f'{{"items": [{", ".join(items)}]}}'.encode(), "scores"
         rows = [json.loads(item) for item in items]
         return json.dumps({key: [row[key] for row in rows] for key in rows[0]}).encode(), "rewards"
 
-    async def _asked(self, client: Any, endpoint: Endpoint, body: bytes, *, last_try: bool) -> bytes:
-        """What the endpoint answers, within `remote_timeout`; its breaker is told how it went."""
+    async def _response(self, client: HttpClient, endpoint: Endpoint, body: bytes, *, last_try: bool) -> bytes:
+        """The body of the response, within `remote_timeout`. The circuit breaker counts the outcome."""
         try:
-            answer = await post(client, self._addresses[endpoint.address], body, self._settings.remote_timeout)
-        except Trouble as error:
+            address, limit = self._addresses[endpoint.address], self._settings.remote_timeout
+            answer = await client.request("POST", address, body, seconds=limit, max_bytes=MAX_BYTES)
+        except RequestFailed as error:
             self._endpoints.failed(endpoint, str(error), last_try=last_try)
-            raise _Again(str(error)) from error
-        except TooLong as error:
-            self._endpoints.answered(endpoint)
-            raise _Final(f"{endpoint.address}: its answer is longer than {MOST_BYTES // 2**20} MiB") from error
+            raise _Retry(str(error)) from error
+        except ResponseTooLong as error:
+            self._endpoints.succeeded(endpoint)
+            raise _Final(f"{endpoint.address}: its answer is longer than {MAX_BYTES // 2**20} MiB") from error
         if answer.status >= SERVER_ERROR:
-            self._endpoints.failed(endpoint, answer.told(), last_try=last_try)
-            raise _Again(answer.told(), answer.retry_after)
-        self._endpoints.answered(endpoint)
+            self._endpoints.failed(endpoint, answer.error(), last_try=last_try)
+            raise _Retry(answer.error(), answer.retry_after)
+        self._endpoints.succeeded(endpoint)
         if answer.status == TOO_MANY_REQUESTS:
-            # It is alive, only busy.
-            raise _Again(answer.told(), answer.retry_after)
+            # The endpoint works and is busy.
+            raise _Retry(answer.error(), answer.retry_after)
         if not answer.success:
             raise _Final(f"{endpoint.address}: {_refused(answer)}")
         return answer.body
 
 
 def scores_in(answer: bytes, count: int, key: str = "scores") -> list[float]:
-    """The scores of an answer; anything but `count` finite numbers is refused whole."""
+    """The scores of a response. Anything but `count` finite numbers is an error."""
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -272,13 +343,13 @@ def scores_in(answer: bytes, count: int, key: str = "scores") -> list[float]:
     return [plain for plain in numbers if plain is not None]
 
 
-def _refused(answer: HttpAnswer) -> str:
+def _refused(answer: HttpResponse) -> str:
     if 300 <= answer.status < 400:
         location = answer.headers.get("location")
         return short(f"answered {answer.status} {answer.reason}: redirects of a POST are not followed") + (
-            f"; write the address that it leads to, {short(location)!r}" if location else ""
+            f"; set the address of its target, {short(location)!r}" if location else ""
         )
-    return answer.told()
+    return answer.error()
 
 
 def _checked(addresses: str | Sequence[str]) -> list[str]:
@@ -299,7 +370,7 @@ def _is_http(address: str) -> bool:
     try:
         parts = urlsplit(comparable(address))
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a broken IPv6 address
+    except ValueError:  # an invalid port or IPv6 address
         return False
 
 

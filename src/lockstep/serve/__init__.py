@@ -1,1 +1,1 @@
-"""Models behind HTTP: the endpoint of `lockstep serve`. Imported by the commands and by OpenRLHF's `serve_rm`."""
+"""HTTP servers: the OpenAI API of a model, the rewards of a reward model, and the run viewer. One server, `asgi.py`."""

@@ -1,1 +1,1 @@
-"""The tape of a run: what another device needs to repeat it. For `rollout`, `reward` and all above them."""
+"""The tape of a run: the recorded numbers that another device needs to repeat it."""

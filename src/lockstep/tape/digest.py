@@ -1,11 +1,15 @@
-"""A tensor in a few numbers that tell how far two tensors are apart, without keeping either.
+"""Digests: a few numbers per tensor from which the distance between two tensors can be estimated.
 
-Four statistics, and a random projection of each of eight runs of rows. The projections of two tensors lie as far apart
-as the tensors do, up to a factor near 1; the runs say in which rows. Then three profiles, each in eight random
-projections: the sum of every column, and the sum of squares of every column and of every row. Rounding averages out in
-such sums and what is systematic does not, so they tell the two apart (`parity/replay/systematic.py`). Signs come from
-the shape alone, so that every device and version projects in the same way. Tapes of earlier versions have digests
-without profiles.
+A digest has three parts.
+
+- Four statistics of the tensor.
+- A sketch: random projections of eight blocks of rows. The distance between two sketches estimates the distance between
+  the tensors; the blocks show in which rows they differ.
+- Three profiles, each as eight random projections: the column sums, the column sums of squares and the row sums of
+  squares. Rounding averages out in these sums and a systematic error does not (`parity/replay/tolerances.py`).
+
+The random signs depend on the shape alone, so every device and version computes the same digest. Tapes of earlier
+versions have digests without profiles.
 """
 
 from __future__ import annotations
@@ -21,26 +25,23 @@ from lockstep.parallel.sharding import whole
 
 BLOCKS, SKETCH = 8, 4
 STATISTICS = ("norm", "mean", "largest", "not_finite")
-# Where the distances end: all that a digest without profiles has.
+# Length of a digest without profiles.
 SHORT = len(STATISTICS) + BLOCKS * SKETCH
 PROFILES = ("column_sums", "column_squares", "row_squares")
 MARKS = 8
 LENGTH = SHORT + len(PROFILES) * MARKS
-
-
-# Numbers that are digested together: a snapshot makes thousands of digests, mostly of small tensors, so what counts is
-# the number of operators.
+# Elements that are digested together. A snapshot has thousands of small tensors, so the number of operators dominates.
 TOGETHER = 2**26
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """`LENGTH` numbers in fp32 on the tensor's device, so that many digests cross to the host at once."""
+    """`LENGTH` fp32 numbers on the tensor's device. `on_host` copies many digests at once."""
     return digests({"": tensor})[""]
 
 
 @torch.no_grad()
 def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of each tensor, those of one shape together (a collective when they are sharded: in the order given)."""
+    """Digest each tensor; tensors of one shape are stacked. A collective if they are sharded, in the given order."""
     alike: dict[tuple[torch.Size, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
         alike.setdefault((tensor.shape, tensor.device), []).append(name)
@@ -53,16 +54,18 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
-    """Products by element and sums alone: a device may run every matrix product in tf32 or bf16, and a projection that
-    is one would then differ where the tensors do not."""
+    """Digest stacked matrices with elementwise products and sums only.
+
+    A device may run matrix products in tf32 or bf16, which would change the digest of an unchanged tensor.
+    """
     count, rows, columns = rows_NRC.shape
     device = rows_NRC.device
-    # One buffer for every product, which is as large as what is digested.
+    # One buffer for all products: each is as large as the input.
     buffer_NRC = torch.empty_like(rows_NRC)
     signs_SC, signs_RS = _signs(columns, 1, device).T.contiguous(), _signs(rows, 2, device)
     projected_NRS = torch.stack([torch.mul(rows_NRC, sign_C, out=buffer_NRC).sum(2) for sign_C in signs_SC], 2)
     projected_NRS.mul_(signs_RS)
-    # The same cut that sharding over 2, 4 or 8 devices makes.
+    # These blocks match the shards of 2, 4 or 8 devices.
     run = max(1, -(-rows // BLOCKS))
     sketch_NBS = pad(projected_NRS, (0, 0, 0, BLOCKS * run - rows)).view(count, BLOCKS, run, SKETCH).sum(2)
     torch.mul(rows_NRC, rows_NRC, out=buffer_NRC)
@@ -81,7 +84,7 @@ def _digested(rows_NRC: torch.Tensor) -> torch.Tensor:
 
 
 def _marked(profile_NP: torch.Tensor, marks_PM: torch.Tensor) -> torch.Tensor:
-    """Each profile projected on every column of signs, without a matrix product."""
+    """Project each profile on every column of signs, without a matrix product."""
     return (profile_NP[:, None] * marks_PM.T).sum(2)
 
 
@@ -91,7 +94,7 @@ def _parts(names: list[str], size: int) -> Iterator[list[str]]:
 
 
 def distances(a: torch.Tensor, b: torch.Tensor) -> list[float]:
-    """How far two digested tensors lie apart, by runs of rows; infinite where one is not finite."""
+    """Estimated distance between two tensors for each block of rows; infinite if a sketch is not finite."""
     difference_BS = (sketch(a) - sketch(b)).view(BLOCKS, SKETCH)
     if not bool(torch.isfinite(difference_BS).all()):
         return [math.inf] * BLOCKS
@@ -103,12 +106,12 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def sketch(a: torch.Tensor) -> torch.Tensor:
-    """Linear in the tensor: the sketch of a difference is the difference of sketches."""
+    """The sketch is linear: the sketch of a difference is the difference of the sketches."""
     return a[len(STATISTICS) : SHORT].double()
 
 
 def profiles(a: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """By name, `MARKS` numbers each; None of a digest without them."""
+    """`MARKS` numbers per profile; None if the digest has no profiles."""
     if len(a) < LENGTH:
         return None
     return dict(zip(PROFILES, a[SHORT:LENGTH].double().view(-1, MARKS), strict=True))
@@ -119,12 +122,12 @@ def norm(a: torch.Tensor) -> float:
 
 
 def size_of(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor as a digest sees it."""
+    """Rows and columns of a tensor in its digest."""
     return (math.prod(shape), 1) if len(shape) < 2 else (math.prod(shape[:-1]), shape[-1])
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
-    """The distance as a share of the larger tensor's norm. Two tensors of zeros are equal."""
+    """The distance divided by the larger norm. Two zero tensors are equal."""
     difference, size = distance(a, b), max(norm(a), norm(b), floor)
     if not math.isfinite(difference) or not math.isfinite(size):
         return math.inf
@@ -141,6 +144,17 @@ def _signs(count: int, seed: int, device: torch.device, each: int = SKETCH) -> t
 
 
 def sign_table(count: int, seed: int, each: int) -> torch.Tensor:
-    """1 and -1, the same on every device and in every version. Part of a tape's format."""
+    """Random 1 and -1, identical on every device and version. Part of the tape format."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + count)
     return torch.randint(0, 2, (count, each), generator=generator).float() * 2 - 1
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors to the host, one transfer per shape and dtype."""
+    alike: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault((tensor.shape, tensor.dtype), []).append(name)
+    found: dict[str, torch.Tensor] = {}
+    for names in alike.values():
+        found |= zip(names, torch.stack([tensors[name] for name in names]).cpu().unbind(), strict=True)
+    return {name: found[name] for name in tensors}

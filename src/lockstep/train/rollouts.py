@@ -16,15 +16,8 @@ from lockstep.rollout.collect import everyone
 from lockstep.rollout.engine import training_sampling
 from lockstep.rollout.generator import Generator
 from lockstep.run.metrics import PhaseTimer
+from lockstep.train import rollout_checks as checks
 from lockstep.train.experience import Experience, spread_experience, summarised
-from lockstep.train.rollout_checks import (
-    Unscored,
-    refuse_failures,
-    refuse_nothing_left,
-    rollout_metrics,
-    straggler_metrics,
-    teaches,
-)
 from lockstep.types import FAILED, Failure, Prompt, Rollout, Sampling, Score, Summary
 
 
@@ -33,7 +26,7 @@ class Rollouts:
     """The responses to learn from, those that could not be scored, and where the next step begins in the data."""
 
     experience: Experience
-    failed: Unscored
+    failed: checks.Unscored
     position: int
     metrics: dict[str, float]
     generated: list[Rollout] | None = None
@@ -60,7 +53,7 @@ def take_rollouts(
         position += missing
         used += 1
         for group in _groups(answers.sampled(taken)):
-            (kept if rounds == 1 or teaches(group, prompts, settings) else uniform).append(group)
+            (kept if rounds == 1 or checks.teaches(group, prompts, settings) else uniform).append(group)
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
     # A prompt was known by its position in the data; from here on by its index in the step.
@@ -71,11 +64,11 @@ def take_rollouts(
     asked = {number: prompts[at] for at, number in index.items()}
     baselines = answers.baselines(asked) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
     failed = answers.failed()
-    refuse_failures(failed, len(answers.every), recipe.reward.max_failures)
+    checks.refuse_failures(failed, len(answers.every), recipe.reward.max_failures)
     experience = spread_experience(rollouts, asked, here, baselines, generator.world)
-    refuse_nothing_left(failed, len(answers.every), experience.sequences)
-    metrics = rollout_metrics(answers.every, rollouts, failed.count)
-    metrics |= straggler_metrics(generator.world.gather((answers.seconds, answers.taken)))
+    checks.refuse_nothing_left(failed, len(answers.every), experience.sequences)
+    metrics = checks.rollout_metrics(answers.every, rollouts, failed.count)
+    metrics |= checks.straggler_metrics(generator.world.gather((answers.seconds, answers.taken)))
     if rounds > 1:
         metrics |= {
             "train/num_gen_batches": float(used),
@@ -115,14 +108,14 @@ class _Answers:
         _, greedy = self._generate(prompts, 1, replace(self.sampling, temperature=0.0))
         return {one.prompt_index: one.score.total for one in greedy if isinstance(one.score, Score)}
 
-    def failed(self) -> Unscored:
+    def failed(self) -> checks.Unscored:
         """Those that could not be scored, the first of them whole on every rank."""
         count = sum(isinstance(one.score, Failure) for one in self.every)
         if not count:
-            return Unscored(0, [])
+            return checks.Unscored(0, [])
         most = max(self.recipe.log.samples, 1)
         calls = (everyone(own[:most], self.generator.world) for own in self._failed)
-        return Unscored(count, [one for call in calls for one in call][:most])
+        return checks.Unscored(count, [one for call in calls for one in call][:most])
 
     def _generate(
         self, prompts: Mapping[int, Prompt], n: int, sampling: Sampling

@@ -14,8 +14,8 @@ from lockstep.model.weights import biases_and_norms
 from lockstep.recipe.loader import resolved
 from lockstep.run.checkpoint import require_disk
 from lockstep.run.folder import describe_environment
-from lockstep.tape.probe import unmatched_patterns
-from lockstep.tape.record import Recorder, Taped, TapeRecorder
+from lockstep.tape.module_trace import unmatched_patterns
+from lockstep.tape.tape_recorder import Recorder, Taped, TapeRecorder
 from lockstep.train.advantages import Advantages
 from lockstep.train.experience import Experience
 from lockstep.train.logprobs import Annotated

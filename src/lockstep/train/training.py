@@ -30,7 +30,7 @@ from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, run_folder
 from lockstep.run.metrics import read_metrics
 from lockstep.run.runtime import Runtime, seed_generators
-from lockstep.tape.record import Recorder
+from lockstep.tape.tape_recorder import Recorder
 from lockstep.train.checkpointing import Checkpointer, Position
 from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.monitor import EarlyStop, IdleUpdates

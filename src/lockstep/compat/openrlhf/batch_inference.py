@@ -31,7 +31,7 @@ from lockstep.reward.model import load_reward_model, normalized_by_config
 from lockstep.rollout.generator import Generator
 from lockstep.run.console import Console
 from lockstep.run.folder import refuse_unwritable
-from lockstep.serve.start import stored_dtype
+from lockstep.serve.model_server import stored_dtype
 from lockstep.types import Failure, Message, Origin, Prompt, Question, Row, Sampling, Score
 
 if TYPE_CHECKING:

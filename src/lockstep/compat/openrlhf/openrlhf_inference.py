@@ -124,7 +124,7 @@ def run_inference(program: str, words: Sequence[str]) -> None:
 
         run_batch(order)
         return
-    from lockstep.serve.start import serve
+    from lockstep.serve.model_server import serve
 
     serve(*rewards_served(words))
 
@@ -162,8 +162,8 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
 
 def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
     """The arguments of `serve` for a `serve_rm` command."""
-    from lockstep.serve.limits import ListenAddress, ServeLimits, is_loopback
-    from lockstep.serve.start import ForeignRewards, ServeSettings
+    from lockstep.serve.http_api import ListenAddress, ServeLimits, is_loopback
+    from lockstep.serve.model_server import ForeignRewards, ServeSettings
 
     given, problems = _given("serve_rm", words)
     if not given.get("reward_pretrain"):

@@ -14,7 +14,7 @@ from lockstep.data.encode.dialogue import Turns, as_turns, divide
 from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
 from lockstep.data.encode.responses import DIALOGUES, ResponseEncoder
 from lockstep.errors import Refusal
-from lockstep.types import Example, Origin, Probe, Ranking, Row
+from lockstep.types import Example, Origin, Ranking, Row, ScoredExample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -312,5 +312,5 @@ def _finite(value: Any, key: str, origin: Origin) -> float:
     return float(value)
 
 
-def _scored_at_the_end(example: Example) -> Probe:
-    return Probe(example.ids, bytes(len(example)), example.origin, positions=(len(example) - 1,))
+def _scored_at_the_end(example: Example) -> ScoredExample:
+    return ScoredExample(example.ids, bytes(len(example)), example.origin, positions=(len(example) - 1,))

@@ -17,7 +17,7 @@ from lockstep.data.encode.dialogue import Turns, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit
 from lockstep.data.encode.template_checks import refuse_vanished
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.types import Message, Origin, Probe, Row, Steps
+from lockstep.types import Message, Origin, Row, ScoredExample, Steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -268,7 +268,7 @@ class StepRows:
         labels, text, ids = read
         positions = self.writer.positions(ids)
         self._refuse_mismatch(text, len(positions), len(labels), origin)
-        probe = Probe(
+        probe = ScoredExample(
             array("q", ids), bytes(len(ids)), origin, positions=tuple(positions), token_ids=self.marks.token_ids
         )
         self.encoding.refuse_two_openings(probe)

@@ -1,1 +1,1 @@
-"""What the guides of the field check by hand, done on the first recorded step. For `parity` and the command line."""
+"""The checklist: common manual checks, run on the first recorded step."""

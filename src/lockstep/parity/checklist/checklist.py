@@ -1,10 +1,11 @@
-"""The checks that people do by hand when two devices disagree, done on the first recorded step of a run."""
+"""`lockstep replay --checklist`: the usual manual checks for two devices that disagree, on the first recorded step."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,19 @@ import torch
 
 from lockstep.errors import Refusal
 from lockstep.model.weights import trained_weights
-from lockstep.parity.checklist.bench import OFFLINE, Bench, CheckItem
-from lockstep.parity.checklist.recorded import first_tokens, first_update, repeatability, rewards, starting_weights
-from lockstep.parity.checklist.trials import engine_items, padding
-from lockstep.parity.replay.checks import share
-from lockstep.parity.replay.loop import Replay
-from lockstep.parity.replay.parts import parts_of
-from lockstep.parity.replay.replay import replayed_recipe, reserved_name, run_replay
-from lockstep.parity.replay.stages import Side
-from lockstep.parity.replay.tolerance import tolerance_of
+from lockstep.parity.checklist.checklist_trials import OFFLINE, Bench, CheckItem, engine_items, padding
+from lockstep.parity.replay.replay_checks import Check, finite, share, worst_difference
+from lockstep.parity.replay.replay_loop import Replay, parts_of, replayed_recipe, reserved_name, run_replay
+from lockstep.parity.replay.stage_checks import SCORE, TapeSide, by_prompt_and_sample, check_responses
+from lockstep.parity.replay.tolerances import Tolerance, tolerance_of
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
-from lockstep.tape.format import StepRecord, TapeFolder
-from lockstep.tape.observer import Observer
-from lockstep.tape.record import weights_of
-from lockstep.tape.rows import rollouts_of
+from lockstep.tape.tape_format import StepRecord, TapeFolder
+from lockstep.tape.tape_recorder import weights_of
+from lockstep.tape.tape_rows import rollouts_of
+from lockstep.tape.update_observer import Observer
 from lockstep.train.models import Models
 from lockstep.train.training import Training
 from lockstep.types import Rollout
@@ -36,21 +33,23 @@ from lockstep.types import Rollout
 __all__ = ["CheckItem", "as_json", "run_checklist", "show"]
 
 RESULT = "checklist.json"
-# Weights that went through another number format on one side, as a share of their size.
+# Relative difference of weights that one side has in another dtype.
 ROUNDED = 5e-3
+# The number of tokens of each response that are compared.
+FIRST_TOKENS = 20
 MARKS = {True: "passed", False: "FAILED", None: "-"}
 
 
 class Checklist(Replay):
-    """The first step twice from the recorded weights, to see whether it repeats; then trials in the same run.
+    """Runs the first step twice from the recorded weights, to see whether it repeats, then trials in the same run.
 
-    The second time recorded responses stand in for generated ones.
+    The second time uses recorded responses instead of generated ones.
     """
 
     def __init__(self, tape: TapeFolder):
         super().__init__(tape, "forced", only=(1,))
         self.bench: Bench | None = None
-        self.own: list[StepRecord] = []
+        self.replayed: list[StepRecord] = []
         self.generated: list[Rollout] = []
         self.unlike: list[str] = []
         self.tried: list[CheckItem] = []
@@ -75,7 +74,7 @@ class Checklist(Replay):
         return Bench(training, self.tape.read_step(1), rollouts, start, tolerance)
 
     def _start(self, models: Models) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Weights before the step, and which of the model folder's are others. A tape without weights began there."""
+        """The weights before the step, and which weights of the model folder differ from them."""
         if 1 not in self.tape.weighed():
             return {name: tensor.clone() for name, tensor in weights_of(models.learners).items()}, []
         taped = self.tape.read_weights(1)
@@ -91,11 +90,11 @@ class Checklist(Replay):
         run = training.run
         if run.world.main:
             own = TapeFolder(run.folder.tape)
-            if not self.own and _online(training):
+            if not self.replayed and _online(training):
                 self.generated = rollouts_of(own.read_table(own.rollouts_file(1)))
-            self.own.append(own.read_step(1))
+            self.replayed.append(own.read_step(1))
         if self.mode == "forced":
-            run.rewind(step)  # it comes again
+            run.rewind(step)  # the step runs again
             return
         assert self.bench is not None
         for learner in self.bench.models.learners:
@@ -117,35 +116,35 @@ def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
 
 
 def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[CheckItem]:
-    """Every item, on the device and with the keys that `overrides` ask for. Ranks other than the first get none."""
+    """All items, with the keys of `overrides`. Ranks other than 0 get none."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
     loop = Checklist(tape)
-    # The first step is what is looked at, so the recipe that trained it.
+    # The recipe that trained the first step.
     with reserved_name(source, "checklist") as name:
         folder = run_replay(loop, replayed_recipe(source, name, overrides, parts_of(source)[0].recipe), console)
     if folder is None:
         return []
-    items = judged(loop, Side.open(tape), Side.open(TapeFolder(RunFolder(folder).tape)))
+    items = judged(loop, TapeSide.open(tape), TapeSide.open(TapeFolder(RunFolder(folder).tape)))
     atomic_write_text(folder / RESULT, json.dumps(as_json(items), indent=2) + "\n")
     return items
 
 
-def judged(loop: Checklist, a: Side, b: Side) -> list[CheckItem]:
-    """What the replayed step says against the recorded one, around what was tried in its run."""
-    recorded, (own, again) = a.tape.read_step(1), loop.own
+def judged(loop: Checklist, a: TapeSide, b: TapeSide) -> list[CheckItem]:
+    """All items: comparisons of the replayed step with the recorded one, and the trials."""
+    recorded, (own, again) = a.tape.read_step(1), loop.replayed
     tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
     if loop.generated and a.drawn_by != b.drawn_by:
-        why = f"the recorded responses were drawn by {a.drawn_by}'s noise, and {b.drawn_by}'s would be others"
-        heard = [CheckItem("first tokens", None, "", why), rewards(recorded, own)]
+        why = f"{a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} is different"
+        responses = [CheckItem("first tokens", None, "", why), rewards(recorded, own)]
     elif loop.generated:
-        heard = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, own)]
+        responses = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, own)]
     else:
-        heard = [CheckItem(name, None, "", OFFLINE) for name in ("first tokens", "rewards")]
+        responses = [CheckItem(name, None, "", OFFLINE) for name in ("first tokens", "rewards")]
     return [
         starting_weights(a.manifest, b.manifest, loop.unlike),
-        *heard,
+        *responses,
         first_update(recorded, own, tolerance),
         *loop.tried,
         repeatability(own, again),
@@ -155,11 +154,11 @@ def judged(loop: Checklist, a: Side, b: Side) -> list[CheckItem]:
 def show(items: Sequence[CheckItem], console: Console) -> None:
     failed = sum(item.passed is False for item in items)
     passed = sum(item.passed is True for item in items)
-    rows = [(f"{MARKS[item.passed]:6} {item.name}", _told(item)) for item in items]
+    rows = [(f"{MARKS[item.passed]:6} {item.name}", _text(item)) for item in items]
     console.banner(f"checklist: {passed} passed, {failed} failed, {len(items) - passed - failed} not judged", rows)
 
 
-def _told(item: CheckItem) -> str:
+def _text(item: CheckItem) -> str:
     if item.passed:
         return item.measured
     return f"{item.measured}\n-> {item.means}" if item.measured else item.means
@@ -167,3 +166,125 @@ def _told(item: CheckItem) -> str:
 
 def as_json(items: Sequence[CheckItem]) -> dict[str, Any]:
     return {"passed": all(item.passed is not False for item in items), "items": [asdict(item) for item in items]}
+
+
+# -- items that compare the replayed first step with the recorded one
+
+
+def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]) -> CheckItem:
+    """Compare this side's model folder with that of the recorded run."""
+    name, ours, theirs = "starting weights", a["model"], b["model"]
+    parts = [part for part in ours if ours[part] is not None and theirs.get(part) is not None]
+    other = [part for part in parts if ours[part] != theirs[part]]
+    if other or unlike:
+        found = [f"other {part}" for part in other]
+        found += [f"{len(unlike)} weights differ, the first is {unlike[0]}"] if unlike else []
+        means = "the two sides do not start from the same model: copy the folder, and run this again first"
+        return CheckItem(name, False, "; ".join(found), means)
+    if "weights" not in parts:
+        return CheckItem(name, None, "", "one side's model is not a local folder, so its files cannot be compared")
+    return CheckItem(name, True, f"the same {', '.join(parts)}", "both sides start from the same model")
+
+
+def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout], tolerance: Tolerance) -> CheckItem:
+    rollouts = rollouts_of(a.tape.read_table(a.tape.rollouts_file(1)))
+    ours, theirs = _beginnings(rollouts), _beginnings(generated)
+    check = check_responses(a, recorded, ours, theirs, tolerance)
+    replayed = by_prompt_and_sample(theirs)
+    same = sum(
+        which in replayed and replayed[which].ids == rollout.ids
+        for which, rollout in by_prompt_and_sample(ours).items()
+    )
+    measured = f"{same} of {len(ours)} responses begin with the recorded {FIRST_TOKENS} tokens; "
+    measured += f"log-probabilities differ by {check.error:.2g} (allowed {check.allowed:.2g})"
+    if check.passed:
+        measured += "" if same == len(ours) else "; where responses diverge it was a tie"
+        return CheckItem("first tokens", True, measured, "the engines generate the same from the same weights")
+    means = (
+        f"the engine generates something else from the same weights, and no tie explains it ({check.where}): see "
+        "prefill and decode; if that passes, check sampling (seed, temperature, top-p, end tokens)"
+    )
+    return CheckItem("first tokens", False, measured, means)
+
+
+def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    return [
+        replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS], trained=r.trained[:FIRST_TOKENS])
+        for r in rollouts
+    ]
+
+
+def rewards(recorded: StepRecord, own: StepRecord) -> CheckItem:
+    x, y = recorded.tensors["step/scores"], own.tensors["step/scores"]
+    off = torch.nan_to_num((x.double() - y.double()).abs(), nan=math.inf) > SCORE
+    measured = f"{int((~off).sum())} of {len(x)} recorded responses have their recorded score"
+    if not bool(off.any()):
+        return CheckItem("rewards", True, measured, "rewards give the recorded scores")
+    means = (
+        f"the same text gets another score ({worst_difference(x, y, 'response')}): another version of the reward or "
+        "of its imports, another reward model, weight or overlong penalty"
+    )
+    return CheckItem("rewards", False, measured, means)
+
+
+def first_update(recorded: StepRecord, own: StepRecord, tolerance: Tolerance) -> CheckItem:
+    """Loss and gradient norm of each learner's first update."""
+    checks = [check for pair in _firsts(recorded, own) for check in _update_checks(recorded, *pair, tolerance)]
+    measured = "; ".join(
+        f"{check.what} {check.where} (differs by {check.error:.2g}, allowed {check.allowed:.2g})" for check in checks
+    )
+    failed = [check.what for check in checks if not check.passed]
+    if not any(update.get("grad_norm") for pair in _firsts(recorded, own) for update in pair):
+        return CheckItem(
+            "first loss and gradient", None, measured, "proves nothing: the gradient of the first step is 0"
+        )
+    if not failed:
+        return CheckItem("first loss and gradient", True, measured, "the first update equals the recorded one")
+    means = "the same rows and weights give another " + " and ".join(failed) + ": "
+    if all("gradient" in what for what in failed):
+        means += "check the backward pass and the sum over micro-batches and ranks"
+    else:
+        means += "`lockstep replay` names the stage and the module"
+    return CheckItem("first loss and gradient", False, measured, means)
+
+
+def _firsts(recorded: StepRecord, own: StepRecord) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    one, other = ({u["learner"]: u for u in reversed(record.info["updates"])} for record in (recorded, own))
+    return [(one[learner], other[learner]) for learner in sorted(one.keys() & other.keys(), reverse=True)]
+
+
+def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], tolerance: Tolerance) -> list[Check]:
+    learner = a["learner"]
+    # A loss may be 0 where its slopes are not (centred advantages), so the slopes give the scale.
+    pulls = float(recorded.tensors[f"{learner}/0/pulls"].double().abs().sum())
+    figures = {"loss": (max(abs(a["loss"]), pulls, 1e-12), tolerance.loss + tolerance.logprob)}
+    if "grad_norm" in a and "grad_norm" in b:
+        figures["grad_norm"] = max(a["grad_norm"], 1e-7), tolerance.gradient
+    checks = []
+    for key, (size, allowed) in figures.items():
+        error = abs(a[key] - b[key]) / size
+        what = f"{learner} {'loss' if key == 'loss' else 'gradient norm'}"
+        values = f"{a[key]:.6g} against {b[key]:.6g}"
+        checks.append(Check("loss", 1, what, finite(error), allowed, values))
+    return checks
+
+
+def repeatability(own: StepRecord, again: StepRecord) -> CheckItem:
+    """For information, never a failure: devices need not be deterministic."""
+    names = sorted(own.tensors.keys() | again.tensors.keys())
+    differ = [
+        n
+        for n in names
+        if n not in own.tensors or n not in again.tensors or not _same(own.tensors[n], again.tensors[n])
+    ]
+    if not differ and own.info["updates"] == again.info["updates"]:
+        return CheckItem(
+            "repeatability", True, f"{len(names)} tensors of the step, bit for bit", "the step repeats exactly"
+        )
+    measured = f"{len(differ)} of {len(names)} tensors differ when the step runs twice"
+    means = "for information: some kernels here are not deterministic; run.deterministic=true selects others"
+    return CheckItem("repeatability", None, measured, means)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

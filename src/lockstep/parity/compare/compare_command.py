@@ -70,9 +70,9 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
     """Show the curves, then every stage and module of the recorded updates; return whether the updates are in step."""
     # Only recordings need torch.
-    from lockstep.parity.replay.recording import compare_recordings
-    from lockstep.parity.replay.replay import as_json as replayed_json
-    from lockstep.parity.replay.show import show as show_stages
+    from lockstep.parity.replay.foreign_recording import compare_recordings
+    from lockstep.parity.replay.replay_result import as_json as replayed_json
+    from lockstep.parity.replay.replay_result import show as show_stages
 
     judged = compare_recordings(Path(a.source), Path(b.source))
     if as_json:

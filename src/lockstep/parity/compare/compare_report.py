@@ -35,17 +35,6 @@ HEADS = (
 )
 MAX_VALUE = 24
 """The shown characters of a differing value; the report shows all of them."""
-_PACKAGE = "lockstep.parity.compare"
-SCRIPTS = (
-    "figures.js",
-    "pair.js",
-    "chart.js",
-    "explorer.js",
-    "headline.js",
-    "table.js",
-    "sections.js",
-    "page.js",
-)
 
 # Up to this many points (a few MB) the page contains the exact curves; above it they are rounded.
 EXACT_POINTS = 200_000
@@ -210,12 +199,12 @@ def write_report(comparison: Comparison, path: Path) -> None:
 
 def page(comparison: Comparison) -> str:
     parts = {
-        "style": style_of(_PACKAGE, ["page.css"]),
-        "script": script_of(_PACKAGE, SCRIPTS),
+        "style": style_of("compare"),
+        "script": script_of("compare"),
         "data": _inline_json(page_data(comparison)),
     }
     # One pass: a part may contain text that looks like a placeholder.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], resource(_PACKAGE, "template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], resource("compare.html"))
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:

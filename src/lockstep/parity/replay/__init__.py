@@ -1,1 +1,1 @@
-"""A recorded run repeated elsewhere: a verdict a stage, and where it parts. For `parity` and the command line."""
+"""Repeats a recorded run elsewhere, judges every stage, and finds the first divergence."""

@@ -26,8 +26,8 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.server.dialect import Announced, Dialect, GroupMeeting
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import ServerLine
 from lockstep.rollout.server.plugin.lockstep_group import RUN, bit_sum, joined, left
+from lockstep.rollout.server.server_client import ServerClient
 
 KEY = "rollout.hand_over"
 REMEDY = f"set {KEY}=files"
@@ -47,7 +47,7 @@ class WeightLink:
     def __init__(
         self,
         dialect: Dialect,
-        line: ServerLine,
+        line: ServerClient,
         device: Device,
         index: int,
         answer_limit: float,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample, checked_answer
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import Lines, ServerLine
 from lockstep.rollout.server.process import ServerProcess
+from lockstep.rollout.server.server_client import ClientThread, ServerClient
 
 # Of one sample, on servers that are lost under it.
 TRIES = 6
@@ -27,7 +27,7 @@ _LISTEN_SECONDS = 1.0
 class Server:
     """One server. Only the event loop changes `busy`; `up` is set by the run and cleared by whoever finds it gone."""
 
-    line: ServerLine
+    line: ServerClient
     process: ServerProcess | None = None
     up: bool = False
     asleep: bool = False
@@ -71,7 +71,9 @@ ServerEvent = Done | Lost | Back | ServerFailed
 
 
 class Fleet:
-    def __init__(self, dialect: Dialect, lines: Lines, servers: Sequence[Server], answer_limit: float, vocabulary: int):
+    def __init__(
+        self, dialect: Dialect, lines: ClientThread, servers: Sequence[Server], answer_limit: float, vocabulary: int
+    ):
         self.dialect, self.lines, self.servers = dialect, lines, list(servers)
         self._answer_limit, self._vocabulary = answer_limit, vocabulary
         self.version = ""
@@ -153,9 +155,9 @@ class Fleet:
         """Ask one server, once. An answer that is no response to what was asked is refused."""
         path, body = self.dialect.ask(wanted)
         if self.dialect.samples_together:
-            said = await server.line.sampled(path, body, self._answer_limit)
+            said = await server.line.sample(path, body, self._answer_limit)
         else:
-            said = await server.line.asked("POST", path, body, self._answer_limit)
+            said = await server.line.send("POST", path, body, self._answer_limit)
         try:
             return checked_answer(self.dialect.read(said, wanted), wanted, self._vocabulary)
         except ServerFailed as error:

@@ -18,8 +18,8 @@ from lockstep.rollout.engine import RunPlace
 from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts, ServerNeeds
 from lockstep.rollout.server.failed import ServerFailed
 from lockstep.rollout.server.fleet import Fleet, Server
-from lockstep.rollout.server.line import Lines, Pulse, ServerLine, is_address
 from lockstep.rollout.server.process import ServerProcess, refuse_absent, start_server
+from lockstep.rollout.server.server_client import ClientThread, HealthCheck, ServerClient, is_address
 
 T = TypeVar("T")
 # Restarts in a row of a server of ours that is lost again before it has weights; at the next loss the run ends.
@@ -44,7 +44,7 @@ class ServerLife:
         """Name and version of the engine at each address."""
         self.met = False
         """Whether all servers have answered and fit the run: one that is lost from then on may work again."""
-        self.lines = Lines()
+        self.lines = ClientThread()
         self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
         self.fleet = Fleet(dialect, self.lines, [], settings.server.answer_limit, self.vocabulary)
 
@@ -65,12 +65,12 @@ class ServerLife:
         """Servers that somebody else has started, or rank 0."""
         self.fleet.servers = [Server(self._line(address), since=time.monotonic()) for address in addresses]
 
-    def _line(self, address: str, process: ServerProcess | None = None) -> ServerLine:
+    def _line(self, address: str, process: ServerProcess | None = None) -> ServerClient:
         def ended() -> str | None:
             return None if process is None or process.alive else process.how_ended()
 
-        self.lines.pulses[address] = Pulse(address, self.dialect.gone_statuses, ended)
-        return ServerLine(self.lines, address, self.settings.server.answer_limit)
+        self.lines.health[address] = HealthCheck(address, self.dialect.gone_statuses, ended)
+        return ServerClient(self.lines, address, self.settings.server.answer_limit)
 
     def wait_for_all(self) -> None:
         """Until all answer, or one does and the others have had their time; what they say of themselves must fit the

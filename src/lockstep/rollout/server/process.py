@@ -26,7 +26,7 @@ from lockstep.recipe.registry import ENGINES, imported
 from lockstep.rollout.server.collective import own_address
 from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import ENGINE_KEY, KEY_VARIABLE
+from lockstep.rollout.server.server_client import ENGINE_KEY, KEY_VARIABLE
 
 HOST = "127.0.0.1"
 LAST_LINES = 25

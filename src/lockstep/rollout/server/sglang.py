@@ -29,7 +29,7 @@ from lockstep.rollout.server.dialect import (
     refuse_other_prompt,
 )
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.rollout.server.server_client import KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -26,7 +26,7 @@ from lockstep.rollout.server.dialect import (
     refuse_other_prompt,
 )
 from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.line import ENGINE_KEY, KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.rollout.server.server_client import ENGINE_KEY, KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
 
 PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"

@@ -1,0 +1,201 @@
+"""The HTTP client of remote rewards and of serving engines. It limits the time and the size of every response.
+
+It uses the client that huggingface_hub depends on: httpx up to its version 1, httpx2 from 2 on, with one interface. The
+client is asynchronous: its own time limits apply to single reads, and only cancellation limits a complete exchange.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+try:
+    import httpx2 as httpx
+except ImportError:
+    import httpx  # type: ignore[import-not-found,no-redef]
+
+from lockstep.masking import masked
+
+MAX_REASON = 300
+# Limit of the body of an error response.
+_ERROR_BYTES = 2**16
+_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Connection": "close"}
+
+
+class RequestFailed(Exception):
+    """There is no complete response."""
+
+
+class ResponseTooLong(Exception):
+    """The response is longer than its limit."""
+
+
+@dataclass
+class HttpResponse:
+    """A response. The body of an error response may be incomplete."""
+
+    status: int
+    reason: str
+    headers: dict[str, str]
+    body: bytes = b""
+
+    @property
+    def success(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds of the header Retry-After; 0 without one, or for a date."""
+        text = self.headers.get("retry-after", "")
+        return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0.0
+
+    def error(self) -> str:
+        """Status and beginning of the body, on one line."""
+        text = self.body.decode(errors="replace").strip()[:200]
+        return short(f"answered {self.status} {self.reason}".rstrip() + (f": {text}" if text else ""))
+
+
+class HttpClient:
+    """Sends requests in one event loop. It follows no redirects and keeps no cookies. It does not keep connections
+    alive: a connection that the server closed in the meantime would fail a request.
+
+    `direct_to_loopback` bypasses the proxies of the environment for this machine. `key` is sent as a bearer token."""
+
+    def __init__(self, *, direct_to_loopback: bool = False, key: str | None = None):
+        loopback: dict[str, Any] = {f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")}
+        self._client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            mounts=loopback if direct_to_loopback else None,
+            verify=_tls(),
+            timeout=None,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            follow_redirects=False,
+            event_hooks={"response": [_record_status]},
+        )
+
+    async def __aenter__(self) -> HttpClient:
+        await self._client.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._client.__aexit__(*error)
+
+    def set_header(self, name: str, value: str) -> None:
+        """Send a header with every further request."""
+        self._client.headers[name] = value
+
+    async def request(
+        self,
+        method: str,
+        address: str,
+        body: bytes,
+        *,
+        seconds: float,
+        max_bytes: int,
+        on_chunk: Callable[[bytes], None] | None = None,
+    ) -> HttpResponse:
+        """The response, from the look-up of the name to the last byte within `seconds`. `on_chunk` receives the body of
+        a successful response instead."""
+        responses: list[HttpResponse] = []
+        cause: Exception
+        try:
+            await asyncio.wait_for(self._exchange(method, address, body, responses, max_bytes, on_chunk), seconds)
+        except ResponseTooLong:
+            raise
+        except asyncio.TimeoutError as error:
+            why, cause = f"gave no answer in {seconds:g} s", error
+        except Exception as error:  # noqa: BLE001 - whatever the library raises, there is no response
+            why, cause = _root_cause(error), error
+        else:
+            return responses[0]
+        if responses and not responses[0].success:
+            # The status decides; the body would only have the reason.
+            return responses[0]
+        raise RequestFailed(why) from cause
+
+    async def status(self, address: str, seconds: float) -> int | None:
+        """The status of a GET. None if the server accepts the connection and does not answer within `seconds`, as a
+        busy server; `RequestFailed` if there is no connection."""
+        timeout = httpx.Timeout(None, connect=seconds)
+        request = self._client.build_request(
+            "GET", address, headers=_HEADERS, timeout=timeout, extensions={"responses": []}
+        )
+        try:
+            response = await asyncio.wait_for(self._client.send(request, stream=True), 2 * seconds)
+        except asyncio.TimeoutError:
+            return None
+        except Exception as error:
+            raise RequestFailed(_root_cause(error)) from error
+        await response.aclose()
+        return int(response.status_code)
+
+    async def _exchange(
+        self,
+        method: str,
+        address: str,
+        body: bytes,
+        responses: list[HttpResponse],
+        max_bytes: int,
+        on_chunk: Callable[[bytes], None] | None,
+    ) -> None:
+        # Cookies of one response would be sent with the requests of other batches.
+        self._client.cookies.clear()
+        request = self._client.build_request(
+            method, address, content=body, headers=_HEADERS, extensions={"responses": responses}
+        )
+        response = await self._client.send(request, stream=True)
+        found = responses[0]
+        try:
+            chunks: list[bytes] = []
+            size = 0
+            async for chunk in response.aiter_raw():
+                if on_chunk is not None and found.success:
+                    on_chunk(chunk)
+                    continue
+                chunks.append(chunk)
+                size += len(chunk)
+                if not found.success:
+                    found.body = b"".join(chunks)
+                    if size > _ERROR_BYTES:
+                        return
+                elif size > max_bytes:
+                    raise ResponseTooLong
+            found.body = b"".join(chunks)
+        finally:
+            await response.aclose()
+
+
+@cache
+def _tls() -> Any:
+    """Loading the system's certificates is slow: all clients share them."""
+    return httpx.create_ssl_context()
+
+
+async def _record_status(response: Any) -> None:
+    """Record the status before the library parses the target of a redirect, which may be malformed."""
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    found = HttpResponse(response.status_code, response.reason_phrase, headers)
+    response.request.extensions["responses"].append(found)
+
+
+def _root_cause(error: BaseException) -> str:
+    """The message of the system or the parser; the layers above repeat it."""
+    root = error
+    while (below := root.__cause__ or root.__context__) is not None:
+        root = below
+    # One error per address of the host.
+    root = getattr(root, "exceptions", [root])[-1]
+    number = getattr(root, "errno", None)
+    if isinstance(root, OSError) and isinstance(number, int) and number > 0:
+        return os.strerror(number)
+    return short(str(error) or type(error).__name__)
+
+
+def short(text: str) -> str:
+    """The text on one line, cut to the length of a reason, with secrets masked."""
+    text = masked(" ".join(text.split()))
+    return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."

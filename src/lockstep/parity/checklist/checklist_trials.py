@@ -1,0 +1,337 @@
+"""Checklist items that are tried in a live run, on a few sequences of the recorded step.
+
+Trials run on every rank. Every trial ends with the weights that it started from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lockstep.data.updates import Update
+from lockstep.errors import Refusal
+from lockstep.parity.replay.replay_checks import root_mean_square, worst_difference
+from lockstep.parity.replay.tolerances import Tolerance
+from lockstep.recipe import Recipe
+from lockstep.rollout.engine import training_sampling
+from lockstep.tape.tape_format import StepRecord
+from lockstep.tape.tape_recorder import restore_learner
+from lockstep.tape.tape_rows import fed_examples
+from lockstep.tape.update_observer import answers_of
+from lockstep.train.experience import Experience, experience_of
+from lockstep.train.models import Models
+from lockstep.train.step import Learner
+from lockstep.train.training import Training
+from lockstep.types import Example, Failure, MicroBatch, Prompt, Question, Rollout, Score, Sums
+
+# The most sequences, prompts and samples of a trial.
+SEQUENCES, PROMPTS, SAMPLES = 16, 4, 4
+# Updates with learning rate 0.
+STANDSTILL = 3
+# An update must change log-probabilities by this multiple of the tolerance, to tell old weights from new ones.
+VISIBLE = 10
+# Learning rates that are tried for such an update: the recipe's, then each ten times larger.
+RATES = 5
+
+OFFLINE = "an offline method generates nothing"
+
+
+@dataclass(frozen=True)
+class CheckItem:
+    """`passed` is None if the item does not apply or proves nothing; `means` then gives the reason."""
+
+    name: str
+    passed: bool | None
+    measured: str
+    means: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A run at the recorded step: `start` are the weights before it, `rollouts` its responses (empty if offline)."""
+
+    training: Training
+    record: StepRecord
+    rollouts: Sequence[Rollout]
+    start: dict[str, torch.Tensor]
+    tolerance: Tolerance
+
+    @property
+    def models(self) -> Models:
+        return self.training.models
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.training.run.recipe
+
+    @cached_property
+    def examples(self) -> Sequence[Example]:
+        """The first sequences of the step that have targets."""
+        return [example for example in fed_examples(self.record.tensors) if example.targets][:SEQUENCES]
+
+    def restore(self) -> None:
+        for learner in self.models.learners:
+            restore_learner(learner, self.start, "the recorded weights")
+
+    def arranged(self, examples: Sequence[Example]) -> Update[Example]:
+        """Micro-batches as the recipe makes them."""
+        return self.models.arrange(examples)
+
+    def _arranged(self, *, tokens: int | None, rows: int | None) -> Update[Example]:
+        return replace(self.models.packing, tokens=tokens, rows=rows)(self.examples)
+
+    def packed(self) -> Update[Example]:
+        longest = max(len(example) for example in self.examples)
+        return self._arranged(tokens=self.recipe.batch.tokens or 2 * longest, rows=None)
+
+    def padded(self) -> Update[Example]:
+        return self._arranged(tokens=None, rows=2)
+
+    def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
+        """The learner's output for each target; of a policy the log-probability."""
+        return self.models.over_targets(learner.module, update, answers_of)
+
+    def update(self, learner: Learner, rate: float) -> None:
+        """An update whose gradient is never 0: it raises the outputs, independent of the run's loss."""
+        learner.forward_backward(self.arranged(self.examples).batches, _raise_outputs)
+        learner.optim_step(rate)
+
+
+def _raise_outputs(output: Any, batch: MicroBatch) -> Sums:
+    return Sums(-answers_of(output).sum())
+
+
+@dataclass(frozen=True)
+class EngineAndTrainer:
+    """The engine's responses to recorded prompts; `trainer_K` are the learner's log-probabilities of their tokens."""
+
+    experience: Experience
+    trainer_K: torch.Tensor
+
+    @property
+    def engine_K(self) -> torch.Tensor:
+        return self.experience.engine_K
+
+    @property
+    def difference(self) -> float:
+        return root_mean_square(self.engine_K, self.trainer_K)
+
+    def later(self) -> EngineAndTrainer:
+        """Without the first token of each response."""
+        first_K = torch.zeros(len(self.engine_K), dtype=torch.bool)
+        first_K[[0, *(int(last) + 1 for last in self.experience.last_K[:-1])]] = True
+        rest = replace(self.experience, engine_K=self.engine_K[~first_K])
+        return EngineAndTrainer(rest, self.trainer_K[~first_K])
+
+
+class _Unjudged:
+    """A scorer that gives every response the same score."""
+
+    def submit(self, question: Question, text: str) -> Future[Score | Failure]:
+        future: Future[Score | Failure] = Future()
+        future.set_result(Score(0.0))
+        return future
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+
+def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAndTrainer:
+    """Generate responses to the first recorded prompts, with the sampling noise of the recorded run, and score them."""
+    generator, recipe = bench.training.generator, bench.recipe
+    prompts: dict[int, Prompt] = {rollout.prompt_index: rollout.prompt for rollout in bench.rollouts}
+    chosen = sorted(prompts)[:PROMPTS]
+    first_key = int(bench.record.info["carried"]["position"])
+    sampling = training_sampling(recipe, generator.stop_ids)
+    sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
+    rollouts = generator.generate(
+        [prompts[index] for index in chosen],
+        [first_key + index for index in chosen],
+        min(recipe.rollout.n, SAMPLES),
+        sampling,
+        _Unjudged(),
+        bench.training.run.phases,
+    )
+    experience = experience_of(rollouts)
+    return EngineAndTrainer(experience, bench.answers(bench.models.trained, bench.arranged(experience.examples)))
+
+
+# -- the items
+
+
+def engine_items(bench: Bench) -> list[CheckItem]:
+    """The items that need an engine."""
+    if not bench.rollouts:
+        return [_none("weight hand-over", OFFLINE), rate_zero(bench, None), _none("prefill and decode", OFFLINE)]
+    bench.restore()
+    before = generate_and_score(bench)
+    items: dict[str, Callable[[Bench, EngineAndTrainer], CheckItem]] = {
+        "weight hand-over": weight_sync,
+        "learning rate 0": rate_zero,
+        "prefill and decode": prefill_and_decode,
+    }
+    return [_tried(name, bench, before, item) for name, item in items.items()]
+
+
+def _tried(
+    name: str, bench: Bench, before: EngineAndTrainer, item: Callable[[Bench, EngineAndTrainer], CheckItem]
+) -> CheckItem:
+    """A serving engine verifies every weight sync and stops the run if it fails. Here that is a failed item."""
+    try:
+        return item(bench, before)
+    except Refusal as refusal:
+        if not bench.training.generator.served:
+            raise
+        bench.restore()
+        means = "the engine does not generate with the weights that were sent to it"
+        return CheckItem(name, False, "; ".join(f"{each.where}: {each.why}" for each in refusal.problems), means)
+
+
+def _none(name: str, why: str) -> CheckItem:
+    return CheckItem(name, None, "", why)
+
+
+def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
+    """After an update the engine must generate with the new weights, and its responses must not fit the old ones."""
+    name, learner = "weight hand-over", bench.models.trained
+    # A difference from before the update belongs to another item.
+    allowed = max(bench.tolerance.logprob, 2 * before.difference)
+    rate = _visible_rate(bench, VISIBLE * allowed)
+    if rate is None:
+        bench.restore()
+        why = f"no update changed log-probabilities by {VISIBLE} times the tolerance ({allowed:.2g})"
+        return CheckItem(name, None, f"rates up to {_rates(bench)[-1]:.2g} tried", f"proves nothing: {why}")
+    after = generate_and_score(bench)
+    bench.restore()
+    old_K = bench.answers(learner, bench.arranged(after.experience.examples))
+    moved, stale = root_mean_square(after.trainer_K, old_K), root_mean_square(after.engine_K, old_K)
+    measured = (
+        f"after an update at rate {rate:.2g} the engine is {after.difference:.2g} from the trainer's new weights "
+        f"(allowed {allowed:.2g}) and {stale:.2g} from the old ones"
+    )
+    measured += bench.training.generator.proof()
+    if after.difference <= allowed:
+        if moved <= 2 * allowed:
+            return CheckItem(
+                name,
+                None,
+                measured,
+                "proves nothing: old and new weights give these responses the same log-probabilities",
+            )
+        return CheckItem(name, True, measured, "the engine generates with the weights of the last update")
+    if stale <= allowed:
+        means = "the engine still generates with the weights from before the update: check the weight sync"
+    else:
+        means = (
+            "the engine generates neither with the new weights nor with the old ones: a part of them (a layer, an "
+            "adapter, tied embeddings) is not sent, or arrives changed"
+        )
+    return CheckItem(name, False, measured, means)
+
+
+def _rates(bench: Bench) -> list[float]:
+    return [bench.recipe.optim.lr * 10**power for power in range(RATES)]
+
+
+def _visible_rate(bench: Bench, least: float) -> float | None:
+    """The first learning rate whose update changes the trainer's log-probabilities by `least`. The update is kept."""
+    learner, update = bench.models.trained, bench.arranged(bench.examples)
+    bench.restore()
+    old_K = bench.answers(learner, update)
+    for rate in _rates(bench):
+        bench.restore()
+        bench.update(learner, rate)
+        if root_mean_square(old_K, bench.answers(learner, update)) > least:
+            return rate
+    return None
+
+
+def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
+    """Updates with learning rate 0 must change nothing in the trainer, or between engine and trainer."""
+    bench.restore()
+    update, allowed = bench.arranged(bench.examples), bench.tolerance.logprob
+    old = {learner.name: bench.answers(learner, update) for learner in bench.models.learners}
+    for learner in bench.models.learners:
+        for _ in range(STANDSTILL):
+            bench.update(learner, 0.0)
+    drifts = {
+        learner.name: root_mean_square(old[learner.name], bench.answers(learner, update))
+        for learner in bench.models.learners
+    }
+    drift = max(drifts.values())
+    measured = f"{STANDSTILL} updates at rate 0 changed the model's outputs by {drift:.2g} (allowed {allowed:.2g})"
+    means = "weights do not change at learning rate 0"
+    failed = []
+    if not drift <= allowed:
+        whose = max(drifts, key=lambda name: drifts[name])
+        failed.append(
+            f"weights of `{whose}` change at learning rate 0: master weights that differ from the weights, decay or "
+            "momentum that ignores the rate, a buffer that counts, dropout left on"
+        )
+    if before is not None:
+        after = generate_and_score(bench)
+        grown = abs(after.difference - before.difference)
+        measured += f"; engine and trainer differed by {before.difference:.2g} and now by {after.difference:.2g}"
+        means += ", and engine and trainer differ by no more than before"
+        if not grown <= allowed:
+            failed.append("engine and trainer drift apart: the engine keeps state from call to call")
+    bench.restore()
+    return CheckItem("learning rate 0", not failed, measured, "; ".join(failed) or means)
+
+
+def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
+    """The first token needs the prompt only; later tokens need the cache of the tokens before them.
+
+    `complete` are responses from the recorded weights.
+    """
+    bench.restore()
+    name, allowed = "prefill and decode", bench.tolerance.logprob
+    first, later = generate_and_score(bench, max_tokens=1), complete.later()
+    measured = f"engine against trainer: first token {first.difference:.2g}, "
+    measured += f"later ones {later.difference:.2g} (allowed {allowed:.2g})"
+    if not first.difference <= allowed:
+        where = worst_difference(first.engine_K, first.trainer_K, "response")
+        means = (
+            f"prefill differs, or the pass that samples the first token ({where}): check how the engine runs a prompt "
+            "(positions, mask, cache, temperature); differences of later tokens may follow from it"
+        )
+    elif not later.difference <= allowed:
+        where = worst_difference(later.engine_K, later.trainer_K, "later token")
+        means = (
+            f"decode differs and prefill does not ({where}): check the cache of earlier tokens, its blocks, positions"
+        )
+    elif len(later.engine_K):
+        means = "the engine runs prompts and continues responses as the trainer scores them"
+    else:
+        means = "prefill is correct; no response has a second token to test decode"
+    return CheckItem(name, first.difference <= allowed and later.difference <= allowed, measured, means)
+
+
+def padding(bench: Bench) -> CheckItem:
+    """The same sequences packed in one row, and padded two by two."""
+    bench.restore()
+    allowed, learner = bench.tolerance.logprob, bench.models.trained
+    packed_K = bench.answers(learner, bench.packed())
+    # A value head that starts at 0 outputs 0 for everything: it must learn something before it can be tested.
+    if bool((packed_K == packed_K[0]).all()) and _visible_rate(bench, least=1.0) is None:
+        bench.restore()
+        return CheckItem(
+            "padding and packing", None, "", "proves nothing: the model's output is the same for every token"
+        )
+    packed_K, padded_K = (bench.answers(learner, update) for update in (bench.packed(), bench.padded()))
+    bench.restore()
+    difference = root_mean_square(packed_K, padded_K)
+    measured = f"packed against padded, {len(bench.examples)} sequences: {difference:.2g} (allowed {allowed:.2g})"
+    if difference <= allowed:
+        return CheckItem("padding and packing", True, measured, "micro-batches do not change the model's outputs")
+    where = worst_difference(packed_K, padded_K, "target")
+    means = (
+        f"sequences attend to each other or to padding, or have wrong positions ({where}): try the reference kernel, "
+        "model.attention=sdpa"
+    )
+    return CheckItem("padding and packing", False, measured, means)

@@ -1,0 +1,405 @@
+"""Inside a diverged module: which side is wrong, and which operator.
+
+Each side is compared with a float64 reference of the module (`numpy_modules.py`). The reference runs on the host with
+the inputs that both sides agree on and the recorded weights. A side is reported as wrong only if the reference agrees
+with the other side. If the reference agrees with both or with neither, or if there is none, no side is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lockstep.data.batching import micro_batch, to_device
+from lockstep.device.cpu import Cpu
+from lockstep.model.load import DTYPES
+from lockstep.model.policy import Policy
+from lockstep.model.resolve import model_folder
+from lockstep.parallel.world import World
+from lockstep.parity.replay.diverged_module import BACKWARD_FACTOR, DivergedModule, traces_of
+from lockstep.parity.replay.numpy_modules import (
+    Array,
+    NotedValues,
+    PackedTokens,
+    Reference,
+    array,
+    directional,
+    host_digest,
+    reference_of,
+)
+from lockstep.parity.replay.numpy_operators import numpy_results
+from lockstep.parity.replay.operator_bisect import WrongOperator, other_code, other_values, wrong_kernel
+from lockstep.parity.replay.operator_log import ModuleLog, log_module
+from lockstep.parity.replay.reproducer import write_reproducer
+from lockstep.parity.replay.tolerances import NOTHING, Tolerance, excess_of, operator_tolerance, tolerance_of
+from lockstep.recipe import Recipe
+from lockstep.tape.digest import BLOCKS, SKETCH, norm, relative, sketch
+from lockstep.tape.module_trace import BACKWARD, FORWARD, ROOT, Event, Trace
+from lockstep.tape.tape_format import StepRecord, TapeFolder, below
+from lockstep.tape.tape_recorder import restore_learner, short
+from lockstep.tape.tape_rows import fed_examples
+from lockstep.tape.update_observer import answers_of
+from lockstep.train.models import Models, build_critic, build_learner
+from lockstep.train.run_writer import Run
+from lockstep.train.step import Learner
+from lockstep.types import MicroBatch
+
+UNKNOWN = "cannot tell which side"
+REPLAY, RECORDED = "replay", "recorded run"
+# The wrong side differs from the reference by at least this factor more than the other side.
+CLEARLY = 3.0
+# The most multiplications of a reference, so that the host finishes within minutes.
+MOST_WORK = 2e13
+
+
+@dataclass(frozen=True)
+class Located:
+    """The wrong side and the wrong operator of a diverged module."""
+
+    side: str
+    """`REPLAY`, `RECORDED` or `UNKNOWN`."""
+    operator: str | None
+    why: str
+    shapes: list[list[int]]
+    dtypes: list[str]
+    values: tuple[float, float] | None
+    """Found and expected value at the largest difference."""
+    script: str | None = None
+    judge: str = ""
+    """How the side was determined."""
+
+
+def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:
+    """Runs on every rank, because a sharded model needs all of them. Rank 0 gets the result."""
+    record = tape.read_step(step)
+    batch = micro_batch(short(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0)
+    learner = next(one for one in models.learners if one.name == diverged.learner)
+    here = to_device(batch, learner.device)
+
+    def log(module: nn.Module, rows: MicroBatch, **how: Any) -> ModuleLog:
+        return log_module(module, diverged.module, lambda: answers_of(module(rows)), phase=diverged.phase, **how)
+
+    logs = run.world.gather(log(learner.module, here, ranks=run.world.size))
+    if not run.world.main:
+        return None
+    replayed = logs[diverged.rank]
+    if step not in tape.weighed() and step != 1:
+        return Located(UNKNOWN, None, "the weights of this step are not on the tape", [], [], None)
+    clean = clean_learner(run.recipe, diverged.learner, tape, step)
+    same = log(clean.module, batch, given=replayed.border)
+    if fused := same.children - replayed.children:
+        # A fused operator replaces these children, so they count as parts of the clean module.
+        same = log(clean.module, batch, given=replayed.border, through=fused)
+    case = _case(run.recipe, clean, tape, step, diverged, batch)
+    return judge_module(replayed, same, which_side(case, replayed, same, record), diverged, run)
+
+
+def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
+    """A new model on the CPU with the recorded weights, built with the reference implementations."""
+    plain = {"gradient_checkpointing": False, "activation_offload": False, "attention": "sdpa"}
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=plain), "device": "cpu"})
+    build = build_critic if name == "critic" else build_learner
+    learner = build(recipe, Cpu(), World(), torch.device("cpu"))
+    assert learner is not None
+    if step in tape.weighed():
+        restore_learner(learner, tape.read_weights(step), str(tape.path))
+    return learner
+
+
+def judge_module(
+    replayed: ModuleLog, same: ModuleLog, judged: SideVerdict, diverged: DivergedModule, run: Run
+) -> Located:
+    """Find the wrong operator in the replay's module. `same` is a clean copy in the same dtype on the same inputs."""
+    tolerance = operator_tolerance(run.recipe.model.dtype, backwards=diverged.phase == BACKWARD)
+    wrong = None
+    if judged.side != RECORDED:
+        wrong = wrong_kernel(replayed.calls) or other_code(replayed.calls, same.calls, tolerance)
+    if wrong is None and judged.side == REPLAY:
+        wrong = other_values(replayed.calls, judged.noted, replayed.outputs, tolerance)
+    if wrong is None:
+        why = "no single operator of the module differs on its own inputs"
+        if judged.side == RECORDED:
+            why = (
+                "the replay's operators are correct; to find the other, record here and replay on the recorded machine"
+            )
+        return Located(judged.side, None, why, *_shapes(replayed.outputs), None, judge=judged.why)
+    side, judge = judged.side, judged.why
+    if side == UNKNOWN and wrong.fault == "kernel" and numpy_results(wrong.call) is not None:
+        side, judge = REPLAY, f"the replay's {wrong.call.name} differs from numpy on the same inputs"
+    title = f"{diverged.module}, {diverged.phase}: {wrong.call.name} differs"
+    script = write_reproducer(wrong, run.folder.path / "reproduce.py", title)
+    shapes = _shapes(wrong.call.inputs)
+    return Located(side, wrong.call.name, wrong.why, *shapes, _values(wrong), str(script) if script else None, judge)
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], list[str]]:
+    return [list(t.shape) for t in tensors], [str(t.dtype).removeprefix("torch.") for t in tensors]
+
+
+def _values(wrong: WrongOperator) -> tuple[float, float] | None:
+    found, wanted = wrong.actual, wrong.expected
+    if found.shape != wanted.shape or not found.numel():
+        return None
+    index = int((found.double() - wanted.double()).abs().flatten().argmax())
+    return float(found.flatten()[index]), float(wanted.flatten()[index])
+
+
+# -- which side
+
+
+@dataclass(frozen=True)
+class SideVerdict:
+    """The wrong side, the reason, and the reference's intermediate values."""
+
+    side: str
+    why: str
+    noted: NotedValues = field(default_factory=NotedValues)
+    """What the replay's module should have computed on the way, forward."""
+
+
+@dataclass(frozen=True)
+class SideCase:
+    """The inputs of the reference, besides the module's recorded inputs."""
+
+    diverged: DivergedModule
+    config: Mapping[str, Any]
+    recorded_weights: Mapping[str, Array]
+    replayed_weights: Mapping[str, Array]
+    tokens: PackedTokens
+    temperature: float | None
+    tolerance: Tolerance
+
+    def reference(self, kind: str, weights: Mapping[str, Array]) -> Reference | None:
+        return reference_of(self.diverged.module, kind, self.config, weights, self.tokens, self.temperature)
+
+    @property
+    def allowed(self) -> float:
+        """For a module's outputs, given the error of its inputs."""
+        floor = self.tolerance.module * (BACKWARD_FACTOR if self.diverged.phase == BACKWARD else 1.0)
+        return max(floor, self.tolerance.growth * self.diverged.error_in)
+
+
+def _case(
+    recipe: Recipe, clean: Learner, tape: TapeFolder, step: int, diverged: DivergedModule, batch: MicroBatch
+) -> SideCase:
+    folder, recorded = Path(model_folder(recipe.model.path)), tape.manifest()["recipe"]["model"]["dtype"]
+    dtypes = DTYPES[recorded], DTYPES[recipe.model.dtype]
+    weights = weights_for(diverged.module, tape, step, diverged.learner, folder, dtypes)
+    scoring = clean.module.scoring if isinstance(clean.module, Policy) else None
+    plain = scoring is not None and scoring.truncation is None and scoring.comparison is None
+    temperature = scoring.temperature if scoring is not None and plain else None
+    tolerance = tolerance_of(recorded, recipe.model.dtype)
+    return SideCase(diverged, read_config(folder), *weights, packed_tokens(batch), temperature, tolerance)
+
+
+def which_side(case: SideCase, replayed: ModuleLog, clean: ModuleLog, record: StepRecord) -> SideVerdict:
+    """`clean` has the gradients at the module's outputs, if the replay's module has lost them."""
+    diverged, traces = case.diverged, traces_of(record)
+    trace = traces.get((diverged.learner, diverged.rank)) or traces.get((diverged.learner, 0))
+    # Backward events do not have the module's class.
+    events = trace.events if trace is not None else []
+    kind = diverged.kind or next((e.kind for e in events if e.module == diverged.module and e.kind), "")
+    ours, theirs = (case.reference(kind, weights) for weights in (case.recorded_weights, case.replayed_weights))
+    if trace is None or ours is None or theirs is None:
+        return SideVerdict(UNKNOWN, f"there is no float64 reference of {kind or diverged.module}")
+    inputs = _inputs(replayed, diverged)
+    if inputs is None:
+        return SideVerdict(UNKNOWN, "the module's inputs were not recorded")
+    if _work(theirs, case) > MOST_WORK:
+        return SideVerdict(UNKNOWN, "the module is too large for a float64 reference on the host")
+    noted = NotedValues()
+    try:
+        if diverged.phase == FORWARD:
+            found = [host_digest(array(t)) for t in replayed.outputs]
+            errors = (
+                _forward(case, theirs, inputs, found, noted),
+                _forward(case, ours, inputs, _recorded_outputs(trace, diverged), NotedValues()),
+            )
+        else:
+            gradients = _backward(case, (theirs, ours), inputs, replayed, clean, trace)
+            if gradients is None:
+                return SideVerdict(UNKNOWN, "the gradients at the module's outputs were not recorded")
+            errors = gradients
+    except (StopIteration, ValueError, KeyError, IndexError) as error:
+        return SideVerdict(UNKNOWN, f"the float64 reference of {kind} does not fit this module: {error}")
+    return SideVerdict(*_verdict(*errors), noted)
+
+
+def _verdict(replayed: float, recorded: float) -> tuple[str, str]:
+    why = f"float64 reference: replay {replayed:.2g} times the tolerance, recorded run {recorded:.2g} times"
+    if recorded <= 1 < replayed and replayed >= CLEARLY * recorded:
+        return REPLAY, why
+    if replayed <= 1 < recorded and recorded >= CLEARLY * replayed:
+        return RECORDED, why
+    return UNKNOWN, why
+
+
+def _forward(
+    case: SideCase, reference: Reference, inputs: Sequence[Array], found: Sequence[torch.Tensor], noted: NotedValues
+) -> float:
+    """The error of the outputs divided by the tolerance."""
+    wanted = reference.compute(inputs, reference.weights, noted)
+    if len(found) < len(wanted):
+        return math.inf
+    return max(_times(x, y, case) for x, y in zip(found, wanted, strict=False))
+
+
+def _times(found: torch.Tensor, wanted: Array, case: SideCase) -> float:
+    expected, limits = host_digest(wanted), case.tolerance.systematic
+    shapes = [list(wanted.shape)]
+    excess = NOTHING if limits is None else excess_of([expected], [found.double()], shapes, limits.forward)
+    return max(relative(expected, found) / case.allowed, excess.times)
+
+
+def _backward(
+    case: SideCase,
+    references: tuple[Reference, Reference],
+    inputs: list[Array],
+    replayed: ModuleLog,
+    clean: ModuleLog,
+    trace: Trace,
+) -> tuple[float, float] | None:
+    """The gradient at the first input, which are the hidden states, and those of the module's parameters.
+
+    Returns the errors of the replay and of the recorded run, divided by the tolerance.
+    """
+    diverged = case.diverged
+    events = [event for event in trace.events if (event.module, event.phase) == (diverged.module, BACKWARD)]
+    arrived = _arrived(replayed, clean, trace, events, case.allowed)
+    if arrived is None:
+        return None
+    shape = tuple(events[-1].shapes[-1]) if events else None
+    states = next((i for i, x in enumerate(inputs) if x.shape == shape), None)
+    errors: tuple[list[float], list[float]] = ([], [])
+    if states is not None and diverged.module != ROOT:
+        given = [array(t) for t in replayed.outputs if tuple(t.shape) == inputs[states].shape]
+        left = trace.outputs(events[-1])[0]
+        sides = (_summed(host_digest(given[-1])) if given else None, _summed(left))
+        for reference, found, side in zip(references, sides, errors, strict=True):
+            wanted = directional(_at_input(reference, inputs, states), inputs[states], arrived)
+            side.append(_difference(found, wanted, norm(left)) / case.allowed)
+    allowed = max(case.tolerance.gradient, case.tolerance.growth * diverged.error_in)
+    for name, theirs in replayed.parameters.items():
+        ours = trace.tensors.get(f"parameter/{diverged.module}.{name}")
+        if ours is None or references[0].tied or name not in references[0].weights:
+            continue
+        for reference, digest, side in zip(references, (theirs, ours), errors, strict=True):
+            wanted = directional(_at_weight(reference, inputs, name), reference.weights[name], arrived)
+            side.append(_difference(_summed(digest), wanted, norm(ours)) / allowed)
+    return (max(errors[0]), max(errors[1])) if errors[0] else None
+
+
+def _at_input(reference: Reference, inputs: list[Array], index: int) -> Callable[[Array], Array]:
+    def compute(x: Array) -> Array:
+        return reference.compute([*inputs[:index], x, *inputs[index + 1 :]], reference.weights, NotedValues())[0]
+
+    return compute
+
+
+def _at_weight(reference: Reference, inputs: list[Array], name: str) -> Callable[[Array], Array]:
+    return lambda w: reference.compute(inputs, {**reference.weights, name: w}, NotedValues())[0]
+
+
+def _arrived(
+    replayed: ModuleLog, clean: ModuleLog, trace: Trace, events: Sequence[Event], allowed: float
+) -> Array | None:
+    """The gradient at the module's output: the replay's, or the clean module's if the replay has none and the clean one
+    agrees with the recorded one."""
+    key = "output/0/gradient"
+    if key in replayed.border:
+        return array(replayed.border[key])
+    if key not in clean.border or not events or not events[-1].inputs:
+        return None
+    found = array(clean.border[key])
+    return found if relative(host_digest(found), trace.inputs(events[-1])[-1]) <= allowed else None
+
+
+def _summed(digest: torch.Tensor) -> Array:
+    """A digest's projections, summed over all blocks of rows."""
+    found: Array = sketch(digest).view(BLOCKS, SKETCH).sum(0).numpy()
+    return found
+
+
+def _difference(found: Array | None, wanted: Array, size: float) -> float:
+    if found is None:
+        return math.inf
+    difference = float(np.sqrt(np.mean((found - wanted) ** 2)))
+    return difference / size if size else math.inf if difference else 0.0
+
+
+def _inputs(log: ModuleLog, diverged: DivergedModule) -> list[Array] | None:
+    """The inputs in their order. For the complete model: the hidden states of its decoder."""
+    if diverged.module == ROOT:
+        states = log.border.get("model/0/output/0")
+        return None if states is None else [array(states)]
+    names = [name for name in log.border if name.startswith("input/") and not name.endswith("/gradient")]
+    return [array(log.border[name]) for name in sorted(names, key=lambda name: int(name.split("/")[1]))]
+
+
+def _recorded_outputs(trace: Trace, diverged: DivergedModule) -> list[torch.Tensor]:
+    events = [event for event in trace.events if (event.module, event.phase) == (diverged.module, FORWARD)]
+    return trace.outputs(events[0]) if events else []
+
+
+def _work(reference: Reference, case: SideCase) -> float:
+    weights = sum(weight.size for weight in reference.weights.values())
+    once = 2.0 * weights * len(case.tokens.ids)
+    # A complex product is four real ones, and there are SKETCH directions for the states and for each weight.
+    return once if case.diverged.phase == FORWARD else once * 4 * SKETCH * (1 + len(reference.weights))
+
+
+def packed_tokens(batch: MicroBatch) -> PackedTokens:
+    ids, positions, predictors, targets = (
+        tensor.cpu().numpy().ravel()
+        for tensor in (batch.input_ids_NT, batch.position_ids_NT, batch.predictors_K, batch.targets_K)
+    )
+    return PackedTokens(ids, positions, batch.lengths, predictors, targets)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the keys of `text_config` on top; empty if there is none."""
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def weights_for(
+    module: str, tape: TapeFolder, step: int, learner: str, folder: Path, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The weights of a module, or of the head, on the recorded and on the replayed side.
+
+    They come from the tape, or from the model folder if the tape has none. The replay starts from the recorded master
+    weights. `dtypes` are those of the two models.
+    """
+    heads = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
+
+    def wanted(name: str) -> bool:
+        return name in heads if module == ROOT else name.startswith(f"{module}.")
+
+    model: dict[str, torch.Tensor] = {}
+    masters: dict[str, torch.Tensor] = {}
+    if step in tape.weighed():
+        every = tape.read_weights(step)
+        model, masters = (
+            {name: tensor for name, tensor in below(every, prefix).items() if wanted(name)}
+            for prefix in (f"{learner}/model/", f"{learner}/optimizer/master/")
+        )
+    else:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                model |= {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
+    recorded, replayed = dtypes
+    return (
+        {name: array(tensor.to(recorded)) for name, tensor in model.items()},
+        {name: array(tensor.to(replayed)) for name, tensor in {**model, **masters}.items()},
+    )

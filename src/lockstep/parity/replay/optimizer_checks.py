@@ -1,0 +1,352 @@
+"""The checks of the optimizer step and the weights after it, and comparisons of per-parameter digests.
+
+AdamW is checked by its formula in double precision, for sampled weights. The formula uses the recorded gradient and
+moments of the same side, so a wrong gradient does not count against the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lockstep.parity.replay.replay_checks import Check, finite, rank_of_rows, share, worst_named
+from lockstep.parity.replay.tolerances import Bound, Excess, Tolerance, movement_slope, overall_slope, slope_excess
+from lockstep.tape.digest import BLOCKS, distance, distances, norm, relative
+from lockstep.tape.tape_format import StepRecord, TapeFolder, below
+from lockstep.tape.update_observer import sampled
+
+# Smaller movements of weights, relative to their size, vanish in the rounding of the digests.
+SEEN = 1e-5
+# Digests of identical weights on one device differ at most by the order of their sums.
+UNTOUCHED = 1e-5
+# A gradient far below the average is rounding. Its error is relative to this share of the average.
+NEGLIGIBLE = 1e-3
+# Rounding of a weight itself, in units of its last digit.
+ULPS = 4 * torch.finfo(torch.float32).eps
+SAMPLED_KEYS = ("gradient", "before", "exp_avg", "exp_avg_sq", "after", "count")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_optimizer(
+    manifest: Mapping[str, Any],
+    one: StepRecord,
+    other: StepRecord,
+    learner: str,
+    number: int,
+    info: tuple[dict[str, Any], dict[str, Any]],
+    tolerance: Tolerance,
+    *,
+    restored: bool,
+) -> Iterator[Check]:
+    """`manifest` is the replay's. `restored`: the replay started from the recorded optimizer state."""
+    rates = info[0]["lr"], info[1]["lr"]
+    difference = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
+    what = f"{learner}, update {number + 1}: learning rate"
+    yield Check("optimizer", one.step, what, finite(difference), 1e-6, f"{rates[0]:g} against {rates[1]:g}", number)
+    if number:
+        return
+    if restored:
+        yield from _moments(one, other, learner, tolerance)
+    yield from check_formula(manifest, other, learner, info[1], tolerance)
+    yield from _masters(manifest, other, learner)
+    yield from _weights(manifest, one, other, learner, tolerance)
+
+
+def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Iterator[Check]:
+    """No weight may change between the last optimizer step and the start of the next step.
+
+    Each side is compared with itself, because the next step of a forced replay starts from recorded weights.
+    """
+    for side, tape in sides:
+        record, now = tape.read_step(step), tape.read_left(step)
+        for learner in dict.fromkeys(name.split("/")[0] for name in now):
+            errors = relative_errors(record.tensors, now, f"{learner}/left/")
+            if not errors:
+                continue
+            worst, error, differing = worst_named(errors, UNTOUCHED)
+            where = f"{differing} of {len(errors)} parameters changed after the optimizer step" if differing else ""
+            what = f"{learner}: {worst}, {side}: from the last update to the next step"
+            last = sum(update["learner"] == learner for update in record.info["updates"]) - 1
+            yield Check("weights", step, what, error, UNTOUCHED, where, last)
+
+
+def relative_errors(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], prefix: str) -> dict[str, float]:
+    """Relative distances of the digests below `prefix` that both sides have."""
+    ours = below(a, prefix)
+    return {name: relative(ours[name], digest) for name, digest in below(b, prefix).items() if name in ours}
+
+
+def _moments(one: StepRecord, other: StepRecord, learner: str, tolerance: Tolerance) -> Iterator[Check]:
+    """The optimizer's moments before the update, for the sampled weights."""
+    ours, theirs = (below(record.tensors, f"{learner}/0/sample/") for record in (one, other))
+    error, where = 0.0, ""
+    for key, value in ours.items():
+        name, kind = key.rsplit("/", 1)
+        # A parameter without a gradient on one side has no sample there. The gradient check reports it.
+        if kind not in ("exp_avg", "exp_avg_sq", "count") or (key not in theirs and f"{name}/gradient" not in theirs):
+            continue
+        missing = key not in theirs
+        difference = math.inf if missing else share(value.reshape(-1), theirs[key].reshape(-1))
+        if not difference <= error:
+            error = difference
+            where = f"{key}: " + ("on one side only" if missing else f"relative difference {difference:.3g}")
+    what = f"{learner}: moments before the update"
+    yield Check("optimizer", one.step, what, finite(error), tolerance.optimizer, where)
+
+
+# -- AdamW's formula
+
+
+@dataclass(frozen=True)
+class FormulaError:
+    """The parameter whose weights differ most from AdamW's formula, relative to their movement."""
+
+    parameter: str
+    error: float
+    expected: float
+    actual: float
+    differing: tuple[str, ...]
+    """All parameters beyond the tolerance."""
+    indices: tuple[int, ...]
+    """The weights of this parameter beyond the tolerance."""
+
+
+def check_formula(
+    manifest: Mapping[str, Any], record: StepRecord, learner: str, info: dict[str, Any], tolerance: Tolerance
+) -> Iterator[Check]:
+    if not below(record.tensors, f"{learner}/0/sample/"):
+        return
+    shapes, optim = manifest["parameters"][learner], manifest["recipe"]["optim"]
+    no_decay = manifest.get("spared", {}).get(learner, ())
+    found = formula_error(record, learner, shapes, optim, info["lr"], info["grad_norm"], tolerance.optimizer, no_decay)
+    where = f"{found.parameter}: {found.expected:.9g} by the formula, {found.actual:.9g} found"
+    if found.differing:
+        more = " ..." if len(found.differing) > 4 else ""
+        where += f"; differing: {', '.join(found.differing[:4])}{more}"
+        where += rank_of_rows(found.indices, shapes[found.parameter], manifest["world_size"])
+    what = f"{learner}: weights by AdamW's formula"
+    yield Check("optimizer", record.step, what, finite(found.error), tolerance.optimizer, where)
+
+
+def formula_error(
+    record: StepRecord,
+    learner: str,
+    shapes: dict[str, list[int]],
+    optim: dict[str, Any],
+    lr: float,
+    grad_norm: float,
+    allowed: float,
+    no_decay: Collection[str] = (),
+) -> FormulaError:
+    """Check the step's first update with the recipe's `optim` keys.
+
+    `no_decay` are biases and norms with more than one dimension. Older tapes, whose runs decayed them, list none.
+    """
+    samples = below(record.tensors, f"{learner}/0/sample/")
+    clip = optim["clip"]
+    factor = min(1.0, clip / (grad_norm + 1e-6)) if clip else 1.0
+    worst, differing = FormulaError("", 0.0, 0.0, 0.0, (), ()), []
+    for name in sorted({key.rsplit("/", 1)[0] for key in samples}):
+        kept = {key: samples[f"{name}/{key}"].double() for key in SAMPLED_KEYS if f"{name}/{key}" in samples}
+        if "after" not in kept or "gradient" not in kept:
+            continue
+        # By default biases and norms have no weight decay.
+        matrix = len(shapes[name]) >= 2 and name not in no_decay
+        decay = optim["weight_decay"] if optim.get("decay_all") or matrix else 0.0
+        decay = optim.get("decays", {}).get(name, decay)  # the parameter groups of another framework's optimizer
+        expected = _adamw(kept, factor, lr, optim, decay)
+        movement = (expected - kept["before"]).abs()
+        difference = (kept["after"] - expected).abs() - ULPS * kept["before"].abs()
+        errors = difference.clamp(min=0) / movement.clamp(min=1e-3 * float(movement.max()) + 1e-30)
+        error = float(errors.max())
+        if not error <= allowed:
+            differing.append(name)
+        if not error <= worst.error:
+            index = int(errors.argmax())
+            beyond = sampled(math.prod(shapes[name]))[~(errors <= allowed)].tolist()
+            worst = FormulaError(name, error, float(expected[index]), float(kept["after"][index]), (), tuple(beyond))
+    return replace(worst, differing=tuple(differing))
+
+
+def _adamw(
+    kept: dict[str, torch.Tensor], factor: float, lr: float, optim: dict[str, Any], decay: float
+) -> torch.Tensor:
+    """The weights after one AdamW step (Loshchilov and Hutter 2019, decoupled weight decay)."""
+    beta1, beta2 = optim["betas"]
+    gradient, before = kept["gradient"] * factor, kept["before"]
+    zeros = torch.zeros_like(before)
+    count = float(kept["count"]) + 1
+    mean = beta1 * kept.get("exp_avg", zeros) + (1 - beta1) * gradient
+    square = beta2 * kept.get("exp_avg_sq", zeros) + (1 - beta2) * gradient.square()
+    denominator = (square / (1 - beta2**count)).sqrt() + optim["eps"]
+    return before * (1 - lr * decay) - lr * (mean / (1 - beta1**count)) / denominator
+
+
+# -- weights after the update
+
+
+def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> Iterator[Check]:
+    """Half-precision parameters must be exactly their rounded master weights."""
+    samples, dtype = below(record.tensors, f"{learner}/0/sample/"), DTYPES[manifest["recipe"]["model"]["dtype"]]
+    error, where = 0.0, ""
+    for key, held in samples.items():
+        if not key.endswith("/held"):
+            continue
+        name = key.removesuffix("/held")
+        wanted = samples[f"{name}/after"].to(dtype).float()
+        differing = (held != wanted).nonzero().flatten()
+        if len(differing) / len(held) > error:
+            error = len(differing) / len(held)
+            shape = manifest["parameters"][learner][name]
+            indices = sampled(math.prod(shape))[differing].tolist()
+            first = int(differing[0])
+            where = (
+                f"{name}: {len(differing)} of {len(held)} sampled weights differ from their rounded masters, "
+                f"{float(held[first]):.6g} for {float(wanted[first]):.6g}"
+                f"{rank_of_rows(indices, shape, manifest['world_size'])}"
+            )
+    if samples:
+        yield Check("weights", record.step, f"{learner}: weights and their masters", error, 0.0, where)
+
+
+def _weights(
+    manifest: Mapping[str, Any], one: StepRecord, other: StepRecord, learner: str, tolerance: Tolerance
+) -> Iterator[Check]:
+    movements = _movements(one, learner, manifest["parameters"][learner])
+    if not movements:
+        return
+    prefix = f"{learner}/0/weights/"
+    sizes = {
+        name: max(movement, SEEN * norm(one.tensors[prefix + name])) * (1 + _gradient_noise(one, other, learner, name))
+        for name, movement in movements.items()
+        if prefix + name in one.tensors
+    }
+    found = worst_parameter(one, other, prefix, tolerance.update, sizes=sizes)
+    if found is not None:
+        yield Check("weights", one.step, f"{learner}: {found.name}", found.error, tolerance.update, found.where)
+    if tolerance.systematic is not None:
+        yield from _movement_slopes(one, other, learner, sizes, tolerance.systematic.movement)
+
+
+def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -> dict[str, float]:
+    """How far the update moved each parameter, estimated from its sampled weights."""
+    samples, found = below(record.tensors, f"{learner}/0/sample/"), {}
+    for key, after in samples.items():
+        name = key.removesuffix("/after")
+        if key != name and f"{name}/before" in samples:
+            step = float((after.double() - samples[f"{name}/before"].double()).square().mean().sqrt())
+            found[name] = step * math.prod(shapes[name]) ** 0.5
+    return found
+
+
+def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str) -> float:
+    """The relative difference of a parameter's gradient, at most 1. The gradient check judges it.
+
+    AdamW moves a weight by the sign of its gradient more than by its size. Where gradients nearly cancel, like those of
+    key biases, two clean updates may move in opposite directions.
+    """
+    x, y = (record.tensors.get(f"{learner}/0/gradient/{name}") for record in (one, other))
+    return 0.0 if x is None or y is None else min(1.0, relative(x, y))
+
+
+def _movement_slopes(
+    one: StepRecord, other: StepRecord, learner: str, names: Collection[str], bound: Bound
+) -> Iterator[Check]:
+    """By which factor of the recorded movement a parameter moved: 0 if it stayed, 2 if it moved twice as far."""
+    worst: tuple[Excess, str] | None = None
+    for name in names:
+        start, after = (
+            [record.tensors.get(f"{learner}/0/{when}/{name}") for record in (one, other)]
+            for when in ("start", "weights")
+        )
+        if any(digest is None for digest in (*start, *after)):
+            continue  # an older tape
+        found = movement_slope(start, after)  # type: ignore[arg-type]
+        if found is not None:
+            difference, rounding, count = found
+            excess = Excess("slope", abs(difference), bound.allowed(rounding, count))
+            if worst is None or excess.times > worst[0].times:
+                worst = excess, f"{name}: moved {1 + difference:.3g} times as far"
+    if worst is not None:
+        excess, where = worst
+        yield Check("weights", one.step, f"{learner}: movement", excess.value, excess.allowed, where)
+
+
+# -- digests by parameter
+
+
+@dataclass(frozen=True)
+class WorstParameter:
+    """The parameter with the largest relative error."""
+
+    name: str
+    error: float
+    where: str
+
+
+def worst_parameter(
+    one: StepRecord,
+    other: StepRecord,
+    prefix: str,
+    allowed: float,
+    *,
+    total: float = 0.0,
+    sizes: Mapping[str, float] | None = None,
+) -> WorstParameter | None:
+    """Of the digests below `prefix`. Errors are relative to `sizes`, or to the parameter's norm (`total`: of all)."""
+    ours, theirs = below(one.tensors, prefix), below(other.tensors, prefix)
+    errors: dict[str, float] = {}
+    floor = NEGLIGIBLE * total / max(1, len(ours)) ** 0.5
+    for name, x in ours.items():
+        if name not in theirs:
+            return WorstParameter(name, math.inf, "on one side only")
+        size = max(norm(x), norm(theirs[name]), floor) if sizes is None else sizes.get(name, 0.0)
+        errors[name] = finite(distance(x, theirs[name]) / size) if size else 0.0
+    if not errors:
+        return None
+    worst, error, differing = worst_named(errors, allowed)
+    where = f"{_norms(ours[worst], theirs[worst])}{_blocks(ours[worst], theirs[worst])}"
+    return WorstParameter(worst, error, where + _how_many(differing, len(errors)) if differing else where)
+
+
+def worst_slope(
+    one: StepRecord, other: StepRecord, prefix: str, bound: Bound, inherited: float
+) -> tuple[str, Excess, str] | None:
+    """The parameter with the largest slope among the digests below `prefix`: its name, the slope, and where."""
+    pairs = _pairs(one, other, prefix)
+    found = {name: slope_excess(*pair, bound, inherited) for name, pair in pairs.items()}
+    if not any(excess.allowed for excess in found.values()):
+        return None
+    worst, _, differing = worst_named({name: excess.times for name, excess in found.items()}, 1.0)
+    return worst, found[worst], _norms(*pairs[worst]) + _how_many(differing, len(found))
+
+
+def overall(one: StepRecord, other: StepRecord, prefix: str, bound: Bound, inherited: float) -> Excess:
+    """The common slope of all digests below `prefix`."""
+    return overall_slope(list(_pairs(one, other, prefix).values()), bound, inherited)
+
+
+def _pairs(one: StepRecord, other: StepRecord, prefix: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    ours, theirs = below(one.tensors, prefix), below(other.tensors, prefix)
+    return {name: (digest, theirs[name]) for name, digest in ours.items() if name in theirs}
+
+
+def _norms(x: torch.Tensor, y: torch.Tensor) -> str:
+    return f"norm {norm(x):.6g} against {norm(y):.6g}"
+
+
+def _how_many(differing: int, count: int) -> str:
+    return f"; {differing} of {count} parameters differ"
+
+
+def _blocks(x: torch.Tensor, y: torch.Tensor) -> str:
+    """The blocks of rows that differ, if not all do."""
+    errors = distances(x, y)
+    found = [i for i, error in enumerate(errors) if error > 0.05 * max(errors)]
+    if not found or len(found) == BLOCKS or math.isinf(max(errors)):
+        return ""
+    return f", in eighths {found[0] + 1} to {found[-1] + 1} of its rows"

@@ -1,0 +1,139 @@
+"""The checks of a replay: what was compared, how far it differs, and the tolerance. All stages yield `Check`s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+Stage = Literal["generation", "reward", "batch", "log-probs", "advantages", "loss", "gradient", "optimizer", "weights"]
+# In the order of a step.
+STAGES: tuple[Stage, ...] = (
+    "generation",
+    "reward",
+    "batch",
+    "log-probs",
+    "advantages",
+    "loss",
+    "gradient",
+    "optimizer",
+    "weights",
+)
+# The first failing stage in this order is reported as the cause. Generation runs the same model as the log-probs, which
+# are computed for recorded tokens without the engine. So a wrong model fails both, and a wrong engine fails generation.
+CAUSE_ORDER: tuple[Stage, ...] = (
+    "batch",
+    "log-probs",
+    "generation",
+    "reward",
+    "advantages",
+    "loss",
+    "gradient",
+    "optimizer",
+    "weights",
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    stage: Stage
+    step: int
+    what: str
+    error: float
+    allowed: float
+    where: str = ""
+    """The worst index with both values, as text."""
+    update: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"error": self.error if math.isfinite(self.error) else None, "passed": self.passed}
+
+
+def worst_of(checks: Sequence[Check]) -> Check:
+    """The check with the largest error relative to its tolerance."""
+    return max(checks, key=lambda check: check.error / check.allowed if check.allowed else check.error)
+
+
+def first_cause(checks: Sequence[Check]) -> Check | None:
+    """The failed check that is reported as the cause: of the first update, then by `CAUSE_ORDER`."""
+    failed = [check for check in checks if not check.passed]
+    return min(failed, key=lambda check: (check.update, CAUSE_ORDER.index(check.stage)), default=None)
+
+
+def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
+    """For each stage: whether all its checks passed, and the worst one."""
+    table: dict[str, dict[str, Any]] = {}
+    for stage in STAGES:
+        mine = [check for check in checks if check.stage == stage]
+        if mine:
+            table[stage] = {**worst_of(mine).as_json(), "passed": all(check.passed for check in mine)}
+    return table
+
+
+# -- differences
+
+
+def finite(error: float) -> float:
+    """NaN counts as infinite."""
+    return error if math.isfinite(error) else math.inf
+
+
+def root_mean_square(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Root mean square of the difference; infinite if the shapes differ or a value is not finite."""
+    if a.shape != b.shape:
+        return math.inf
+    return finite(float((a.double() - b.double()).square().mean().sqrt())) if a.numel() else 0.0
+
+
+def share(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of the difference divided by the larger norm."""
+    if a.shape != b.shape:
+        return math.inf
+    size = max(float(a.double().norm()), float(b.double().norm()))
+    difference = float((a.double() - b.double()).norm())
+    if not math.isfinite(difference) or not math.isfinite(size):
+        return math.inf
+    return difference / size if size else 0.0
+
+
+def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest absolute difference; infinite if the shapes differ or a value is NaN."""
+    if a.shape != b.shape:
+        return math.inf
+    return float(_absolute(a, b).max()) if a.numel() else 0.0
+
+
+def worst_difference(a: torch.Tensor, b: torch.Tensor, unit: str) -> str:
+    """The index with the largest difference and both values, as text."""
+    if a.shape != b.shape:
+        return f"{len(a)} {unit}s against {len(b)}"
+    if not a.numel():
+        return ""
+    index = int(_absolute(a, b).argmax())
+    return f"{unit} {index}: {float(a[index]):.6g} against {float(b[index]):.6g}"
+
+
+def _absolute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num((a.double() - b.double()).abs(), nan=math.inf)
+
+
+def worst_named(errors: Mapping[str, float], allowed: float) -> tuple[str, float, int]:
+    """The name with the largest error, that error, and how many names exceed the tolerance."""
+    worst = max(errors, key=lambda name: errors[name])
+    return worst, errors[worst], sum(not error <= allowed for error in errors.values())
+
+
+def rank_of_rows(indices: Collection[int], shape: Sequence[int], ranks: int) -> str:
+    """The only rank that holds these weights, as text; parameters are sharded by rows."""
+    if ranks == 1 or not shape:
+        return ""
+    row_size, rows_per_rank = math.prod(shape[1:]), -(-shape[0] // ranks)
+    found = {index // row_size // rows_per_rank for index in indices}
+    return f" (rank {found.pop()} alone)" if len(found) == 1 else ""

@@ -1,0 +1,258 @@
+"""Writes a small script that reproduces an operator's fault. The script needs only torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lockstep.parity.replay.operator_bisect import WrongOperator, in_double, in_torch, relative_difference, run_on_cpu
+from lockstep.parity.replay.operator_log import Operator
+
+# The most numbers in the script itself; more go into a separate file.
+INLINE = 4096
+# A difference that is more than rounding of the judge.
+SEEN = 1e-6
+# Relative difference that a correct fp32 operator stays well below.
+ALLOWED = 1e-5
+
+
+@dataclass(frozen=True)
+class FaultCase:
+    """A call that shows the fault, its result, and the judge: another call, or the expected numbers."""
+
+    call: Operator
+    found: torch.Tensor
+    judge: Operator | None
+    wanted: torch.Tensor
+    index: int = 0
+    """The number of the differing result."""
+
+    @property
+    def allowed(self) -> float:
+        """The tolerance of a correct operator: a little more than the rounding of the dtype."""
+        kind = self.wanted.dtype if self.judge is None else self.found.dtype
+        return max(ALLOWED, 1.5 * torch.finfo(kind).eps) if kind.is_floating_point else 0.0
+
+
+def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | None:
+    """The script runs the operator and its judge, prints both values and exits with 1 if they differ."""
+    case = case_of(wrong)
+    if case is None:
+        return None
+    case = smallest(case)
+    given = case.call.inputs
+    heavy = sum(tensor.numel() for tensor in (*given, case.wanted)) > INLINE
+    if heavy:
+        torch.save({"given": given, "wanted": case.wanted}, path.with_suffix(".pt"))
+    path.write_text("\n".join(_lines(case, title, heavy)) + "\n", encoding="utf-8")
+    return path
+
+
+def case_of(wrong: WrongOperator) -> FaultCase | None:
+    """The operator with its judge; None if the fault does not show."""
+    call, index = wrong.call, wrong.index
+    if not call.outputs or not wrong.expected.numel() or wrong.expected.shape != wrong.actual.shape:
+        return None
+    if wrong.fault == "kernel":
+        torchs = in_torch(call)
+        if torchs is not None and _difference(torchs[index], wrong.expected) <= SEEN:
+            return _shown(FaultCase(call, wrong.actual, call, wrong.expected, index))
+        # torch's float64 is wrong too, or cannot run: the judge are the expected numbers.
+        return _shown(FaultCase(call, wrong.actual, None, wrong.expected.to(wrong.actual.dtype), index))
+    judge = with_settings(call, wrong.clean)
+    wanted = in_double(judge) if judge is not None else None
+    again = run(call, index)
+    if again is None:
+        again = call.outputs[index]  # the operator runs only on its device, and so will the script
+    if (
+        judge is not None
+        and wanted
+        and (case := _shown(FaultCase(call, again, judge, wanted[index], index))) is not None
+    ):
+        return case
+    # The inputs differ, or it replaces several operators: the judge are the expected numbers.
+    literal = wrong.expected
+    if any(wrong.actual is one for one in call.inputs) and wrong.clean and wrong.clean.outputs:
+        literal = wrong.clean.outputs[index]
+    return _shown(FaultCase(call, again, None, literal, index))
+
+
+def _shown(case: FaultCase) -> FaultCase | None:
+    return case if _difference(case.found, case.wanted) > case.allowed else None
+
+
+def smallest(case: FaultCase) -> FaultCase:
+    """Cut the case along one axis after another, as long as it shows the fault."""
+    for axis in range(_axes(case)):
+        width = case.found.shape[axis]
+        differences = (case.found.double() - case.wanted.double()).abs()
+        differences = differences.masked_fill(case.found == case.wanted, 0).movedim(axis, 0).reshape(width, -1).sum(1)
+        for keep in (int(differences.argmax()), 0):
+            cut = _cut(case, axis, slice(keep, keep + 1)) if width > 1 else None
+            if cut is not None:
+                case = cut
+                break
+    return case
+
+
+def _axes(case: FaultCase) -> int:
+    """The number of axes that may be cut.
+
+    Integer inputs are indices into other tensors, so nothing is cut then. Of attention only the batch axis is cut,
+    because the sequences are independent.
+    """
+    if any(not one.is_floating_point() and one.dtype != torch.bool for one in case.call.inputs):
+        return 0
+    return min(1, case.found.ndim) if "attention" in case.call.name else case.found.ndim
+
+
+def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
+    """The case on a slice of an axis that output and inputs share; None if the fault does not show there."""
+    width, ndim = case.found.shape[axis], case.found.ndim
+
+    def sliced(tensor: torch.Tensor) -> torch.Tensor:
+        # Broadcasting counts axes from the right. A product has the rows of the first and the columns of the second.
+        own = axis - ndim + tensor.ndim
+        if own >= 0 and tensor.shape[own] == width:
+            return tensor.movedim(own, 0)[keep].movedim(0, own).clone()
+        return tensor
+
+    def cut(call: Operator) -> Operator:
+        args, kwargs = pytree.tree_map(
+            lambda leaf: sliced(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+            (call.args, call.kwargs),
+        )
+        return Operator(call.function, args, kwargs, [], call.device)
+
+    call = cut(case.call)
+    again = run(call, case.index)
+    found, wanted = sliced(case.found), sliced(case.wanted)
+    judge = None if case.judge is None else cut(case.judge)
+    if judge is not None:
+        doubled = in_double(judge)
+        if not doubled or doubled[case.index].shape != wanted.shape or _difference(doubled[case.index], wanted) > SEEN:
+            return None
+    if again is None or again.shape != found.shape:
+        return None
+    if judge is None and _difference(again, found) > SEEN:
+        return None
+    return _shown(FaultCase(call, found, judge, wanted, case.index))
+
+
+def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
+    """The call with the clean module's constants."""
+    if clean is None or clean.name != call.name:
+        return None
+    mine, spec = pytree.tree_flatten((call.args, call.kwargs))
+    theirs = pytree.tree_leaves((clean.args, clean.kwargs))
+    if len(mine) != len(theirs):
+        return None
+    mixed = [one if isinstance(one, torch.Tensor) else other for one, other in zip(mine, theirs, strict=True)]
+    args, kwargs = pytree.tree_unflatten(mixed, spec)
+    return Operator(call.function, args, kwargs, call.outputs, call.device)
+
+
+def run(call: Operator, index: int = 0) -> torch.Tensor | None:
+    """A result of the operator on the CPU in its own dtype; None if it runs only on its device."""
+    found = run_on_cpu(call, _fresh)
+    return found[index] if found is not None and len(found) > index else None
+
+
+def _fresh(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """0 if the shapes differ: the fault does not show."""
+    return relative_difference(found, wanted) if found.shape == wanted.shape else 0.0
+
+
+def _lines(case: FaultCase, title: str, heavy: bool) -> list[str]:
+    given = [f"    {_literal(tensor)}," for tensor in case.call.inputs]
+    if heavy:
+        kept = ["KEPT = torch.load(Path(__file__).with_suffix('.pt'), weights_only=True)", "GIVEN = KEPT['given']"]
+    else:
+        kept = ["GIVEN = [", *given, "]"]
+    if case.judge is None:
+        judge = ["    # The clean module's result."]
+        judge.append("    return KEPT['wanted']" if heavy else f"    return {_literal(case.wanted)}")
+    else:
+        same = "The same operator" if case.judge is case.call else "With the clean module's settings"
+        judge = [f"    # {same}, in float64 on the CPU.", f"    return {_call_text(case.judge, double=True)}"]
+    return [
+        f'"""{_quotable(title)}: needs only torch; exits with 1 if the two differ and with 0 if they agree."""',
+        "",
+        *(["from pathlib import Path", ""] if heavy else []),
+        "import torch",
+        "",
+        f"DEVICE = {case.call.device!r}",
+        *kept,
+        "",
+        "",
+        "def operator(given):",
+        f"    return {_call_text(case.call)}",
+        "",
+        "",
+        "def wanted(given):",
+        *judge,
+        "",
+        "",
+        "found = operator([tensor.to(DEVICE, copy=True) for tensor in GIVEN])",
+        "judge = wanted([tensor.double() if tensor.is_floating_point() else tensor for tensor in GIVEN])",
+        "",
+        "",
+        "def result(answer):",
+        "    every = answer if isinstance(answer, (tuple, list)) else [answer]",
+        f"    tensor = [one for one in every if isinstance(one, torch.Tensor)][{case.index}]",
+        "    return tensor.detach().cpu().double().flatten()",
+        "",
+        "",
+        "found, judge = result(found), result(judge)",
+        "difference = torch.where((found == judge) | found.isnan() & judge.isnan(), 0.0, found - judge)",
+        "worst = difference.abs().argmax()",
+        f"differs = not difference.norm() <= {case.allowed:.3g} * judge[judge.isfinite()].norm()",
+        "values = f'found {found[worst].item():.9g}, wanted {judge[worst].item():.9g}'",
+        "print(f'differs: {values}' if differs else f'agrees: {values} at the largest difference')",
+        "raise SystemExit(int(differs))",
+    ]
+
+
+def _quotable(title: str) -> str:
+    """The title contains a module's name, which must not end the docstring."""
+    return "".join(sign if sign.isprintable() and sign not in '"\\' else "'" for sign in title)
+
+
+def _call_text(call: Operator, *, double: bool = False) -> str:
+    numbers = iter(range(10**6))
+
+    def text(leaf: Any) -> str:
+        if isinstance(leaf, torch.Tensor):
+            return f"given[{next(numbers)}]"
+        if isinstance(leaf, torch.dtype):
+            return str(torch.float64 if double and leaf.is_floating_point else leaf)
+        if isinstance(leaf, torch.device):
+            return "'cpu'" if double else "DEVICE"
+        if isinstance(leaf, torch.layout | torch.memory_format):
+            return str(leaf)
+        if isinstance(leaf, list | tuple):
+            return f"[{', '.join(text(one) for one in leaf)}]"
+        return _number(leaf) if isinstance(leaf, float) else repr(leaf)
+
+    arguments = [text(arg) for arg in call.args] + [f"{key}={text(value)}" for key, value in call.kwargs.items()]
+    return f"torch.ops.{call.function}({', '.join(arguments)})"
+
+
+def _literal(tensor: torch.Tensor) -> str:
+    shape = "" if tensor.numel() else f".reshape({list(tensor.shape)})"
+    return f"torch.tensor({_number(tensor.tolist())}, dtype={tensor.dtype}){shape}"
+
+
+def _number(value: Any) -> str:
+    # Python has no literals for nan and inf.
+    return repr(value).replace("nan", "float('nan')").replace("inf", "float('inf')")

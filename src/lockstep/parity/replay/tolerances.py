@@ -1,0 +1,333 @@
+"""Tolerances of a replay: how far two correct computations may differ, for each pair of dtypes.
+
+Tolerances are relative to the size of the compared values; those of log-probabilities are absolute.
+
+fp32: 5 to 30 times the worst of 50 clean repeats of small models (`tests/e2e/test_clean_repeats.py`: other
+micro-batches, packing, threads, engines, sums in double precision), each from recorded weights. The repeats showed:
+log-probs 2e-6, advantages 2e-6, loss 2e-7 and its slopes 2e-6 (4e-5 at the second update of a step), gradients 8e-6, a
+weight's movement by AdamW's formula 4e-7, weights 3e-3 of their movement, modules 2e-6 forward and 5e-6 backward. An
+error of 1e-4 or 1e-2 in the embedding grew at most 2 times per module forward and 4.4 times backward. fp32 against bf16
+showed log-probs 0.033, gradients 0.27 (of biases, in DPO, whose pairs nearly cancel) and weights 0.66.
+
+bf16: rounding hides faults, so systematic differences have separate limits (below). A module may differ by 1.5 % or by
+2.5 times its input's error: clean pairs showed growth of 1.8 forward, 2.4 backward, and 3.4 in the log-probs of trained
+models. If only one side is bf16, the limits are 5 % and 8 times.
+
+Systematic differences. Rounding has no direction: over n numbers it averages out as 1/sqrt(n). A fault does not. So
+five sums are compared besides the distance, each relative to the tensor's size: a factor of 1.01 has a slope of 0.01. A
+sum may differ by
+
+    floor + DEVIATIONS * rounding / sqrt(min(n, most))
+
+where `rounding` is the remaining difference of the two tensors, and `most` is the number of independent roundings: the
+same token or weight is rounded the same way each time. Floors and `most` come from clean pairs (`docs/replay.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lockstep.tape.digest import distance, norm, profiles, size_of, sketch
+
+DEVIATIONS = 5.0
+# Share of a difference that always counts as rounding. Column and row sums are estimates from a few projections.
+LEAST = {"slope": 0.1, "spread": 0.1, "offset": 0.5, "columns": 0.5, "rows": 0.5}
+# Rounding of fewer numbers does not average out.
+ENOUGH = 32
+
+
+@dataclass(frozen=True)
+class Bound:
+    floor: float
+    most: float = math.inf
+
+    def allowed(self, rounding: float, count: float) -> float:
+        return self.floor + DEVIATIONS * rounding / math.sqrt(max(1.0, min(count, self.most)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of systematic differences: of module outputs by kind of sum, and of gradients, movements and log-probs."""
+
+    forward: Mapping[str, Bound]
+    backward: Mapping[str, Bound]
+    gradient: Bound
+    """For each parameter."""
+    gradients: Bound
+    """For all parameters together."""
+    movement: Bound
+    logprob_slope: Bound
+    logprob_offset: Bound
+    loss: float
+    """For the loss's slopes, added to the differences of log-probabilities and advantages."""
+    answers: bool = True
+    """Whether the model's final outputs are checked like module outputs. In a trained model a few unlikely tokens
+    dominate their size, so little averages out. The log-prob checks cover them in any case."""
+
+
+# Floors are 2 to 3 times the worst of 44 clean pairs of tiny models, bf16 against bf16 and against fp32.
+BF16 = Limits(
+    forward={
+        "slope": Bound(3e-3, 1000),
+        "spread": Bound(5e-3, 1000),
+        "offset": Bound(2e-2, 100),
+        "columns": Bound(2e-2, 100),
+        "rows": Bound(2e-2, 100),
+    },
+    backward={
+        "slope": Bound(2.5e-2, 50),
+        "offset": Bound(2e-2, 100),
+        "columns": Bound(8e-2, 100),
+        "rows": Bound(0.15, 100),
+    },
+    gradient=Bound(2e-2, 50),
+    gradients=Bound(2e-2, 50),
+    movement=Bound(0.1),
+    logprob_slope=Bound(2e-3, 1000),
+    logprob_offset=Bound(5e-3, 100),
+    loss=2e-3,
+)
+
+# fp32 against bf16: the rounded weights are a different model, and that difference does not average out. Gradients that
+# nearly cancel (DPO pairs, queries and keys, biases) change most: clean replays of trained tiny models, SFT, DPO and
+# GRPO, on CPU and H200, showed slopes of 0.17 in biases, 0.07 in weights and 0.025 in all gradients together.
+MIXED = replace(
+    BF16,
+    backward={**BF16.backward, "slope": Bound(0.15, 50), "columns": Bound(0.25, 100), "rows": Bound(0.3, 100)},
+    gradient=Bound(0.35, 50),
+    gradients=Bound(6e-2, 50),
+    answers=False,
+)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    logprob: float
+    """Root mean square over tokens."""
+    advantage: float
+    loss: float
+    gradient: float
+    """Of a parameter's gradient, relative to its norm."""
+    optimizer: float
+    """Of a single weight's movement, compared with AdamW's formula for the weight's recorded gradient."""
+    update: float
+    """Of a parameter's weights, relative to their movement. Adam turns the rounding of a gradient near 0 into a full
+    step, so this is wide."""
+    module: float
+    """Of a module's output, relative to its norm."""
+    growth: float
+    """Factor by which an error may grow from a module's input to its output."""
+    systematic: Limits | None = None
+    """Limits of systematic differences. fp32 needs none."""
+
+
+TOLERANCES = {
+    "fp32": Tolerance(2e-5, 1e-4, 1e-5, 2e-4, 1e-3, 0.05, 1e-5, 10.0),
+    "fp16": Tolerance(1e-2, 1e-2, 1e-2, 5e-2, 1e-3, 0.5, 1e-2, 8.0, BF16),
+    "bf16": Tolerance(5e-2, 5e-2, 2e-2, 5e-1, 1e-3, 1.0, 1.5e-2, 2.5, BF16),
+}
+ORDER = ("fp32", "fp16", "bf16")
+# Of single operators with identical inputs. Bounds, not measurements: a result is rounded by up to half of the dtype's
+# spacing (2^-24, 2^-11, 2^-8), and the reference implementation rounds two to four times where a fused operator rounds
+# once.
+OPERATORS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
+
+
+def tolerance_of(*dtypes: str) -> Tolerance:
+    """By the coarser of the two sides' dtypes."""
+    coarser = TOLERANCES[max(dtypes, key=ORDER.index)]
+    if len(set(dtypes)) == 1 or coarser.systematic is None:
+        return coarser
+    return replace(coarser, module=max(coarser.module, 5e-2), growth=8.0, systematic=MIXED)
+
+
+def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
+    """For operators with identical inputs. A backward pass runs twice as many operators."""
+    return replace(TOLERANCES[dtype], module=OPERATORS[dtype] * (2 if backwards else 1))
+
+
+def inherited(tolerance: Tolerance, step: int) -> Tolerance:
+    """For a step that does not start from recorded weights: what is abnormal, not what rounding explains.
+
+    0.01 in a log-probability is the usual figure in the field, 2 % in a loss that of the Ascend documents. The weights'
+    tolerance grows with the number of updates.
+    """
+    return replace(
+        tolerance,
+        logprob=max(0.01, 2 * tolerance.logprob),
+        advantage=max(0.05, tolerance.advantage),
+        loss=0.02,
+        gradient=max(0.05, tolerance.gradient),
+        update=tolerance.update * step,
+        systematic=None,
+    )
+
+
+# -- systematic differences
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A systematic difference and its limit."""
+
+    kind: str
+    value: float
+    allowed: float
+
+    @property
+    def times(self) -> float:
+        return self.value / self.allowed if self.allowed else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind} differs by {self.value:.2g}, rounding explains {self.allowed:.2g}"
+
+
+NOTHING = Excess("", 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Systematic:
+    """How B differs from A, relative to A's size."""
+
+    noise: float
+    """The total difference, including rounding."""
+    values: Mapping[str, float]
+    """slope: of B by A, least squares, minus 1. spread: the same without the means. offset: difference of the columns'
+    means. columns, rows: difference of their sizes. Root mean squares over columns or rows."""
+    counts: Mapping[str, float]
+    """The number of elements behind each value."""
+    spread_share: float = 1.0
+    """Share of the squared size that is not the mean's; the spread is relative to it."""
+
+    def rounding(self, kind: str) -> float:
+        """The difference without this kind of it, and at least `LEAST` of it."""
+        noise = self.noise / math.sqrt(self.spread_share) if kind == "spread" else self.noise
+        return _rest(noise, self.values[kind], LEAST[kind])
+
+    def excess(self, bounds: Mapping[str, Bound]) -> Excess:
+        """The value that is largest relative to its limit."""
+        every = [
+            Excess(kind, self.values[kind], bound.allowed(self.rounding(kind), self.counts[kind]))
+            for kind, bound in bounds.items()
+            if kind in self.values
+        ]
+        return max(every, key=lambda one: one.times)
+
+
+def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> Systematic | None:
+    """From two digests of tensors of this shape; None if one has no profiles, is 0, not finite or too small."""
+    ours, theirs = profiles(a), profiles(b)
+    size, difference = norm(a), distance(a, b)
+    if ours is None or theirs is None or not size or not math.isfinite(norm(b)) or not math.isfinite(size + difference):
+        return None
+    rows, columns = size_of(shape)
+    if rows * columns < ENOUGH:
+        return None
+    by = {name: _root_mean_square(theirs[name] - ours[name]) for name in ours}
+    of = {name: _root_mean_square(ours[name]) for name in ours}
+    values = {
+        "slope": abs(slope(a, b)),
+        "offset": by["column_sums"] / (size * rows**0.5),
+        "columns": by["column_squares"] / (2 * of["column_squares"]) if of["column_squares"] else 0.0,
+        "rows": by["row_squares"] / (2 * of["row_squares"]) if of["row_squares"] else 0.0,
+    }
+    counts: dict[str, float] = {"slope": rows * columns, "offset": rows, "columns": rows, "rows": columns}
+    spread = _spread(a, b, rows * columns)
+    if spread is None:
+        return Systematic(difference / size, values, counts)
+    values["spread"], counts["spread"] = spread[0], rows * columns
+    return Systematic(difference / size, values, counts, spread[1])
+
+
+def excess_of(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], bounds: Mapping[str, Bound]
+) -> Excess:
+    """The worst systematic difference of several tensors."""
+    found = [systematic(x, y, shape) for x, y, shape in zip(a, b, shapes, strict=True)]
+    return max((one.excess(bounds) for one in found if one is not None), key=lambda one: one.times, default=NOTHING)
+
+
+def slope(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of B by A, least squares, minus 1.
+
+    |b|^2 = |a|^2 + 2 <a, b - a> + |b - a|^2, and the slope is 1 + <a, b - a> / |a|^2.
+    """
+    return (norm(b) ** 2 - norm(a) ** 2 - distance(a, b) ** 2) / (2 * norm(a) ** 2)
+
+
+def _spread(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[float, float] | None:
+    """The slope without the means, and the share of the size that is not the mean; None if that share is small."""
+    means = float(a[1]), float(b[1])
+    inner = (norm(a) ** 2 + norm(b) ** 2 - distance(a, b) ** 2) / 2
+    variance = norm(a) ** 2 - count * means[0] ** 2
+    share = variance / norm(a) ** 2
+    if share < 0.01:
+        return None
+    return abs((inner - count * means[0] * means[1]) / variance - 1), share
+
+
+def slope_excess(a: torch.Tensor, b: torch.Tensor, bound: Bound, inherited: float = 0.0) -> Excess:
+    """The slope of one gradient. `inherited` is added to the limit."""
+    return overall_slope([(a, b)], bound, inherited)
+
+
+def overall_slope(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], bound: Bound, inherited: float) -> Excess:
+    """The slope of many tensors as one vector."""
+    usable = [(a, b) for a, b in pairs if profiles(a) is not None and profiles(b) is not None]
+    size = sum(norm(a) ** 2 for a, _ in usable)
+    difference = sum(distance(a, b) ** 2 for a, b in usable)
+    if not size or not math.isfinite(size + difference):
+        return NOTHING
+    off = abs(sum(slope(a, b) * norm(a) ** 2 for a, b in usable if norm(a)) / size)
+    rounding = _rest(math.sqrt(difference / size), off, LEAST["slope"])
+    return Excess("slope", off, bound.allowed(rounding, bound.most) + inherited)
+
+
+def movement_slope(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> tuple[float, float, int] | None:
+    """The slope of B's movement by A's minus 1, the rounding and the count, from the digests before and after.
+
+    A sketch is linear, so the sketch of a movement is the difference of two sketches.
+    """
+    ours, theirs = (sketch(y) - sketch(x) for x, y in zip(before, after, strict=True))
+    size = float(ours.square().sum())
+    if not size or not math.isfinite(size) or not bool(torch.isfinite(theirs).all()):
+        return None
+    off = float((ours * theirs).sum()) / size - 1
+    rounding = float((theirs - (1 + off) * ours).norm()) / math.sqrt(size)
+    return off, rounding, len(ours)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The least-squares line of B's numbers by A's, from complete vectors."""
+
+    slope: float
+    offset: float
+    rounding: float
+    spread: float
+    count: int
+
+
+def line(a: torch.Tensor, b: torch.Tensor) -> Line | None:
+    """None for vectors that are not finite, too short or constant."""
+    if a.shape != b.shape or len(a) < ENOUGH or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return None
+    x, y = a.double() - a.double().mean(), b.double() - b.double().mean()
+    spread = float(x.square().mean().sqrt())
+    if not spread:
+        return None
+    off = float((x * y).mean()) / spread**2 - 1
+    rounding = _root_mean_square(y - (1 + off) * x)
+    return Line(off, float((b.double() - a.double()).mean()), rounding, spread, len(a))
+
+
+def _rest(noise: float, value: float, least: float) -> float:
+    return math.sqrt(max(noise**2 - value**2, (least * noise) ** 2))
+
+
+def _root_mean_square(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt())

@@ -1,0 +1,264 @@
+"""HTTP requests to serving engines: many at once, on one thread.
+
+`/health` of the server is polled while a request is under way (`HealthCheck`). A busy server may use the full time
+limit; a request to a dead server fails long before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from lockstep.errors import with_secrets
+from lockstep.http_client import HttpClient, HttpResponse, RequestFailed, ResponseTooLong, short
+from lockstep.masking import comparable, conceal
+from lockstep.parallel.rendezvous import say
+from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.server.request_batcher import MAX_BYTES, RequestBatcher
+
+T = TypeVar("T")
+# The API key of the servers. Servers that lockstep starts get a random one unless this is set. It is no recipe key,
+# because recipes are stored and shown.
+KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
+# vLLM's variable for the key of its /v1 routes.
+ENGINE_KEY = "VLLM_API_KEY"
+# A second header for the key: user and password in an address replace the first.
+KEY_HEADER = "X-Lockstep-Key"
+# Time limit of a request that only changes a setting.
+SWITCH_SECONDS = 120.0
+# Time limit of the last request at the end of a run.
+LEAVE_SECONDS = 10.0
+_JOIN_SECONDS = 30.0
+# Interval of health checks during a request, and their time limit.
+LOOK_SECONDS = 5.0
+# A wait is logged after the first; a server that is unreachable for the second is lost: within a minute of its end.
+TELL_SECONDS, GONE_SECONDS = 10.0, 35.0
+
+
+@dataclass(eq=False)
+class HealthCheck:
+    """The health of one server, shared by all requests to it. Used in the event loop only."""
+
+    address: str
+    gone_statuses: tuple[int, ...] = ()
+    """Statuses of `/health` that mean a dead engine, or a dead server behind a proxy."""
+    ended: Callable[[], str | None] = lambda: None
+    """How the process ended, for a server that lockstep started."""
+    why: str = ""
+    """Why the last check failed; empty if it did not."""
+    _since: float = 0.0
+    _looked: float = 0.0
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _logged: set[str] = field(default_factory=set)
+
+    async def check(self, client: HttpClient) -> str | None:
+        """Why the server is lost; None while it is not certain."""
+        async with self._looking:
+            missed = time.monotonic() - self._looked
+            if missed > GONE_SECONDS:
+                self.why = ""  # the last check is too old
+            if missed >= LOOK_SECONDS / 2:
+                await self._check(client)
+                self._looked = time.monotonic()
+        if (ended := self.ended()) is not None:
+            return f"the server {ended}"
+        missed = time.monotonic() - self._since
+        if not self.why or missed < GONE_SECONDS:
+            return None
+        return f"the server is gone: {self.why} for {missed:.0f} s"
+
+    async def _check(self, client: HttpClient) -> None:
+        try:
+            status = await client.status(f"{with_secrets(self.address, 'rollout.url')}/health", LOOK_SECONDS)
+            why = f"/health answers {status}" if status in self.gone_statuses else ""
+        except RequestFailed as error:
+            why = str(error)
+        if why and not self.why:
+            self._since = time.monotonic()
+            self._logged.discard("gone")
+        self.why = why
+
+    def log_wait(self, path: str, waited: float) -> None:
+        """Log a long wait: once per path while the server is healthy, and once when it is not."""
+        what = "gone" if self.why else path
+        if what in self._logged:
+            return
+        self._logged.add(what)
+        state = f"{self.why}; it counts as lost after {GONE_SECONDS:g} s" if self.why else "the server is healthy"
+        say(f"waiting for {self.address}{path} for {waited:.0f} s: {state}")
+
+
+class ClientThread:
+    """The thread with the event loop of all requests of a run."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._over: asyncio.Event | None = None
+        self._client: HttpClient
+        self.health: dict[str, HealthCheck] = {}
+        """The health check of each server by its address."""
+        self.batcher = RequestBatcher(self._post_for_lines)
+        self._thread = threading.Thread(target=self._serve, name="rollout-server", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        self.authorize(os.environ.get(KEY_VARIABLE))
+
+    def authorize(self, key: str | None) -> None:
+        """Send the key with every further request."""
+        if key:
+            conceal(key)
+            for name, value in (("Authorization", f"Bearer {key}"), (KEY_HEADER, key)):
+                self._loop.call_soon_threadsafe(self._client.set_header, name, value)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def exchange(self, method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+        """The JSON of a successful response; None if it is empty."""
+        answer = await self._exchanged(method, address, body, seconds)
+        if not answer.body.strip():
+            return None
+        try:
+            return json.loads(answer.body)
+        except ValueError:
+            # Some routes respond with plain text.
+            return answer.body.decode(errors="replace")
+
+    async def _post_for_lines(
+        self, address: str, body: Mapping[str, Any], seconds: float, piece: Callable[[bytes], None]
+    ) -> None:
+        await self._exchanged("POST", address, body, seconds, piece)
+
+    async def _exchanged(
+        self,
+        method: str,
+        address: str,
+        body: Mapping[str, Any] | None,
+        seconds: float,
+        piece: Callable[[bytes], None] | None = None,
+    ) -> HttpResponse:
+        """A successful response."""
+        data = b"" if body is None else json.dumps(body).encode()
+        try:
+            answer = await self._client.request(
+                method, address, data, seconds=seconds, max_bytes=MAX_BYTES, on_chunk=piece
+            )
+        except RequestFailed as error:
+            raise ServerFailed(str(error), lost=True) from error
+        except ResponseTooLong as error:
+            raise ServerFailed(f"its answer is longer than {MAX_BYTES // 2**20} MiB") from error
+        if not answer.success:
+            raise ServerFailed(_error_text(answer), lost=answer.status >= 500, status=answer.status)
+        return answer
+
+    async def watched(self, address: str, path: str, work: Coroutine[Any, Any, T], *, logged: bool) -> T:
+        """The result of the work; an error if the server dies first. `logged`: a long wait is logged."""
+        health = self.health.setdefault(address, HealthCheck(address))
+        task = asyncio.ensure_future(work)
+        begun = time.monotonic()
+        try:
+            while not (await asyncio.wait({task}, timeout=LOOK_SECONDS))[0]:
+                gone = await health.check(self._client)
+                waited = time.monotonic() - begun
+                if waited >= TELL_SECONDS and (logged or health.why):
+                    health.log_wait(path.partition("?")[0], waited)
+                if gone is not None and not task.done():
+                    raise ServerFailed(gone, lost=True, gone=True)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def close(self) -> None:
+        if self._over is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(_JOIN_SECONDS)
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_until_complete(self._until_over())
+        finally:
+            self._ready.set()
+            self._loop.close()
+
+    async def _until_over(self) -> None:
+        self._over = asyncio.Event()
+        async with HttpClient(direct_to_loopback=True) as self._client:
+            self._ready.set()
+            await self._over.wait()
+            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class ServerClient:
+    """Requests to one server; `seconds` is `rollout.server.answer_limit`, the limit of slow requests."""
+
+    thread: ClientThread
+    address: str
+    """For messages: with references instead of secrets."""
+    seconds: float
+
+    @cached_property
+    def _url(self) -> str:
+        return with_secrets(self.address, "rollout.url")
+
+    def get(self, path: str, seconds: float | None = None) -> Any:
+        work = self.send("GET", path, None, seconds or SWITCH_SECONDS, logged=True)
+        return self.thread.start(work).result()
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any:
+        work = self.send("POST", path, body, seconds or self.seconds, logged=True)
+        return self.thread.start(work).result()
+
+    async def send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float, *, logged: bool = False
+    ) -> Any:
+        return await self._watched(path, self.thread.exchange(method, self._url + path, body, seconds), logged=logged)
+
+    async def sample(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
+        """One sample, by a route that accepts batches."""
+        return await self._watched(path, self.thread.batcher.submit(self._url + path, body, seconds))
+
+    async def _watched(self, path: str, work: Coroutine[Any, Any, T], *, logged: bool = False) -> T:
+        try:
+            return await self.thread.watched(self.address, path, work, logged=logged)
+        except ServerFailed as error:
+            why = f"{self.address}{path.partition('?')[0]}: {error}"
+            raise ServerFailed(why, lost=error.lost, status=error.status, gone=error.gone) from error
+
+
+def is_address(text: str) -> bool:
+    """Whether the text is http://host:port, optionally with a path that all routes share."""
+    try:
+        parts = urlsplit(comparable(text))
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:
+        return False
+
+
+def _error_text(answer: HttpResponse) -> str:
+    """The status and the reason inside the JSON of an error response."""
+    try:
+        reason = json.loads(answer.body)
+    except ValueError:
+        return answer.error()
+    for key in ("error", "detail", "message"):
+        while isinstance(reason, dict) and key in reason:
+            reason = reason[key]
+    text = reason if isinstance(reason, str) else json.dumps(reason)
+    return short(f"answered {answer.status} {answer.reason}: {text}")

@@ -1,0 +1,334 @@
+"""The HTTP server: a starlette application on uvicorn, with limits for everything that a client can send.
+
+A request is cancelled as soon as its client disconnects. A client that closes its side of the connection counts as
+disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from http import HTTPStatus
+from typing import Any, cast
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lockstep.errors import Refusal
+from lockstep.run.output import write
+from lockstep.serve.http_api import ApiError, Handler, HttpReply, HttpRequest, HttpSite, ServeLimits
+
+HEAD_BYTES = 2**16
+# Time to read and drop the rest of a rejected request: a connection that is closed with unread data is reset, and the
+# client may lose the error.
+LINGER_SECONDS = 2.0
+# Time for requests under way after SIGINT or SIGTERM.
+SHUTDOWN_SECONDS = 5
+# Two proxies may each read another one of two values.
+_SINGLE_HEADERS = ("host", "origin", "authorization", "content-length", "transfer-encoding")
+
+
+def run_site(site: HttpSite, limits: ServeLimits, sockets: list[socket.socket]) -> None:
+    """Serve on listening sockets until SIGINT or SIGTERM."""
+    asyncio.run(_Server(_config(site, limits)).serve(sockets))
+
+
+@contextlib.contextmanager
+def site_in_thread(site: HttpSite, limits: ServeLimits, sockets: list[socket.socket]) -> Iterator[None]:
+    """Serve on listening sockets while the context is open."""
+    server = _Server(_config(site, limits))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets)), name="http-server", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def bind(host: str, port: int, where: str) -> list[socket.socket]:
+    """Sockets that have the port and do not listen yet, one per address of the host. `where` names the option in the
+    error."""
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            # All addresses have the port of the first, also with port 0.
+            found = sockets[0].getsockname()[1] if sockets else port
+            sockets.append(socket.socket(family, kind, protocol))
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sockets[-1].bind((address[0], found))
+    except OSError as error:
+        for one in sockets:
+            one.close()
+        remedy = "choose another port; 0 is any free port"
+        raise Refusal.at(where, f"cannot listen: {error.strerror}", remedy) from error
+    return sockets
+
+
+def listen(sockets: list[socket.socket]) -> int:
+    """Accept connections; the port."""
+    for one in sockets:
+        one.listen(1024)
+    return int(sockets[0].getsockname()[1])
+
+
+def _config(site: HttpSite, limits: ServeLimits) -> uvicorn.Config:
+    return uvicorn.Config(
+        asgi_app(site, limits),
+        http=type("Protocol", (LimitedProtocol,), {"site": site, "limits": limits}),
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        # Errors of handlers are reported by `_endpoint`, errors of clients to the clients.
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_keep_alive=int(limits.idle_seconds) + 1,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """End after a signal. uvicorn would raise the signal again afterwards, and the exit status would not be 0."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+
+# -- requests and replies
+
+
+def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
+    """The routes of the site, behind its check."""
+    routes = [
+        Route(path, _endpoint(site, handler, limits), methods=[method])
+        for (method, path), handler in site.routes.items()
+    ]
+
+    async def unrouted(request: Request, error: Exception) -> Any:
+        await _drain(request)
+        path, method = request.scope["path"], request.method
+        wrong = ApiError(405, f"{path[:200]} does not take {method[:20]}", code="method_not_allowed")
+        unknown = getattr(error, "status_code", 404) == HTTPStatus.NOT_FOUND
+        return _response(site.error(site.no_route(path) if unknown else wrong))
+
+    app = Starlette(routes=routes, exception_handlers={HTTPException: unrouted})
+    app.router.redirect_slashes = False
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        stripped = scope["path"].rstrip("/")
+        if any(stripped == path for _, path in site.routes):
+            scope["path"] = stripped
+        try:
+            _check_framing(scope)
+            site.check(_request(scope))
+        except ApiError as error:
+            await _drain(Request(scope, receive))
+            await _response(site.error(error))(scope, receive, send)
+            return
+        await app(scope, receive, send)
+
+    return checked
+
+
+def _request(scope: Scope, body: bytes = b"") -> HttpRequest:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    return HttpRequest(scope["method"], scope["path"], headers, scope["query_string"].decode("latin-1"), body)
+
+
+def _check_framing(scope: Scope) -> None:
+    names = [name.decode("latin-1") for name, _ in scope["headers"]]
+    # The parser limits heads that come in several packets; this limits the others.
+    if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
+        raise _head_too_long()
+    for name in _SINGLE_HEADERS:
+        if names.count(name) > 1:
+            raise ApiError(400, f"the header {name} is there twice")
+    if "transfer-encoding" in names and "content-length" in names:
+        raise ApiError(400, "a body needs either Content-Length or Transfer-Encoding: chunked, not both")
+
+
+def _head_too_long() -> ApiError:
+    return ApiError(431, f"the head of the request is longer than {HEAD_BYTES} bytes")
+
+
+def _endpoint(site: HttpSite, handler: Handler, limits: ServeLimits) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+    async def answer(request: Request) -> HttpReply:
+        found = _request(request.scope, await _body(request, limits))
+        if inspect.iscoroutinefunction(handler):
+            return await _until_disconnected(request, handler(found))
+        return cast(HttpReply, await run_in_threadpool(handler, found))
+
+    async def endpoint(request: Request) -> Any:
+        try:
+            reply = await answer(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # it has no receiver
+        except ApiError as error:
+            reply = site.error(error)
+        except Exception as error:  # noqa: BLE001 - a defect must not look like a lost connection
+            write("".join(traceback.format_exception(error)), error=True)
+            reply = site.error(ApiError(500, f"the server failed: {type(error).__name__}: {error}"))
+        return _response(reply)
+
+    return endpoint
+
+
+def _response(reply: HttpReply) -> ASGIApp:
+    headers = {"Content-Type": reply.content_type, **reply.headers}
+    if isinstance(reply.body, bytes):
+        response: Response = Response(reply.body, reply.status, headers)
+    else:
+        response = StreamingResponse(reply.body, reply.status, headers)
+
+    async def send_reply(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await response(scope, receive, send)
+        finally:
+            reply.done()
+
+    return send_reply
+
+
+async def _body(request: Request, limits: ServeLimits) -> bytes:
+    most = limits.body_bytes
+    message = f"the body is over the limit of {most / 2**20:g} MiB (--max-body)"
+    too_large = ApiError(413, message, code="body_too_large")
+    if int(request.headers.get("content-length", "0")) > most:
+        await _drain(request)
+        raise too_large
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > most:
+            await _drain(request)
+            raise too_large
+    return b"".join(chunks)
+
+
+async def _drain(request: Request) -> None:
+    """Read and drop a body for a moment, so that the error reaches a client that is still sending."""
+    if "expect" in request.headers:
+        return  # reading would tell the client to begin sending
+
+    async def rest() -> None:
+        while (await request.receive()).get("more_body"):
+            pass
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(rest(), LINGER_SECONDS)
+
+
+async def _until_disconnected(request: Request, work: Coroutine[Any, Any, HttpReply]) -> HttpReply:
+    """The reply; `work` is cancelled if the client disconnects first."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        gone.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+
+# -- connections
+
+
+class LimitedProtocol(H11Protocol):
+    """HTTP/1.1 with time limits for slow clients, a limit of connections, and errors in the site's format. uvicorn
+    makes the instances: `_config` sets site and limits in a subclass."""
+
+    site: HttpSite
+    limits: ServeLimits
+
+    _deadline: asyncio.TimerHandle | None = None
+    _rejected = False
+    _answered: Any = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._close_after(self.limits.idle_seconds)
+        if len(self.connections) > self.limits.connections:
+            self._reject(ApiError(503, "there are too many connections", code="too_many_connections"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._rejected:
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        cycle = self.cycle
+        if cycle is not None and not cycle.more_body and self._answered is not cycle:
+            self._answered = cycle
+            # The handler has its own limit of `seconds`; a slow client gets as much time to receive the answer.
+            self._close_after(2 * self.limits.seconds + self.limits.idle_seconds)
+
+    def on_response_complete(self) -> None:
+        self._close_after(self.limits.idle_seconds)
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called while the parser's error is handled; that error has the status and the reason."""
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)
+        self._reject(_head_too_long() if status == 431 else ApiError(status, f"no HTTP/1.1 request: {error}"))
+
+    def _close_after(self, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+    def _reject(self, error: ApiError) -> None:
+        """Send the error, then drop what still comes for a moment."""
+        self._rejected = True
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_plain_error(self.site.error(error)))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._close_after(LINGER_SECONDS)
+
+
+def _plain_error(reply: HttpReply) -> bytes:
+    assert isinstance(reply.body, bytes)
+    headers: Mapping[str, str] = {"Content-Type": reply.content_type, **reply.headers}
+    lines = [
+        f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+        f"Content-Length: {len(reply.body)}",
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + reply.body

@@ -1,0 +1,185 @@
+"""HTTP requests, replies, errors and limits, independent of the server that transports them (`asgi.py`)."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+from lockstep.errors import Refusal, missing_extra
+
+
+class ApiError(Exception):
+    """An error reply. `param` is the wrong key of the body, `code` a word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The body in OpenAI's format."""
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = kinds.get(self.status, usual)
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """`path` is decoded; header names are lower case; `query` is the text after `?`."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    query: str = ""
+    body: bytes = b""
+
+
+@dataclass(frozen=True)
+class HttpReply:
+    """`body` is complete, or an iterator of chunks. `done` runs once the body was sent, or cannot be sent."""
+
+    body: bytes | AsyncIterator[bytes] | Iterator[bytes]
+    status: int = 200
+    content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    done: Callable[[], None] = lambda: None
+
+
+def as_json(value: Any, status: int = 200) -> HttpReply:
+    return HttpReply(json.dumps(value, ensure_ascii=False).encode(errors="replace"), status)
+
+
+def as_events(events: AsyncIterator[Any], done: Callable[[], None]) -> HttpReply:
+    """Server-sent events that end with OpenAI's `[DONE]`. After the status was sent, an error is the last event."""
+    kind, headers = "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"}
+    return HttpReply(_event_lines(events), content_type=kind, headers=headers, done=done)
+
+
+async def _event_lines(events: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    try:
+        async for event in events:
+            yield _event_line(event)
+    except ApiError as error:
+        yield _event_line(error.body())
+        return
+    yield b"data: [DONE]\n\n"
+
+
+def _event_line(value: Any) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode(errors="replace") + b"\n\n"
+
+
+def openai_error(error: ApiError) -> HttpReply:
+    plain = as_json(error.body(), error.status)
+    return HttpReply(plain.body, error.status, headers=error.headers)
+
+
+Handler = Callable[[HttpRequest], Awaitable[HttpReply]] | Callable[[HttpRequest], HttpReply]
+
+
+@dataclass(frozen=True)
+class HttpSite:
+    """The routes of one server. The keys of `routes` are (method, path); a handler that is no coroutine function runs
+    in a thread. `check` sees each request before its body is read, and raises `ApiError` to reject it."""
+
+    routes: Mapping[tuple[str, str], Handler]
+    check: Callable[[HttpRequest], None]
+    error: Callable[[ApiError], HttpReply] = openai_error
+
+    def no_route(self, path: str) -> ApiError:
+        paths = ", ".join(sorted({path for _, path in self.routes}))
+        return ApiError(404, f"there is no {path[:200]}; the routes are {paths}", code="not_found")
+
+
+@dataclass(frozen=True)
+class ServeLimits:
+    """`body_bytes` of a request; `queue` sequences that wait or run; `seconds` from the last byte of a request to the
+    last byte of its answer; `idle_seconds` to send a complete request, and between two requests."""
+
+    body_bytes: int = 16 * 2**20
+    queue: int = 256
+    seconds: float = 600.0
+    idle_seconds: float = 75.0
+    connections: int = 1024
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Address of the server, and the API key that it requires. Port 0 takes any free port."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.loopback and not self.api_key:
+            raise Refusal.at(
+                "--host",
+                f"{self.host} can be reached from other machines, and anyone who reaches it could use the model",
+                "set --api-key (or LOCKSTEP_API_KEY), or leave --host at 127.0.0.1",
+            )
+
+    @property
+    def loopback(self) -> bool:
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_caller(request: HttpRequest, api_key: str | None) -> None:
+    """Reject a request without the API key. Without a key, reject other host names and pages of other sites."""
+    if api_key is not None:
+        if request.method in ("GET", "HEAD") and request.path == "/health":
+            return  # supervisors and load balancers have no key
+        # RFC 7235: the name of the scheme is case-insensitive.
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        if not hmac.compare_digest(given.encode(), api_key.encode()):
+            raise ApiError(401, "the key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
+        return
+    # A page in a browser can send requests to this machine, also under a host name that resolves to it.
+    for name in ("host", "origin"):
+        value = request.headers.get(name)
+        if value is not None and not is_loopback(_host_name(value)):
+            raise ApiError(403, f"{name} {value[:80]!r} is not this machine; set --api-key to allow others")
+
+
+def _host_name(text: str) -> str:
+    try:
+        return urlsplit(text if "://" in text else f"//{text}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def http_server() -> ModuleType:
+    """The module `asgi`. It is imported on use: only servers need the packages of the extra `serve`."""
+    try:
+        from lockstep.serve import asgi
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn"):
+            raise
+        raise missing_extra(package, "serve", "`lockstep serve` and `lockstep view`") from error
+    return asgi

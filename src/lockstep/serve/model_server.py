@@ -1,0 +1,165 @@
+"""Loads a model and serves it over HTTP: `lockstep serve`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.device.base import Device
+from lockstep.device.select import explain
+from lockstep.errors import Problem, Refusal
+from lockstep.kernels.rotary import fixed_length
+from lockstep.model.load import DTYPES, load_config, load_tokenizer
+from lockstep.model.resolve import model_folder
+from lockstep.parallel.world import World, joined
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.reward.model import load_reward_model, normalized_by_config
+from lockstep.rollout.generator import Generator
+from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.online_engine import LiveEngine, longest_that_fits
+from lockstep.run.output import write
+from lockstep.serve.api_request import ServedModel
+from lockstep.serve.engine_worker import EngineWorker
+from lockstep.serve.http_api import ListenAddress, ServeLimits, http_server
+from lockstep.serve.openai_api import LanguageModelApp, ModelApp, model_site
+from lockstep.serve.reward_api import RewardEncoder, RewardModelApp, RewardWorker
+
+
+@dataclass(frozen=True)
+class ForeignRewards:
+    """Options of OpenRLHF's `serve_rm`: `ended` as in `RewardEncoder`; `normalized` scores use the mean and deviation
+    in the model's config.json, others are not normalized."""
+
+    ended: bool
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """The model and how to serve it. `max_length` limits the tokens of a prompt and its answer together; a reward model
+    truncates queries to it."""
+
+    model: str
+    name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_length: int | None = None
+    max_sequences: int = 64
+    cache_gb: float | None = None
+    foreign: ForeignRewards | None = None
+    """For a reward model that replaces OpenRLHF's `serve_rm`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that a request may use for the model; replies have the first."""
+        default = Path(self.model).resolve().name if Path(self.model).exists() else self.model
+        return tuple(dict.fromkeys([self.name or default, default, self.model]))
+
+
+def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -> None:
+    """Load the model and serve it until SIGINT or SIGTERM."""
+    server = http_server()
+    device, sentence = explain(serving.device)
+    write(sentence, error=True)
+    with joined(device) as world:
+        if world.size > 1:
+            raise Refusal.at("lockstep serve", "runs on one device", "start it without torchrun")
+        # Before the model is loaded: a port that is in use is reported at once.
+        sockets = server.bind(address.host, address.port, f"--host {address.host} --port {address.port}")
+        app = load_app(serving, limits, device, world)
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        paths = ", ".join(sorted({path for _, path in app.routes}))
+        write(f"{serving.names[0]} on http://{host}:{server.listen(sockets)}: {paths}")
+        try:
+            server.run_site(model_site(app, address.api_key), limits, sockets)
+        finally:
+            app.close()
+
+
+def load_app(serving: ServeSettings, limits: ServeLimits, device: Device, world: World) -> ModelApp:
+    """The application for a language model or a reward model, whichever the folder contains."""
+    if serving.dtype not in ("auto", *DTYPES):
+        raise Refusal.at("--dtype", f"{serving.dtype} is not one of auto, {', '.join(DTYPES)}")
+    folder = model_folder(serving.model)
+    config = load_config(folder)
+    kinds = config.architectures or []
+    if any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        return _reward_model(serving, limits, folder, device, world)
+    return _language_model(serving, limits, folder, config, device, world)
+
+
+def _reward_model(serving: ServeSettings, limits: ServeLimits, folder: str, device: Device, world: World) -> ModelApp:
+    model = load_reward_model(folder, device.torch_device(world.local_rank))
+    if serving.dtype != "auto":
+        model.model.to(DTYPES[serving.dtype])
+    foreign = serving.foreign
+    if foreign is not None:
+        model = normalized_by_config(model) if foreign.normalized else replace(model, mean=0.0, std=1.0)
+    encoder = RewardEncoder(model, serving.names, serving.max_length, foreign is not None and foreign.ended)
+    return RewardModelApp(encoder, RewardWorker(model, limits))
+
+
+def _language_model(
+    serving: ServeSettings, limits: ServeLimits, folder: str, config: Any, device: Device, world: World
+) -> LanguageModelApp:
+    tokenizer = load_tokenizer(folder)
+    dtype = stored_dtype(config) if serving.dtype == "auto" else serving.dtype
+    settings = RolloutSettings(max_sequences=serving.max_sequences, cache_gb=serving.cache_gb)
+    try:
+        generator = Generator.load(folder, tokenizer, dtype, device, world, settings)
+    except Refusal as refusal:
+        raise _as_options(refusal) from refusal
+    engine = generator.engine
+    assert isinstance(engine, NativeEngine)
+    engine.free()
+    longest = _longest(serving, config, engine)
+    vocabulary = generator.policy.causal_lm.get_input_embeddings().weight.shape[0]
+    served = ServedModel(serving.names, tokenizer, vocabulary, generator.stop_ids, longest)
+    # A second tokenizer for the engine's thread: tokenizers are not thread-safe.
+    decoder = copy.deepcopy(tokenizer)
+    worker = EngineWorker(
+        LiveEngine(engine, longest), lambda ids: str(decoder.decode(ids, skip_special_tokens=True)), limits
+    )
+    return LanguageModelApp(served, worker)
+
+
+def _as_options(refusal: Refusal) -> Refusal:
+    """The same error with options of the command instead of recipe keys."""
+
+    def renamed(text: str) -> str:
+        return text.replace("rollout.cache_gb", "--cache-gb").replace("rollout.max_tokens", "--max-length")
+
+    def advised(remedy: str) -> str:
+        if "rollout.engine" in remedy:
+            return "use `lockstep generate`, which runs whatever transformers generates from"
+        return renamed(remedy)
+
+    return Refusal([Problem(renamed(p.where), renamed(p.why), advised(p.remedy)) for p in refusal.problems])
+
+
+def stored_dtype(config: Any) -> str:
+    """The precision of the stored weights if generation supports it, else fp32."""
+    stored = getattr(config, "dtype", None)
+    return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
+
+
+def _longest(serving: ServeSettings, config: Any, engine: NativeEngine) -> int:
+    text = config.get_text_config()
+    lengths = [length for length in (getattr(text, "max_position_embeddings", None), fixed_length(text)) if length]
+    context = min(lengths, default=None)
+    if serving.max_length is not None:
+        if context is not None and serving.max_length > context:
+            raise Refusal.at("--max-length", f"{serving.max_length} is over the model's context of {context}")
+        return serving.max_length
+    if context is None:
+        raise Refusal.at("--max-length", "the model's config.json has no context length", "set --max-length")
+    longest = longest_that_fits(engine, context)
+    if longest < context:
+        write(
+            f"sequences of up to {longest:,} tokens: the cache has no room for the model's context of {context:,}; "
+            "raise --cache-gb",
+            error=True,
+        )
+    return longest

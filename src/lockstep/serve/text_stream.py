@@ -1,0 +1,95 @@
+"""Incremental detokenization: complete characters only, and no part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+# Bytes of an incomplete character are decoded as this character. Tokenizers with one token per byte (Llama 2, Mistral,
+# Gemma) return one of it for each byte.
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+# Limits of the window of tokens that is decoded again with each new token. The text of a token depends on the tokens
+# just before it (a space, the bytes of a character), not on distant ones.
+_MAX_WINDOW, _MIN_WINDOW = 24, 8
+# The limit for bytes that never form a character: they are returned as they are.
+_MAX_BROKEN = 8 * _MAX_WINDOW
+
+
+class TextStream:
+    """Receives tokens, returns text. A stop string of `stops` ends the response and is not part of the text."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+        self.decode, self.stops = decode, stops
+        self.text = ""
+        """The text returned so far."""
+        self.stopped: str | None = None
+        self._window: list[int] = []
+        self._complete: list[int] = []
+        """Lengths of the window that ended with a complete character: positions where it may be cut."""
+        self._seen = ""
+        """The part of the window's text that is in `_pending` or was returned."""
+        self._pending = ""
+
+    def push(self, token: int) -> str:
+        """Add a token; the new text that no later token can change."""
+        self._window.append(token)
+        decoded = self.decode(self._window)
+        settled = decoded.rstrip(_BROKEN)
+        self._take(settled)
+        if settled == decoded:
+            self._complete.append(len(self._window))
+            self._shorten()
+        elif len(self._window) > _MAX_BROKEN:
+            self._take(decoded)
+            self._cut(len(self._window) - _MIN_WINDOW)
+        return self._emit(final=False)
+
+    def end(self) -> str:
+        """The remaining text after the last token."""
+        decoded = self.decode(self._window)
+        if decoded.startswith(self._seen):
+            self._take(decoded)
+        else:
+            # Byte-level decoders mark returned characters as broken too, because the last one is. Only that one is new.
+            unfinished = len(self._window) - max(self._complete, default=0)
+            self._pending += _BROKEN * min(unfinished, len(decoded) - len(decoded.rstrip(_BROKEN)))
+        return self._emit(final=True)
+
+    def _take(self, settled: str) -> None:
+        if self._seen.startswith(settled):
+            return  # includes a complete character that decodes as broken while the next one is incomplete
+        # Returned text cannot be changed, even if the decoder now returns other text for it.
+        pairs = zip(self._seen, settled, strict=False)
+        alike = next((i for i, (was, now) in enumerate(pairs) if was != now), len(self._seen))
+        self._pending += settled[alike:]
+        self._seen = settled
+
+    def _shorten(self) -> None:
+        """Cut the window between two characters. Its end is complete too, so that no text is pending."""
+        if len(self._window) > _MAX_WINDOW:
+            places = [place for place in self._complete if place <= len(self._window) - _MIN_WINDOW]
+            if places:
+                self._cut(places[-1])
+
+    def _cut(self, place: int) -> None:
+        self._window = self._window[place:]
+        self._complete = [length - place for length in self._complete if length > place]
+        self._seen = self.decode(self._window)
+
+    def _emit(self, *, final: bool) -> str:
+        if self.stopped is not None:
+            return ""
+        found = [(at, stop) for stop in self.stops if (at := self._pending.find(stop)) >= 0]
+        if found:
+            at, self.stopped = min(found)
+        else:
+            at = len(self._pending) if final else len(self._pending) - self._may_stop()
+        out, self._pending = self._pending[:at], self._pending[at:]
+        self.text += out
+        return out
+
+    def _may_stop(self) -> int:
+        """Number of characters at the end that may begin a stop string."""
+        for length in range(min(len(self._pending), max(map(len, self.stops), default=1) - 1), 0, -1):
+            if any(stop.startswith(self._pending[-length:]) for stop in self.stops):
+                return length
+        return 0

@@ -1,0 +1,298 @@
+"""The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs. It only reads.
+
+Three things keep other pages and other users out. The server listens on the loopback address. Every path begins with a
+random token, compared in constant time. And only the host names of the loopback address are accepted, because a foreign
+page can let its own host name resolve to 127.0.0.1 and would otherwise read the replies.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+from urllib.parse import parse_qs
+
+from lockstep.page import resource, script_of, style_of
+from lockstep.run.folder import RunFolder
+from lockstep.serve.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits, http_server
+from lockstep.serve.viewer_curves import Curves
+from lockstep.serve.viewer_log import Missing, open_inside
+from lockstep.serve.viewer_recipes import recipe_of, setup_difference
+from lockstep.serve.viewer_runs import RunList, file_locks, summary
+from lockstep.serve.viewer_samples import SampleFilter, samples_of_all_steps, samples_of_step, single_sample
+
+ADDRESS = "127.0.0.1"
+HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
+LIMITS = ServeLimits(body_bytes=2**16, idle_seconds=60.0)
+Query = dict[str, list[str]]
+MAX_CACHED_CURVES = 12
+"""Runs with curves in memory; the least recently used run is dropped."""
+MAX_RUNS = 8
+MAX_METRICS = 64
+MAX_BUCKETS = 2_000
+MAX_STEP = 2**53
+MAX_FIELDS = 200
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; frame-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# A comparison's report has an inline script and comes from a folder that anyone may have written. The sandbox gives it
+# an origin without access to this page or its data.
+REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "frame-ancestors 'self'"
+)
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class RunViewer:
+    """Serves the runs of `folder`; port 0 takes any free port."""
+
+    def __init__(self, folder: Path, port: int = 0):
+        self._server = http_server()
+        self._sockets = self._server.bind(ADDRESS, port, f"--port {port}")
+        self.port = self._server.listen(self._sockets)
+        self.data = RunData(folder)
+        self.token = secrets.token_urlsafe(24)
+        # A report can read its own address. Its address therefore has another token than the page.
+        self.report_token = secrets.token_urlsafe(24)
+        self.assets: dict[str, tuple[str, bytes]] = {
+            "": ("text/html", resource("viewer.html").encode()),
+            "app.js": ("text/javascript", script_of("viewer").encode()),
+            "style.css": ("text/css", style_of("viewer").encode()),
+        }
+        self.site = HttpSite({("GET", "/{path:path}"): self.reply}, _check_host, _error)
+
+    @property
+    def link(self) -> str:
+        return f"http://{ADDRESS}:{self.port}/{self.token}/"
+
+    def run(self) -> None:
+        """Serve until SIGINT or SIGTERM."""
+        self._server.run_site(self.site, LIMITS, self._sockets)
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        with self._server.site_in_thread(self.site, LIMITS, self._sockets):
+            yield
+
+    def reply(self, request: HttpRequest) -> HttpReply:
+        if request.method != "GET":
+            raise ApiError(405, HTTPStatus.METHOD_NOT_ALLOWED.phrase)
+        token, slash, path = request.path.removeprefix("/").partition("/")
+        try:
+            if slash and _same(token, self.report_token) and path == "report":
+                return self._report(request.query)
+            if slash and _same(token, self.token):
+                return self._page(path, request.query)
+        except (Missing, ValueError) as error:
+            raise ApiError(404, str(error)) from error
+        except OSError as error:
+            raise ApiError(404, f"cannot be read: {error.strerror}") from error
+        raise ApiError(403, "the link has no valid token: use the one that `lockstep view` printed")
+
+    def _page(self, path: str, query: str) -> HttpReply:
+        if path in self.assets:
+            kind, content = self.assets[path]
+            return _reply(content, kind)
+        question = self.data.questions.get(path.removeprefix("api/")) if path.startswith("api/") else None
+        if question is None:
+            raise ApiError(404, "there is no such page")
+        answer = question(_parsed(query))
+        if path == "api/runs":
+            answer = {**answer, "reports": f"/{self.report_token}/report"}
+        return _reply(_as_json(answer), "application/json")
+
+    def _report(self, query: str) -> HttpReply:
+        with self.data.report(_parsed(query)) as file:
+            return _reply(file.read(), "text/html", policy=REPORT_POLICY)
+
+
+def _check_host(request: HttpRequest) -> None:
+    host = request.headers.get("host", "")
+    name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() not in HOST_NAMES:
+        raise ApiError(403, "this server answers to 127.0.0.1 and localhost only")
+
+
+def _reply(content: bytes, kind: str, status: int = 200, policy: str = POLICY) -> HttpReply:
+    headers = {"Content-Security-Policy": policy, **HEADERS}
+    return HttpReply(content, status, f"{kind}; charset=utf-8", headers)
+
+
+def _error(error: ApiError) -> HttpReply:
+    return _reply(_as_json({"error": str(error)}), "application/json", error.status)
+
+
+def _parsed(query: str) -> Query:
+    return parse_qs(query, keep_blank_values=True, max_num_fields=MAX_FIELDS)
+
+
+def _as_json(answer: dict[str, Any]) -> bytes:
+    """ASCII, because samples may contain lone surrogates."""
+    try:
+        return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        # A number outside the range of floats, such as 1e999, was read as infinite.
+        return json.dumps(_finite(answer), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+class RunData:
+    """The JSON replies of the page: runs, curves, samples, recipes."""
+
+    def __init__(self, folder: Path):
+        self.runs = RunList(folder)
+        self._curves: OrderedDict[Path, Curves] = OrderedDict()
+        self._lock = Lock()
+        self.questions: dict[str, Callable[[Query], dict[str, Any]]] = {
+            "runs": lambda query: self.runs.listed(),
+            "run": self.run,
+            "curves": self.curves,
+            "samples": self.samples,
+            "sample": self.sample,
+            "recipe": self.recipe,
+            "difference": self.difference,
+        }
+
+    def run(self, query: Query) -> dict[str, Any]:
+        """The summary of a run, the names of its metrics and the fraction of the log that was read."""
+        name = _one(query, "run")
+        path = self.runs.path(name)
+        found = summary(self.runs.root, name, path, file_locks())
+        if not RunFolder(path).metrics.is_file():
+            return {**found, "metrics": [], "read": 1.0, "version": "", "range": None, "damaged": 0}
+        curves = self._curves_of(path)
+        curves.read_more()
+        return {
+            **found,
+            "metrics": curves.names(),
+            "read": curves.read_share,
+            "version": curves.version,
+            "range": curves.range(),
+            "damaged": curves.damaged,
+        }
+
+    def curves(self, query: Query) -> dict[str, Any]:
+        """Metrics of runs between two steps. The default range covers the steps of all the runs."""
+        names = query.get("run", [])[:MAX_RUNS]
+        metrics = query.get("metric", [])[:MAX_METRICS]
+        buckets = _integer(query, "buckets", 300, 1, MAX_BUCKETS)
+        half = _integer(query, "half", 0, 0, 10**6)
+        found = {name: self._curves_of(self.runs.path(name)) for name in names}
+        ranges = [each for curves in found.values() if (each := curves.range()) is not None]
+        if not ranges:
+            return {"domain": None, "curves": {}}
+        first = _integer(query, "first", min(low for low, _ in ranges), -MAX_STEP, MAX_STEP)
+        last = _integer(query, "last", max(high for _, high in ranges), -MAX_STEP, MAX_STEP)
+        if last < first:
+            raise Missing(f"the step {last} is before the step {first}")
+        shown = {
+            metric: {
+                name: points
+                for name, curves in found.items()
+                if (points := curves.shown(metric, (first, last), buckets, half)) is not None
+            }
+            for metric in metrics
+        }
+        return {"domain": [first, last], "curves": shown}
+
+    def samples(self, query: Query) -> dict[str, Any]:
+        """The samples of a step (its number, or `last`), or of all steps, that match the filter."""
+        wanted = SampleFilter(
+            kind=_one(query, "kind", ""),
+            ended=_one(query, "ended", ""),
+            least=_number(query, "least"),
+            most=_number(query, "most"),
+            text=_one(query, "text", ""),
+        )
+        step = _one(query, "step", "all")
+        start = _integer(query, "from", 0, 0, MAX_STEP) if "from" in query else None
+        with self._samples_of(query) as file:
+            if step == "all":
+                return samples_of_all_steps(file, wanted, start or 0)
+            at = None if step == "last" else _integer(query, "step", 0, -MAX_STEP, MAX_STEP)
+            return samples_of_step(file, wanted, at, start)
+
+    def sample(self, query: Query) -> dict[str, Any]:
+        with self._samples_of(query) as file:
+            return single_sample(file, _integer(query, "offset", 0, 0, MAX_STEP))
+
+    def recipe(self, query: Query) -> dict[str, Any]:
+        return recipe_of(self.runs.root, self.runs.path(_one(query, "run")))
+
+    def difference(self, query: Query) -> dict[str, Any]:
+        """The differences between the setups of two runs."""
+        run, other = (self.runs.path(_one(query, name)) for name in ("run", "against"))
+        return setup_difference(self.runs.root, run, other)
+
+    def report(self, query: Query) -> BinaryIO:
+        """The HTML file of a comparison."""
+        return open_inside(self.runs.root, self.runs.path(_one(query, "run")) / "report.html")
+
+    def _samples_of(self, query: Query) -> BinaryIO:
+        return open_inside(self.runs.root, RunFolder(self.runs.path(_one(query, "run"))).samples)
+
+    def _curves_of(self, path: Path) -> Curves:
+        with self._lock:
+            curves = self._curves.pop(path, None) or Curves(
+                lambda: open_inside(self.runs.root, RunFolder(path).metrics)
+            )
+            self._curves[path] = curves
+            while len(self._curves) > MAX_CACHED_CURVES:
+                self._curves.popitem(last=False)
+            return curves
+
+
+def _one(query: Query, name: str, default: str | None = None) -> str:
+    if name in query:
+        return query[name][0]
+    if default is None:
+        raise Missing(f"the request has no {name}")
+    return default
+
+
+def _integer(query: Query, name: str, default: int, low: int, high: int) -> int:
+    text = _one(query, name, str(default))
+    # Few digits only: int() accepts other forms, and is slow for a million digits.
+    if len(text) > 20 or not text.removeprefix("-").isdecimal():
+        raise Missing(f"{name}={text[:40]} is not an integer")
+    return min(high, max(low, int(text)))
+
+
+def _number(query: Query, name: str) -> float | None:
+    text = _one(query, name, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise Missing(f"{name}={text[:40]} is not a number")
+    return value

@@ -1,0 +1,298 @@
+"""Data rows, responses and micro-batches in the form in which a tape stores them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.types import (
+    Example,
+    Failure,
+    Item,
+    Judged,
+    Origin,
+    Prompt,
+    Question,
+    Ranking,
+    Rollout,
+    Score,
+    ScoredExample,
+    Steps,
+)
+
+# What a tape keeps of an update's micro-batches, for each target.
+RECEIVED = ("target", "position", "context")
+HASH = np.uint64(0xBF58476D1CE4E5B9)
+# The names of item types on a tape. They are part of the tape format.
+KINDS: dict[type, str] = {Ranking: "Ranking", Judged: "Judged", Steps: "Steps"}
+# JSON forms of values that parquet has and JSON has not: the type, to text, and back. Order: a datetime is also a date.
+_TAGS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "$date": (date, date.isoformat, date.fromisoformat),
+    "$time": (time, time.isoformat, time.fromisoformat),
+    "$microseconds": (
+        timedelta,
+        lambda value: str(value // timedelta(microseconds=1)),
+        lambda text: timedelta(microseconds=int(text)),
+    ),
+    "$decimal": (Decimal, str, Decimal),
+    "$bytes": (bytes, bytes.hex, bytes.fromhex),
+}
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_tagged)
+
+
+def from_json(text: str) -> Any:
+    return json.loads(text, object_hook=_untagged)
+
+
+def _tagged(value: Any) -> dict[str, str]:
+    for tag, (kind, to_text, _) in _TAGS.items():
+        if isinstance(value, kind):
+            return {tag: to_text(value)}
+    raise TypeError(f"a row cannot hold a {type(value).__name__}")
+
+
+def _untagged(found: dict[str, Any]) -> Any:
+    [tag, *more] = found or [""]
+    return found if more or tag not in _TAGS else _TAGS[tag][2](found[tag])
+
+
+def rollout_rows(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    return [_rollout_row(rollout) for rollout in rollouts]
+
+
+def _rollout_row(rollout: Rollout) -> dict[str, Any]:
+    question, score = rollout.prompt.question, rollout.score
+    judgement: dict[str, Any]
+    if isinstance(score, Failure):
+        total, judgement = None, {"part": score.part, "why": score.why}
+    else:
+        total, judgement = score.total, {"parts": score.parts, "steps": score.steps}
+    return {
+        "place": rollout.prompt_index,
+        "sample": rollout.sample,
+        "prompt_ids": list(rollout.prompt.ids),
+        "ids": list(rollout.ids),
+        "logprobs": list(rollout.logprobs),
+        "trained": list(rollout.trained),
+        **({"versions": list(rollout.versions)} if rollout.versions else {}),
+        "stop": rollout.stop,
+        "text": rollout.text,
+        "score": total,
+        "judgement": json.dumps(judgement),
+        "earned": json.dumps(rollout.earned),
+        "data_source": question.data_source,
+        "ground_truth": question.ground_truth,
+        "prompt": to_json(question.prompt),
+        "extra_info": to_json(question.extra_info),
+        "file": question.origin.file,
+        "row": question.origin.row,
+    }
+
+
+def rollouts_of(rows: Sequence[dict[str, Any]]) -> list[Rollout]:
+    return [_rollout(row) for row in rows]
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    question = Question(
+        row["data_source"],
+        from_json(row["prompt"]),
+        row["ground_truth"],
+        Origin(row["file"], row["row"]),
+        from_json(row["extra_info"]),
+    )
+    judged = json.loads(row["judgement"])
+    score: Score | Failure
+    if row["score"] is None:
+        score = Failure(judged["part"], judged["why"])
+    else:
+        score = Score(row["score"], judged["parts"], tuple((end, share) for end, share in judged["steps"]))
+    earned = tuple((token, share) for token, share in json.loads(row["earned"]))
+    prompt = Prompt(question, row["prompt_ids"])
+    return Rollout(
+        prompt,
+        row["place"],
+        row["sample"],
+        row["ids"],
+        row["logprobs"],
+        row["stop"],
+        row["text"],
+        score,
+        earned,
+        # Older tapes have no mask: the policy generated every token.
+        row.get("trained") or (),
+        row.get("versions") or (),
+    )
+
+
+def item_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """One table row per sequence; sequences of one item share the number `item`."""
+    return [
+        {
+            "item": number,
+            "kind": KINDS.get(type(item), type(item).__name__),
+            "ids": list(example.ids),
+            "trained": list(example.trained),
+            "places": list(example.positions) if isinstance(example, ScoredExample) else None,
+            "words": list(example.token_ids) if isinstance(example, ScoredExample) else None,
+            "said": json.dumps(_labels(item)),
+            "file": example.origin.file,
+            "row": example.origin.row,
+        }
+        for number, item in enumerate(items)
+        for example in item.examples
+    ]
+
+
+def _labels(item: Item) -> dict[str, Any]:
+    """The data of an item besides its sequences."""
+    if isinstance(item, Ranking):
+        return {"margin": item.margin}
+    if isinstance(item, Judged):
+        return {"desirable": item.desirable}
+    if isinstance(item, Steps):
+        return {"labels": item.labels}
+    return {}
+
+
+def items_of(rows: Sequence[dict[str, Any]]) -> list[Item]:
+    grouped: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault(row["item"], []).append(row)
+    return [_item(group) for group in grouped.values()]
+
+
+def _item(rows: list[dict[str, Any]]) -> Item:
+    examples = [_example(row) for row in rows]
+    kind, labels = rows[0]["kind"], json.loads(rows[0]["said"])
+    if kind == KINDS[Ranking]:
+        return Ranking(tuple(examples), labels["margin"])
+    if kind == KINDS[Judged]:
+        return Judged(examples[0], labels["desirable"])
+    if kind == KINDS[Steps]:
+        assert isinstance(examples[0], ScoredExample)
+        return Steps(examples[0], tuple(tuple(label) for label in labels["labels"]))
+    return examples[0]
+
+
+def _example(row: dict[str, Any]) -> Example:
+    origin = Origin(row["file"], row["row"])
+    if row["places"] is None:
+        return Example(row["ids"], row["trained"], origin)
+    return ScoredExample(row["ids"], row["trained"], origin, row["places"], row["words"])
+
+
+@dataclass(frozen=True)
+class RecordedExample(Example):
+    """A sequence of a recorded step, with the (position, token id) pairs of its targets."""
+
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def asked(self) -> list[tuple[int, int]]:
+        return list(self.pairs)
+
+    @property
+    def targets(self) -> int:
+        return len(self.pairs)
+
+
+def fed_tensors(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+    """The model's input sequences as tensors; `fed_examples` reads them back."""
+    ids, asked, targets = _asked(examples) if _plain(examples) else _asked_each(examples)
+    columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": asked, "targets": targets}
+    return {f"fed/{name}": torch.from_numpy(np.asarray(column, dtype=np.int32)) for name, column in columns.items()}
+
+
+def _plain(examples: Sequence[Example]) -> bool:
+    return all(type(one).asked is Example.asked for one in examples)
+
+
+def _asked(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, the pairs of `Example.asked` and their number per sequence, vectorized over all sequences."""
+    ids = np.array(list(chain.from_iterable(one.ids for one in examples)), dtype=np.int64)
+    trained = np.array(list(chain.from_iterable(one.trained for one in examples)), dtype=np.int64)
+    lengths = np.array([len(one) for one in examples])
+    ends = np.cumsum(lengths)
+    trained[(ends - lengths)[lengths > 0]] = 0  # the first token has nothing before it
+    at = np.flatnonzero(trained)
+    owner = np.searchsorted(ends, at, side="right")
+    starts = np.concatenate([[0], ends])[owner]
+    return ids, np.stack([at - starts - 1, ids[at]], axis=1), np.bincount(owner, minlength=len(ends))
+
+
+def _asked_each(examples: Sequence[Example]) -> tuple[list[int], np.ndarray, list[int]]:
+    asked = [pair for one in examples for pair in one.asked()]
+    return (
+        [token for one in examples for token in one.ids],
+        np.asarray(asked, dtype=np.int64).reshape(-1, 2),
+        [one.targets for one in examples],
+    )
+
+
+def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[RecordedExample]:
+    """The model's input sequences in a recorded step."""
+    ids, asked = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
+    examples, token, target = [], 0, 0
+    for number, (length, targets) in enumerate(
+        zip(tensors["fed/lengths"].tolist(), tensors["fed/targets"].tolist(), strict=True)
+    ):
+        pairs = tuple((position, token) for position, token in asked[target : target + targets])
+        own = ids[token : token + length]
+        examples.append(RecordedExample(own, [0] * length, Origin("tape", number), pairs))
+        token, target = token + length, target + targets
+    return examples
+
+
+@dataclass(frozen=True)
+class Received:
+    """A micro-batch on the host, as the model received it."""
+
+    ids_NT: torch.Tensor
+    positions_NT: torch.Tensor
+    predictors_K: torch.Tensor
+    targets_K: torch.Tensor
+    lengths: tuple[int, ...]
+    packed: bool
+    line_E: torch.Tensor | None
+
+    def by_target(self) -> dict[str, torch.Tensor]:
+        """For each target: its token, the position it is predicted from, and a hash of the context.
+
+        The context is all tokens and positions of the sequence up to there. All correct packings give the same values.
+        """
+        ids, positions = (tensor.flatten().numpy() for tensor in (self.ids_NT, self.positions_NT))
+        width = self.ids_NT.shape[1]
+        hashes = np.zeros(len(ids), dtype=np.uint64)
+        start = 0
+        for row, length in enumerate(self.lengths):
+            if self.line_E is not None:
+                places = self.line_E[start : start + length].numpy()
+            else:
+                first = start if self.packed else row * width
+                places = np.arange(first, min(first + length, len(ids)))
+            hashes[places] = _running_hash(ids[places], positions[places])
+            start += length
+        predictors = self.predictors_K.numpy()
+        found = {"target": self.targets_K.numpy(), "position": positions[predictors], "context": hashes[predictors]}
+        return {name: torch.from_numpy(values.astype(np.int32)) for name, values in found.items()}
+
+
+def _running_hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """At each token: a hash of all tokens up to it, in order."""
+    with np.errstate(over="ignore"):
+        mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
+        mixed = (mixed + np.arange(len(ids), dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)) * HASH
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * HASH
+        return np.cumsum(mixed ^ (mixed >> np.uint64(33)), dtype=np.uint64) >> np.uint64(33)
