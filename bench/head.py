@@ -56,14 +56,16 @@ def measure(device: Device, name: str, tokens: int, repeats: int, *, entropy: bo
     targets = torch.randint(shape.vocabulary, (tokens,), device=torch_device)
     upstream = torch.randn(tokens, device=torch_device)
 
-    def foresee(
+    def token_grads(
         logprobs: torch.Tensor, entropies: torch.Tensor | None, part: slice
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return upstream[part], 0.01 * upstream[part] if entropy else None
 
     def ours() -> None:
         hidden.grad = weight.grad = None
-        scores = token_scores(hidden, Head(weight), targets, entropy=entropy, foresee=foresee if foreseen else None)
+        scores = token_scores(
+            hidden, Head(weight), targets, entropy=entropy, token_grads=token_grads if foreseen else None
+        )
         loss = (scores.logprobs_K * upstream).sum()
         if scores.entropies_K is not None:
             loss = loss + 0.01 * (scores.entropies_K * upstream).sum()

@@ -30,7 +30,7 @@ from pathlib import Path
 
 MARK = "LOCKSTEP_SOAK"
 SHARED_MEMORY = Path("/dev/shm")
-KINDS = ("rank", "warden", "worker", "launcher")
+KINDS = ("rank", "supervisor", "worker", "launcher")
 # For what hangs: the longest that a run may be without an end after its last blow, and that what ends may take to go.
 HANG, GOING = 1800, 120
 
@@ -118,9 +118,9 @@ def processes_of(token: str) -> dict[int, str]:
         if "LOCKSTEP_FUNCTION_PROCESS" not in told:
             found[pid] = "rank" if "RANK" in told else "launcher"
         else:
-            # A warden is a rank's child; the worker is the warden's.
+            # A supervisor is a rank's child; the worker is the supervisor's.
             above = marked.get(parent)
-            found[pid] = "worker" if above and "LOCKSTEP_FUNCTION_PROCESS" in above[1] else "warden"
+            found[pid] = "worker" if above and "LOCKSTEP_FUNCTION_PROCESS" in above[1] else "supervisor"
     return found
 
 

@@ -182,7 +182,7 @@ class MicroBatch:
     """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
     place_K: torch.Tensor | None = None
     """Where they stand among those targets of the update that this rank has; None where it has all of them."""
-    foresee: Callable[..., Any] | None = None
+    token_grads: Callable[..., Any] | None = None
     """Tells how the loss depends on each target, up to a factor, before it is whole (see `kernels/logprob.py`)."""
     context: Divided | None = None
     """Who has which of its tokens, where the ranks of a context group divide it. A rank's own part says so too, and

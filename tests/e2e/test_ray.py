@@ -156,7 +156,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends(whole: Path, recipe: Path, tmp
     done = cold_lockstep(*words, **environment)
     assert once.exists(), done.stdout
     assert done.returncode == 75, done.stderr
-    assert re.search(r"rank 1: +rank 0 gives no sign of life for \d+ s; it was last seen at .*step \d", done.stderr)
+    assert re.search(r"rank 1: +rank 0 has sent no heartbeat for \d+ s; it was last seen at .*step \d", done.stderr)
     for rank in (0, 1):
         found = (tmp_path / "runs" / "run" / "stacks" / f"rank_{rank}.txt").read_text()
         assert re.search(r'File ".*lockstep/train/.*", line \d+ in ', found), found

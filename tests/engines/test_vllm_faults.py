@@ -200,7 +200,7 @@ def test_a_server_that_is_killed_in_mid_step_comes_back(
         made = []
         for one in engine.generate(mixed(), LONG):
             if not made:
-                # Its own warden's child: all processes of the server at once.
+                # Its own supervisor's child: all processes of the server at once.
                 engine.fleet.servers[0].process._process.kill()
             made.append(one)
         assert len(starts) == 1

@@ -235,9 +235,9 @@ def groups_of_two(world: World) -> None:
     """Neighbours share a part of the rows; sums go over the parts, and every rank of a group has the whole sum."""
     divided = with_context(world, Cpu(), 2, "zigzag")
     assert divided.context is not None
-    assert (divided.share, divided.shares) == (world.rank // 2, world.size // 2)
+    assert (divided.dp_rank, divided.dp_size) == (world.rank // 2, world.size // 2)
     assert divided.context.ranks == (world.rank // 2 * 2, world.rank // 2 * 2 + 1)
-    assert divided.sum([1.0 + divided.share]) == [sum(1.0 + share for share in range(divided.shares))]
+    assert divided.sum([1.0 + divided.dp_rank]) == [sum(1.0 + share for share in range(divided.dp_size))]
     assert PLACES.keys() == LAYOUTS.keys()
 
 

@@ -214,7 +214,7 @@ def check_shares(world: World) -> None:
 def check_context(world: World) -> None:
     """Ranks that divide their micro-batches have the same responses."""
     divided = with_context(world, Cpu(), 2, "zigzag")
-    prompts = EACH * divided.shares
+    prompts = EACH * divided.dp_size
     recipe = recipe_of(batch__prompts=prompts, batch__tokens=400)
     models = Models(torch.nn.Identity(), Packing.of(recipe, divided, 0), torch.device("cpu"))
     here, _ = spread(step(prompts), divided, models, recipe)

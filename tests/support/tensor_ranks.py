@@ -150,9 +150,9 @@ class Uneven(Cpu):
 
 def check_groups(world: World) -> None:
     divided = with_tensor(world, 2)
-    assert (divided.share, divided.shares, divided.engine, divided.engines) == (world.rank // 2, world.size // 2) * 2
-    assert divided.speaks == (world.rank % 2 == 0)
-    assert divided.sum([1.0 + divided.share]) == [sum(1.0 + share for share in range(divided.shares))]
+    assert (divided.dp_rank, divided.dp_size, divided.engine, divided.engines) == (world.rank // 2, world.size // 2) * 2
+    assert divided.is_tp_rank0 == (world.rank % 2 == 0)
+    assert divided.sum([1.0 + divided.dp_rank]) == [sum(1.0 + share for share in range(divided.dp_size))]
     group = TensorGroup(sharding_of(Parallel(tensor=2), Cpu(), world).tensor.mesh)  # type: ignore[union-attr]
     assert group.least(7 + world.rank, CPU) == 7 + world.rank // 2 * 2
     number = torch.tensor([float(world.rank)])

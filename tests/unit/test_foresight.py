@@ -12,7 +12,7 @@ import torch
 from hand_rollouts import plans_of, recipe_of, rollout
 from lockstep.algorithms.policy_loss import LOSSES
 from lockstep.device.select import select
-from lockstep.kernels.logprob import Scores, foreseen_token_scores, token_scores
+from lockstep.kernels.logprob import Scores, token_scores, token_scores_with_grads
 from lockstep.model import policy as policies
 from lockstep.parallel.world import World
 from lockstep.recipe.registry import loss_row
@@ -43,17 +43,21 @@ def noise(seed: int, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(seed))
 
 
-class Foreseen:
+class FusedScores:
     """`token_scores` as on a device with fused kernels, in chunks of three positions."""
 
     def __init__(self) -> None:
         self.asked = 0
 
-    def __call__(self, hidden: torch.Tensor, head: Any, targets: torch.Tensor, *, foresee: Any, **how: Any) -> Scores:
-        if foresee is None or not torch.is_grad_enabled():
+    def __call__(
+        self, hidden: torch.Tensor, head: Any, targets: torch.Tensor, *, token_grads: Any, **how: Any
+    ) -> Scores:
+        if token_grads is None or not torch.is_grad_enabled():
             return token_scores(hidden, head, targets, **how)
         self.asked += 1
-        return foreseen_token_scores(hidden, head, targets, foresee, **how, chunk_bytes=3 * 4 * head.weight_VH.shape[0])
+        return token_scores_with_grads(
+            hidden, head, targets, token_grads, **how, chunk_bytes=3 * 4 * head.weight_VH.shape[0]
+        )
 
 
 def stepped(folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> dict[str, torch.Tensor]:
@@ -82,7 +86,7 @@ def test_a_foreseen_update_is_the_same_update(
     if loss == "policy_gradient":
         keys["algorithm__kl__where"] = "none"
     plain = stepped(tiny_folder, loss, monkeypatch, **keys)
-    foreseen = Foreseen()
+    foreseen = FusedScores()
     monkeypatch.setattr(policies, "token_scores", foreseen)
     ours = stepped(tiny_folder, loss, monkeypatch, **keys)
     assert bool(foreseen.asked) == (loss not in SEQUENCES)
@@ -95,7 +99,7 @@ def test_a_foreseen_update_is_the_same_update(
 def test_a_loss_of_sequences_that_says_it_is_one_of_tokens_is_found_out(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policies, "token_scores", Foreseen())
+    monkeypatch.setattr(policies, "token_scores", FusedScores())
     monkeypatch.setattr(policy_loss, "loss_row", lambda name: replace(loss_row(name), tokenwise=True))
     found = stepped(tiny_folder, "gspo", monkeypatch, batch__tokens=40)
     assert all(gradient.isnan().any() for gradient in found.values())

@@ -39,8 +39,8 @@ def lines(
     groups: Sequence[Sequence[Example]], tokens: int, world: World | None = None, **more: Any
 ) -> list[MicroBatch]:
     packing = Packing(world or World(), tokens, None, 0)
-    laid = lay_groups(outlines(groups), packing.world.shares, tokens=tokens, **more)
-    return batches(groups, laid[packing.world.share], packing)
+    laid = lay_groups(outlines(groups), packing.world.dp_size, tokens=tokens, **more)
+    return batches(groups, laid[packing.world.dp_rank], packing)
 
 
 def outlines(groups: Sequence[Sequence[Example]]) -> list[Outline]:

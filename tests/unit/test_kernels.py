@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from commands import warm_python
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.varlen import varlen_attention
-from lockstep.kernels.logprob import Head, alike, foreseen_token_scores, plain_token_scores, token_scores
+from lockstep.kernels.logprob import (
+    Head,
+    plain_token_scores,
+    token_scores,
+    token_scores_with_grads,
+    uniform_token_grads,
+)
 
 CPU = torch.device("cpu")
 
@@ -133,7 +139,9 @@ def test_gradients_taken_in_the_forward_pass_equal_plain_ones(positions, with_bi
     bias = torch.randn(300, requires_grad=True) if with_bias else None
     targets, inputs = torch.randint(300, (50,)), [t for t in (hidden, weight, bias) if t is not None]
     head = Head(weight, bias, softcap=softcap)
-    ours = foreseen_token_scores(hidden, head, targets, alike, temperature=temperature, chunk_bytes=4 * 300 * positions)
+    ours = token_scores_with_grads(
+        hidden, head, targets, uniform_token_grads, temperature=temperature, chunk_bytes=4 * 300 * positions
+    )
     theirs = plain_token_scores(hidden, head, targets, temperature=temperature).logprobs_K
     torch.testing.assert_close(ours.logprobs_K, theirs, rtol=1e-6, atol=1e-5)
     for a, b in zip(
@@ -159,12 +167,12 @@ def test_a_loss_is_foreseen_token_by_token(positions, softcap):
     def loss(scores):
         return -0.3 * (given * scores.logprobs_K.exp() - 0.1 * given.square() * scores.entropies_K).sum()
 
-    def foresee(logprobs, entropies, part):
+    def token_grads(logprobs, entropies, part):
         assert len(logprobs) == len(entropies) == len(given[part])
         return given[part] * logprobs.exp(), -0.1 * given[part].square()
 
     chunk = 4 * 300 * positions
-    ours = foreseen_token_scores(hidden, head, targets, foresee, entropy=True, chunk_bytes=chunk)
+    ours = token_scores_with_grads(hidden, head, targets, token_grads, entropy=True, chunk_bytes=chunk)
     theirs = plain_token_scores(hidden, head, targets)
     torch.testing.assert_close(ours.entropies_K, theirs.entropies_K, rtol=1e-5, atol=1e-5)
     for a, b in zip(
@@ -187,13 +195,15 @@ def test_gradients_taken_in_the_forward_pass_without_targets_or_a_frozen_head():
     hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     none = torch.empty(0, dtype=torch.long)
     gradients = torch.autograd.grad(
-        foreseen_token_scores(hidden[:0], Head(weight), none, alike).logprobs_K.sum(),
+        token_scores_with_grads(hidden[:0], Head(weight), none, uniform_token_grads).logprobs_K.sum(),
         [hidden, weight],
         allow_unused=True,
     )
     assert all(gradient is None or not gradient.any() for gradient in gradients)
     targets, frozen = torch.randint(9, (4,)), Head(weight.detach())
-    (ours,) = torch.autograd.grad(foreseen_token_scores(hidden, frozen, targets, alike).logprobs_K.sum(), [hidden])
+    (ours,) = torch.autograd.grad(
+        token_scores_with_grads(hidden, frozen, targets, uniform_token_grads).logprobs_K.sum(), [hidden]
+    )
     (theirs,) = torch.autograd.grad(plain_token_scores(hidden, frozen, targets).logprobs_K.sum(), [hidden])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -338,7 +348,7 @@ def test_the_head_on_the_device_equals_plain_logits(entropy):
     given = {"entropy": entropy, "chunk_bytes": 2 * 5000 * 70}
     for ours in (
         token_scores(hidden, Head(weight), targets, **given),
-        foreseen_token_scores(hidden, Head(weight), targets, ones, **given),
+        token_scores_with_grads(hidden, Head(weight), targets, ones, **given),
     ):
         torch.testing.assert_close(ours.logprobs_K, plain.logprobs_K, rtol=2e-2, atol=3e-2)
         loss = ours.logprobs_K.sum() + (ours.entropies_K.sum() if entropy else 0)

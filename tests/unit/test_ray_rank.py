@@ -16,7 +16,7 @@ from lockstep.errors import Refusal
 from lockstep.launch import ray_launcher
 from lockstep.launch.ray_launcher import refuse_unreachable
 from lockstep.launch.ray_rank import RankHeard, RankProcess
-from lockstep.parallel.rendezvous import told_wait
+from lockstep.parallel.rendezvous import log_wait
 from ranks import assert_none_left, ranks_of
 
 
@@ -120,8 +120,8 @@ def test_a_cluster_that_does_not_answer_is_refused(
 
 def test_a_long_wait_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    with told_wait("the others", after=0.01):
+    with log_wait("the others", after=0.01):
         wait_until(lambda: said.append(capfd.readouterr().err) or "waiting for the others for" in "".join(said))
-    with told_wait("nobody", after=HANG):
+    with log_wait("nobody", after=HANG):
         pass
     assert "nobody" not in capfd.readouterr().err

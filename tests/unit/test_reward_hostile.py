@@ -66,7 +66,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
         return float(rest)
     if what == "pid":
         return os.getpid()
-    if what == "warden":
+    if what == "supervisor":
         return os.getppid()
     if what == "twice":
         return 7.0 if os.fork() else 8.0
@@ -326,7 +326,7 @@ def test_a_function_that_kills_the_process_above_it_leaves_nothing_either(file) 
         part.close()
 
 
-@pytest.mark.parametrize("struck", ["worker", "warden"])
+@pytest.mark.parametrize("struck", ["worker", "supervisor"])
 def test_a_score_is_not_lost_to_a_kill_from_outside(tmp_path, struck) -> None:
     """The first call tells who it is and waits; the second one, in another process, answers."""
     (tmp_path / "slow.py").write_text(
@@ -343,8 +343,8 @@ def test_a_score_is_not_lost_to_a_kill_from_outside(tmp_path, struck) -> None:
     try:
         asked = part.submit(question(str(told)), "")
         until(lambda: told.exists() and told.read_text().endswith("."))
-        worker, warden = map(int, told.read_text().rstrip(".").split())
-        os.kill(worker if struck == "worker" else warden, signal.SIGKILL)
+        worker, supervisor = map(int, told.read_text().rstrip(".").split())
+        os.kill(worker if struck == "worker" else supervisor, signal.SIGKILL)
         assert asked.result(GUARD) == {"function": 1.0}
     finally:
         part.close()
@@ -388,20 +388,20 @@ def test_a_stopped_process_is_told_from_one_that_is_slow() -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("stopped", ["worker", "warden"])
+@pytest.mark.parametrize("stopped", ["worker", "supervisor"])
 def test_stopped_processes_are_ended_too(file, stopped, monkeypatch) -> None:
     monkeypatch.setattr("lockstep.launch.worker_process.ENDING_SECONDS", 0.5)
     part = FunctionPart(f"{file}:score", settings())
-    pids = {name: int(part.submit(question(), name).result(GUARD)["function"]) for name in ("pid", "warden")}
-    os.kill(pids["pid" if stopped == "worker" else "warden"], signal.SIGSTOP)
+    pids = {name: int(part.submit(question(), name).result(GUARD)["function"]) for name in ("pid", "supervisor")}
+    os.kill(pids["pid" if stopped == "worker" else "supervisor"], signal.SIGSTOP)
     part.close()
-    assert not Path(f"/proc/{pids['warden']}").exists()
-    # What the warden did not live to reap is left for the system to reap, without a command line.
+    assert not Path(f"/proc/{pids['supervisor']}").exists()
+    # What the supervisor did not live to reap is left for the system to reap, without a command line.
     worker = Path(f"/proc/{pids['pid']}/cmdline")
     until(lambda: not worker.exists() or not worker.read_bytes())
 
 
-@pytest.mark.parametrize("stopped", ["worker", "warden"])
+@pytest.mark.parametrize("stopped", ["worker", "supervisor"])
 def test_stopped_processes_end_with_a_run_that_is_killed(file, stopped) -> None:
     """Who is stopped cannot see that the run is gone."""
     code = f"""
@@ -410,19 +410,19 @@ def test_stopped_processes_end_with_a_run_that_is_killed(file, stopped) -> None:
         from lockstep.recipe.keys_online import Reward
         from lockstep.types import Origin, Question
         part = FunctionPart({str(file) + ":score"!r}, Reward(workers=1))
-        for name in ("pid", "warden"):
+        for name in ("pid", "supervisor"):
             told = part.submit(Question("sums", [], "", Origin("rows", 1)), name).result({GUARD})
             print(int(told["function"]), flush=True)
         time.sleep({GUARD})
     """
     run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
-    worker, warden = int(run.stdout.readline()), int(run.stdout.readline())
-    os.kill(worker if stopped == "worker" else warden, signal.SIGSTOP)
+    worker, supervisor = int(run.stdout.readline()), int(run.stdout.readline())
+    os.kill(worker if stopped == "worker" else supervisor, signal.SIGSTOP)
     run.kill()
     run.wait()
     run.stdout.close()
-    for pid in (worker, warden):
+    for pid in (worker, supervisor):
         # What nobody reaps here has no command line any more.
         words = Path(f"/proc/{pid}/cmdline")
         until(lambda words=words: not words.exists() or not words.read_bytes())

@@ -168,9 +168,9 @@ def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
 
 
 def child_of(worker: WorkerEngine) -> int:
-    """The process that generates, below its warden."""
-    warden = worker.process._process.pid
-    (child,) = (pid for pid in living(worker) if pid != warden)
+    """The process that generates, below its supervisor."""
+    supervisor = worker.process._process.pid
+    (child,) = (pid for pid in living(worker) if pid != supervisor)
     return child
 
 

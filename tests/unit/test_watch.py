@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from hang import wait_until
 from lockstep.parallel import stall as stacks
-from lockstep.parallel.stall import Stall, tell_address
-from lockstep.parallel.watchdog import Told, Watch
+from lockstep.parallel.stall import Stall, publish_address
+from lockstep.parallel.watchdog import Heartbeat, Watch
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks at processes in /proc")
 
@@ -29,7 +29,7 @@ def test_a_step_is_told_when_it_begins_and_named_after_its_end() -> None:
     watch = Watch(store, rank=0, size=1, after=1000)
 
     def told() -> str:
-        return Told(*json.loads(store.get("0"))).where
+        return Heartbeat(*json.loads(store.get("0"))).where
 
     try:
         wait_until(lambda: told() == "the start of the run")
@@ -57,7 +57,7 @@ def watching(size: int = 1, stall: Stall | None = None) -> Iterator[tuple[Watch,
 
 
 def tell(store: dist.Store, rank: int, beat: int, *, starting: bool) -> None:
-    store.set(str(rank), json.dumps(Told(beat, 1, 0, "loading the model", inside=False, starting=starting)))
+    store.set(str(rank), json.dumps(Heartbeat(beat, 1, 0, "loading the model", inside=False, starting=starting)))
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def test_a_silent_rank_that_computes_while_it_starts_makes_progress() -> None:
     with process(SPIN) as busy, process(SLEEP) as idle, watching(size=4) as (watch, store):
         told = {1: (busy, True), 2: (idle, True), 3: (busy, False)}
         for rank, (number, starting) in told.items():
-            tell_address(store, rank, stacks.Address(stacks._machine(), number, stacks._began(number), 0))
+            publish_address(store, rank, stacks.Address(stacks._machine(), number, stacks._began(number), 0))
             tell(store, rank, 0, starting=starting)
         watch._listen()
         first = {rank: heard.moved for rank, heard in watch._heard.items()}

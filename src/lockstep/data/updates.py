@@ -63,12 +63,12 @@ def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int |
     """
     packed, context = tokens is not None, world.context
     sizes = [row_size(item, packed=packed, shared=context is None) for item in items]
-    plan = plan_micro_batches(sizes, devices=world.shares, tokens=tokens, rows=rows)
+    plan = plan_micro_batches(sizes, devices=world.dp_size, tokens=tokens, rows=rows)
     examples = [example for item in items for example in item.examples]
     firsts = [0, *accumulate(len(item.examples) for item in items)]
     starts = target_starts(examples)
     batches = []
-    for members in plan[world.share]:
+    for members in plan[world.dp_rank]:
         numbers = [number for i in members for number in range(firsts[i], firsts[i + 1])]
         shares = [share for i in members for share in shared_beginnings(items[i].examples)]
         batch = micro_batch(

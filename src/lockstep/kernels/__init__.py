@@ -1,1 +1,1 @@
-"""Attention, log-probs and noise, each fast kernel with a plain-torch twin. For `parallel` and all above it."""
+"""Kernels: attention, log-probs and sampling, each with a plain-torch reference. For `parallel` and all above it."""

@@ -1,8 +1,8 @@
-"""AdamW with fp32 masters on an NVIDIA device: every tensor of the model in one kernel and one pass.
+"""Fused AdamW with fp32 master weights in Triton: all parameters in one kernel and one pass.
 
-A gradient is read as it is, in bf16 or fp32; moments and master are read and written once, and the weight that the
-model computes with is written beside them. The twin is torch's own AdamW on the masters, with gradients cast to fp32,
-clipped, and the masters copied to the weights (`train/optim.py`); `plain_step` is the same written out.
+Gradients are read in bf16 or fp32. Moments and master weight are read and written once, and the model weight is written
+in the same pass. The reference is torch's AdamW on the master weights, with gradients cast to fp32 and clipped, and
+masters copied to the weights (`train/optim.py`); `plain_step` is the same in plain torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lockstep.device.base import first_sentence, sent
 from lockstep.kernels.triton_math import runs_on
 
 BLOCK = 4096
-# What Triton calls the types that a weight or a gradient may have.
+# Triton's names of the dtypes that a weight or a gradient may have.
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# A row of the table: the addresses of the five tensors of an entry, and how many numbers each has.
+# A row of the table: the addresses of an entry's five tensors, and their number of elements.
 COLUMNS = tl.constexpr(6)
 
 
 class Entry(NamedTuple):
-    """One parameter."""
+    """The tensors of one parameter."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -56,7 +56,7 @@ def _step(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one tensor a program."""
+    """One program per block of one tensor."""
     block = tl.program_id(0)
     entry = tl.load(owners + block)
     row = table + entry * COLUMNS
@@ -76,14 +76,14 @@ def _step(  # type: ignore[no-untyped-def]
         size = tl.multiple_of(size, 16)
     places = tl.load(parts + block).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
-    shrink = tl.load(numbers + entry * 3)
+    decay = tl.load(numbers + entry * 3)
     rate = tl.load(numbers + entry * 3 + 1)
     spread = tl.load(numbers + entry * 3 + 2)
     g = tl.load(gradient + places, mask=inside, other=0.0).to(tl.float32) * tl.load(clip)
     p = tl.load(master + places, mask=inside, other=0.0)
     m = tl.load(mean + places, mask=inside, other=0.0)
     v = tl.load(square + places, mask=inside, other=0.0)
-    p -= shrink * p
+    p -= decay * p
     m = keep_mean * m + take_mean * g
     v = keep_square * v + take_square * g * g
     p -= tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(v), spread) + epsilon)
@@ -94,9 +94,10 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 def fits(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether all of these can be stepped here: whole, dense, of known types and on one device that passes a trial."""
-    known = bool(parameters) and all(
-        # A shard's class is another.
+    """Whether the kernel supports all of these: unsharded, dense, of a supported dtype, on one device that passes the
+    trial."""
+    supported = bool(parameters) and all(
+        # A sharded parameter is a DTensor.
         type(p.data) is torch.Tensor
         and runs_on(p)
         and p.is_contiguous()
@@ -104,31 +105,31 @@ def fits(parameters: Sequence[torch.Tensor]) -> bool:
         and p.device == parameters[0].device
         for p in parameters
     )
-    return known and all(works(parameters[0].device, dtype) for dtype in {p.dtype for p in parameters})
+    return supported and all(works(parameters[0].device, dtype) for dtype in {p.dtype for p in parameters})
 
 
 @cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel gives what its twin does; where not, a warning says why torch's AdamW is used."""
+    """Whether the kernel matches the reference; if not, warn that torch's AdamW is used."""
 
-    def made() -> Entry:
+    def make_entry() -> Entry:
         draw = torch.Generator().manual_seed(0)
         weight, gradient, mean = (torch.randn(BLOCK + 7, generator=draw).to(device) for _ in range(3))
         square = torch.rand(BLOCK + 7, generator=draw).to(device)
         return Entry(weight.to(dtype), gradient.to(dtype), weight, mean, square, 0.1)
 
-    own, plain = made(), made()
+    fused, plain = make_entry(), make_entry()
     clip = torch.tensor(0.5, device=device)
     try:
-        AdamwUpdate([own]).step([3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
+        AdamwUpdate([fused]).step([3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
         plain_step([plain], [3.0], clip, lr=0.01, betas=(0.9, 0.99), eps=1e-8)
-        far = max(float((a - b).abs().max()) for a, b in zip(own[2:5], plain[2:5], strict=True))
-        held = float((own.weight.float() - own.master).abs().max())
+        max_error = max(float((a - b).abs().max()) for a, b in zip(fused[2:5], plain[2:5], strict=True))
+        rounding_error = float((fused.weight.float() - fused.master).abs().max())
     except (TypeError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError) as error:
         warnings.warn(f"torch's AdamW is used: triton_adamw failed on a trial: {first_sentence(error)}", stacklevel=2)
         return False
-    # Numbers up to about 5: a unit in the last place of each, and of the weight's own type.
-    if far > 2e-6 or held > 5 * torch.finfo(dtype).eps:
+    # Values up to about 5: one unit in the last place of fp32, and of the weight's dtype.
+    if max_error > 2e-6 or rounding_error > 5 * torch.finfo(dtype).eps:
         warnings.warn("torch's AdamW is used: triton_adamw gives other numbers", stacklevel=2)
         return False
     return True
@@ -143,7 +144,7 @@ def plain_step(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """The twin of `AdamwUpdate.step`."""
+    """Reference implementation of `AdamwUpdate.step`."""
     for entry, count in zip(entries, steps, strict=True):
         gradient = entry.gradient.float() * clip
         entry.master.sub_(lr * entry.decay * entry.master)
@@ -155,10 +156,10 @@ def plain_step(
 
 
 class AdamwUpdate:
-    """One update of some entries, made ready before its numbers are known: the device need not wait for the host."""
+    """One update of some entries. The table is sent before the gradient norm is available: the device does not wait."""
 
     def __init__(self, entries: Sequence[Entry]):
-        # Held until the kernel is given to the device; a gradient that is not dense is copied.
+        # Keeps the tensors alive until the kernel is launched; a non-dense gradient is copied.
         self.entries = [entry._replace(gradient=entry.gradient.contiguous()) for entry in entries]
         self.kinds: dict[_Kind, list[int]] = {}
         for index, entry in enumerate(self.entries):
@@ -169,10 +170,10 @@ class AdamwUpdate:
     def step(
         self, steps: Sequence[float], clip: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        """`steps` count this update too, one for each entry; gradients count times `clip`, a number on the device."""
+        """`steps`: the step count of each entry, this update included. `clip`: device scalar that scales gradients."""
         for kind, members in self.kinds.items():
             table = self.tables[kind]
-            # In double precision on the host, where the counts are.
+            # In double precision on the host.
             numbers = [
                 [lr * self.entries[i].decay, lr / (1 - betas[0] ** steps[i]), (1 - betas[1] ** steps[i]) ** 0.5]
                 for i in members
@@ -197,7 +198,7 @@ class AdamwUpdate:
 
 
 class _Kind(NamedTuple):
-    """What a kernel is compiled for. Aligned tensors are read and written many numbers at once."""
+    """The compile-time properties of a kernel. Aligned tensors are accessed with vector instructions."""
 
     weight: torch.dtype
     gradient: torch.dtype
@@ -210,7 +211,7 @@ def _kind(entry: Entry) -> _Kind:
 
 
 class _Table:
-    """What the kernel finds its tensors by."""
+    """The device table of tensor addresses."""
 
     def __init__(self, entries: Sequence[Entry]):
         device = entries[0].master.device
@@ -223,7 +224,7 @@ class _Table:
 
 @lru_cache(maxsize=16)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every block: the entry that it belongs to, and which of the entry's blocks it is."""
+    """For every block: its entry, and its index within the entry."""
     counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]

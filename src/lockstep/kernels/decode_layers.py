@@ -1,4 +1,4 @@
-"""Decoder layers while the engine generates: by the model's own modules, or by what a device has for known models."""
+"""Decoder layers for generation: the model's modules, or a device's fused layers for supported models."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lockstep.kernels.attention.paged import PrefillPass
 class GeneratingLayers(Protocol):
     @property
     def ready(self) -> bool:
-        """Whether they still stand for the model's modules: nobody has changed these or listens to them."""
+        """Whether they still match the model's modules: unchanged and without hooks."""
 
     def lay(self) -> None:
-        """Put weights where the layers want them; before passes are recorded, which remember where they lie."""
+        """Arrange the weights for the layers. Call before CUDA graph capture, which fixes their addresses."""
 
     def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
-        """Keys and values of the tokens to the cache."""
+        """Write the tokens' keys and values to the cache."""
 
     def decode(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DecodePass) -> torch.Tensor:
-        """The same, and the decoder's output for each token."""
+        """Same as `prefill`, and return the decoder's output for each token."""
 
 
 def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
@@ -36,10 +36,10 @@ def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
     return triton_layers.fused_layers(decoder)
 
 
-# By the name that a device says in its `generating_layers`; what is not here are the modules.
+# By the name in a device's `generating_layers`; other names use the modules.
 GENERATING: dict[str, Callable[[nn.Module], GeneratingLayers | None]] = {"triton": _by_triton}
 
 
 def generating_layers(decoder: nn.Module, kernel: str) -> GeneratingLayers | None:
-    """Of a decoder whose masks were read; None where its modules do it themselves."""
+    """Fused layers of a decoder whose masks were read; None if its modules run instead."""
     return GENERATING[kernel](decoder) if kernel in GENERATING else None

@@ -1,8 +1,8 @@
-"""Weights of several projections of one input as one: they lie one after the other in memory, each under its own name.
+"""Fused decoder layers of Llama-like models for generation on NVIDIA devices.
 
-A module's parameter stays the same object; only its memory is a stretch of a larger one. Whoever needs them as one
-looks at where they lie (`joined`), so nothing is wrong where somebody gives a parameter other memory: then they are
-not one.
+Projections of one input run as one matmul (fused QKV, fused gate/up): their weights are placed one after another in
+memory. Each parameter stays the same object. `joined` checks the addresses, so a parameter that was moved is detected
+and its projections run separately.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lockstep.kernels.triton_math import runs_on
 
 
 def lay_side_by_side(parts: Sequence[nn.Parameter]) -> None:
-    """Move parameters, alike but for their first dimension, behind one another; nothing where they already are."""
+    """Move parameters that differ in their first dimension only into one buffer; no effect if they already are."""
     if joined(parts) is not None:
         return
-    # Made for training, whoever asks for it.
+    # Outside of inference mode: the buffer is used in training too.
     with torch.inference_mode(False), torch.no_grad():
         for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
             part.data = place
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The parts as one tensor on their own memory; None where they do not lie one after the other."""
+    """The parts as one tensor on the same memory; None if they are not contiguous."""
     first = parts[0]
     storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
     for part in parts:
@@ -51,26 +51,22 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-# The decoder layers of Llama-like models while they generate, on an NVIDIA device: matrix products, and one kernel
-# between each two of them.
-#
-# The twin is the model's own forward. A model that looks like one of these is tried first: what its decoder does
-# outside of its layers exactly, and every layer on drawn numbers; where one of them gives other numbers, the modules
-# stay.
+# The reference is the model's forward. A model of this form is checked first: the decoder outside its layers exactly,
+# and every layer on random input. If one differs, the modules run instead.
 
 Pass = PrefillPass | DecodePass
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of the tokens' positions, (T, D)."""
+"""cos and sin of the tokens' positions, (T, D)."""
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
-# How far a layer's output may be from that of its modules, in their norm: shares of what it adds, and of the output.
+# Tolerance of a layer's output in norm: relative to what the layer adds, and relative to the output.
 TOLERANCE = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (5e-2, 4e-3), torch.float16: (1e-2, 5e-4)}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: its modules, and what its attention is told."""
+    """One decoder layer: its modules and the arguments of its attention."""
 
     module: Any
     heads: int
@@ -95,7 +91,7 @@ class Layer:
 
     @property
     def together(self) -> list[Sequence[nn.Linear]]:
-        """Projections of one input."""
+        """Projections that share one input."""
         attention, mlp = self.module.self_attn, self.module.mlp
         return [(attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)]
 
@@ -114,42 +110,44 @@ class Layer:
         step: Pass,
         after: nn.Module,
     ) -> torch.Tensor:
-        """Add what the layer computes to the stream, in place; returns the sum under the norm that comes `after` it."""
+        """Add the layer's output to the residual stream in place; returns the sum normalised by the `after` norm."""
         module: Any = self.module
         heads = heads_of_line(self.place(normed_TW, angles, step), self.heads, self.groups)
-        mixed = cached_attention(*heads, step, self.index, scale=self.scale, window=self.window)
+        attn_out = cached_attention(*heads, step, self.index, scale=self.scale, window=self.window)
         out: Any = module.self_attn.o_proj
-        normed = _add_norm(stream_TW, linear(mixed.flatten(1), out.weight, out.bias), module.post_attention_layernorm)
+        normed = _add_norm(
+            stream_TW, linear(attn_out.flatten(1), out.weight, out.bias), module.post_attention_layernorm
+        )
         _, feeds = self.together
         return _add_norm(stream_TW, linear(swiglu_(_product(normed, feeds)), module.mlp.down_proj.weight), after)
 
     def place(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
-        """Queries, keys and values of the tokens side by side; keys and values go to the cache too."""
+        """Fused QKV of the tokens; keys and values are also written to the cache."""
         projections, _ = self.together
-        line = _product(normed_TW, projections)
-        place_heads_(line, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
-        return line
+        qkv = _product(normed_TW, projections)
+        place_heads_(qkv, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
+        return qkv
 
 
 class FusedLayers:
-    """A decoder's forward over tokens in one line, for the passes of the engine."""
+    """The decoder's forward over the packed tokens of an engine pass."""
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
         self.layers = [Layer.of(module) for module in self.decoder.layers]
         first = [module.input_layernorm for module in self.decoder.layers]
         self.norms = [*first, self.decoder.norm]
-        """Before each layer, and after the last."""
+        """The norm before each layer, and the one after the last."""
 
     def lay(self) -> None:
-        """Put weights that are multiplied as one side by side, also where they were moved since the last time."""
+        """Place the weights of fused projections in one buffer, also if they were moved since the last call."""
         if _looks_alike(self.decoder):
             for parts in self._together():
                 lay_side_by_side(parts)
 
     @property
     def ready(self) -> bool:
-        """Whether the layers are still what they were when they were tried, and nobody listens to their modules."""
+        """Whether the layers are unchanged since the trial and their modules have no hooks."""
         return _looks_alike(self.decoder) and all(joined(parts) is not None for parts in self._together())
 
     def _together(self) -> Iterator[list[nn.Parameter]]:
@@ -165,7 +163,7 @@ class FusedLayers:
         return normed
 
     def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
-        """Keys and values alone: nobody reads what the last layer makes of them."""
+        """Keys and values only: the output of the last layer is not used."""
         stream, normed, angles = self._begin(ids_T, positions_T)
         *layers, last = self.layers
         for layer, after in zip(layers, self.norms[1:-1], strict=True):
@@ -173,7 +171,7 @@ class FusedLayers:
         last.place(normed, angles, step)
 
     def _begin(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Angles]:
-        """The stream, in fresh memory that the layers write over, and under the first norm; the angles."""
+        """The residual stream in new memory that the layers overwrite, its first norm, and the rotary angles."""
         stream = self.decoder.embed_tokens(ids_T)
         return stream, _norm(stream, self.norms[0]), self.angles(stream, positions_T)
 
@@ -183,8 +181,8 @@ class FusedLayers:
 
 
 def fused_layers(decoder: nn.Module) -> FusedLayers | None:
-    """The fused forward of a decoder whose masks were read, its weights put side by side; None where it is not one of
-    those, or where a trial says that it computes something else."""
+    """The fused forward of a decoder whose masks were read, with its weights joined; None if the decoder has another
+    form or the trial finds a difference."""
     if not _looks_alike(decoder):
         return None
     fused = FusedLayers(decoder)
@@ -206,11 +204,11 @@ def fused_layers(decoder: nn.Module) -> FusedLayers | None:
     return fused
 
 
-# -- what it looks like
+# -- structure check
 
 
 def _looks_alike(decoder: Any) -> bool:
-    """Whether all is built as in Llama, and everything is called as its class says."""
+    """Whether the decoder is built like Llama and no forward is overridden."""
     if _names(decoder) != DECODER or type(decoder.embed_tokens) is not nn.Embedding or not runs_on(_like(decoder)):
         return False
     norms = [decoder.norm]
@@ -245,20 +243,20 @@ def _like(decoder: Any) -> torch.Tensor:
 
 
 def _sized(attention: Any) -> bool:
-    """Heads of one even size, normed one by one if at all, and nothing learned beside the projections."""
+    """Heads of one even size, with optional per-head norms, and no parameters other than the projections."""
     if not hasattr(attention, SHAPE):
         return False
     heads, size, value_size = getattr(attention, SHAPE)
     normed = [getattr(attention, name).weight.shape[0] for name in HEAD_NORMS if hasattr(attention, name)]
     widths = attention.q_proj.out_features % size, attention.k_proj.out_features, attention.v_proj.out_features
-    beside = list(attention.parameters(recurse=False))
+    extra = list(attention.parameters(recurse=False))
     wide = attention.q_proj.in_features <= WIDEST
     same = size == value_size and size % 2 == 0 and all(each == size for each in normed)
-    return same and widths == (0, heads * size, heads * size) and not beside and wide
+    return same and widths == (0, heads * size, heads * size) and not extra and wide
 
 
 def _is_product(module: nn.Module, like: torch.Tensor) -> bool:
-    """A plain product whose weight is an ordinary tensor: no adapter, no shard."""
+    """A plain linear layer whose weight is an ordinary tensor: no adapter, no shard."""
     if type(module) is not nn.Linear:
         return False
     parts = [module.weight] if module.bias is None else [module.weight, module.bias]
@@ -266,17 +264,17 @@ def _is_product(module: nn.Module, like: torch.Tensor) -> bool:
 
 
 def _silent(module: nn.Module) -> bool:
-    """It computes what its class says, or what our own kernels put in its place, and nobody listens."""
-    own = vars(module).get("forward")
+    """Its forward is its class's or one of our kernels, and it has no hooks."""
+    forward = vars(module).get("forward")
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return (own is None or isinstance(own, KernelForward)) and not any(hooks)
+    return (forward is None or isinstance(forward, KernelForward)) and not any(hooks)
 
 
 # -- the trial
 
 
 def _trial(fused: FusedLayers) -> str | None:
-    """What the model computes otherwise; None where both agree."""
+    """A description of the first difference; None if both agree."""
     decoder, like = fused.decoder, _like(fused.decoder)
     groups, size, _ = getattr(decoder.layers[0].self_attn, SHAPE)
     positions = torch.tensor([0, 5, 17, 30], device=like.device)
@@ -289,10 +287,10 @@ def _trial(fused: FusedLayers) -> str | None:
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
 
-    def heard(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        calls.append((given, named, output[0] if isinstance(output, tuple) else output))
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.append((args, kwargs, output[0] if isinstance(output, tuple) else output))
 
-    hooks = [module.register_forward_hook(heard, with_kwargs=True) for module in decoder.layers]
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in decoder.layers]
     try:
         out = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=step).last_hidden_state
     finally:
@@ -302,47 +300,47 @@ def _trial(fused: FusedLayers) -> str | None:
     angles = fused.angles(stream, positions)
     if len(calls) != len(fused.layers):
         return "not every layer is called once"
-    for (given, named, output), module in zip(calls, decoder.layers, strict=True):
-        if len(given) != 1 or not torch.equal(given[0][0], stream):
+    for (args, kwargs, output), module in zip(calls, decoder.layers, strict=True):
+        if len(args) != 1 or not torch.equal(args[0][0], stream):
             return f"something is done before {type(module).__name__} {module.self_attn.layer_idx}"
-        if not all(torch.equal(a[0], b) for a, b in zip(named["position_embeddings"], angles, strict=True)):
+        if not all(torch.equal(a[0], b) for a, b in zip(kwargs["position_embeddings"], angles, strict=True)):
             return "its layers have positions of their own"
         stream = output[0]
     if not _close(_norm(stream, decoder.norm), out[0], torch.zeros_like(stream)):
         return "something is done after the last layer"
-    for layer, (_, named, _), after in zip(fused.layers, calls, fused.norms[1:], strict=True):
+    for layer, (_, kwargs, _), after in zip(fused.layers, calls, fused.norms[1:], strict=True):
         before = drawn(len(ids), like.shape[1], like=like, seed=layer.index)
-        wanted = layer.module(before[None], **named)
-        wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0]
+        expected = layer.module(before[None], **kwargs)
+        expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
         stored = [part[slots].clone() for part in cache.layer(layer.index)]
         stream = before.clone()
         normed = layer.run(stream, _norm(stream, layer.module.input_layernorm), angles, step, after)
-        found = [part[slots] for part in cache.layer(layer.index)]
+        written = [part[slots] for part in cache.layer(layer.index)]
         zeros = [torch.zeros_like(part) for part in stored]
-        same = _close(stream, wanted, before) and all(map(_close, found, stored, zeros))
-        if not same or not _close(normed, _norm(wanted, after), torch.zeros_like(wanted)):
+        same = _close(stream, expected, before) and all(map(_close, written, stored, zeros))
+        if not same or not _close(normed, _norm(expected, after), torch.zeros_like(expected)):
             return f"{type(layer.module).__name__} {layer.index} gives other numbers"
     return None
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> bool:
-    of_change, of_all = TOLERANCE[wanted.dtype]
-    found, wanted, before = found.float(), wanted.float(), before.float()
-    allowed = of_change * (wanted - before).norm() + of_all * wanted.norm()
-    return bool((found - wanted).norm() <= allowed)
+def _close(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -> bool:
+    of_change, of_all = TOLERANCE[expected.dtype]
+    actual, expected, before = actual.float(), expected.float(), before.float()
+    allowed = of_change * (expected - before).norm() + of_all * expected.norm()
+    return bool((actual - expected).norm() <= allowed)
 
 
-# -- small parts
+# -- helpers
 
 
 def _parameters(projections: Sequence[Any]) -> list[list[nn.Parameter]]:
-    """Their weights, and their biases where they have them."""
+    """Weights, and biases if there are any."""
     biases = [each.bias for each in projections if each.bias is not None]
     return [[each.weight for each in projections], *([biases] if biases else [])]
 
 
 def _product(x: torch.Tensor, projections: Sequence[nn.Linear]) -> torch.Tensor:
-    """What several projections give, side by side."""
+    """The outputs of several projections, concatenated."""
     weight, *bias = (joined(parts) for parts in _parameters(projections))
     assert weight is not None
     return linear(x, weight, *bias)

@@ -1,8 +1,7 @@
-"""What stands between the matrix products of a decoder layer that generates, on an NVIDIA device: nothing is kept for a
-backward pass, and results lie over what they were made of.
+"""Triton kernels between the matmuls of a decoder layer in generation: no backward pass, outputs overwrite inputs.
 
-Each kernel rounds where the modules of transformers do; the plain-torch twins stand beside them. T tokens, H query
-heads, G key/value heads, D head size, W width, I width of the feed-forward.
+Each kernel rounds where the modules of transformers do; the plain-torch references are in this file too. T tokens, H
+query heads, G key/value heads, D head size, W width, I width of the feed-forward.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import triton.language as tl
 from lockstep.kernels.norm_triton import plain_rms_norm
 from lockstep.kernels.rotary_triton import plain_rotate
 
-# Numbers of a row that a program takes at once.
-STRETCH = 1024
+# Elements of a row per program.
+BLOCK_N = 1024
 
 
 @triton.jit
 def _add_norm(stream, more, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One token a program."""
+    """One program per token."""
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -37,7 +36,7 @@ def _add_norm(stream, more, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _normed(low, high, weight, epsilon, half, HALF: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """RMSNorm of heads that stand as rows, in two halves."""
+    """RMSNorm of heads as rows, in two halves."""
     squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
     scale = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
     low_weight = tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
@@ -56,7 +55,7 @@ def _turned(low, high, low_cos, high_cos, low_sin, high_sin, KIND: tl.constexpr)
 
 @triton.jit
 def _place_heads(  # type: ignore[no-untyped-def]
-    line,
+    qkv,
     cos,
     sin,
     query_weight,
@@ -75,8 +74,8 @@ def _place_heads(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """One token a program."""
-    kind: tl.constexpr = line.dtype.element_ty
+    """One program per token."""
+    kind: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, PLACES)
     angles = token * (2 * HALF) + half
@@ -85,7 +84,7 @@ def _place_heads(  # type: ignore[no-untyped-def]
     low_sin = tl.load(sin + angles, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
     high_sin = tl.load(sin + angles + HALF, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
     slot = tl.load(slots + token).to(tl.int64) * slot_stride
-    start = line + token * ((QUERIES + 2 * KEYS) * 2 * HALF)
+    start = qkv + token * ((QUERIES + 2 * KEYS) * 2 * HALF)
 
     heads = tl.arange(0, MANY)
     inside = (heads < QUERIES)[:, None] & (half < HALF)[None, :]
@@ -118,18 +117,18 @@ def _place_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _swiglu(line, WIDTH: tl.constexpr, STRETCH: tl.constexpr):  # type: ignore[no-untyped-def]
-    columns = tl.program_id(1) * STRETCH + tl.arange(0, STRETCH)
+def _swiglu(gate_up, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < WIDTH
-    places = line + tl.program_id(0).to(tl.int64) * (2 * WIDTH) + columns
+    places = gate_up + tl.program_id(0).to(tl.int64) * (2 * WIDTH) + columns
     gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(places + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(line.dtype.element_ty).to(tl.float32)
-    tl.store(places, (silu * up).to(line.dtype.element_ty), mask=inside)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
+    tl.store(places, (silu * up).to(gate_up.dtype.element_ty), mask=inside)
 
 
 def add_norm_(stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Add to the residual stream, in place; returns the RMSNorm of the sum."""
+    """Add to the residual stream in place; returns the RMSNorm of the sum."""
     tokens, width = stream_TW.shape
     out = torch.empty_like(stream_TW)
     block = triton.next_power_of_2(width)
@@ -141,12 +140,12 @@ def add_norm_(stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Te
 def plain_add_norm_(
     stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    """The twin of `add_norm_`."""
+    """Reference implementation of `add_norm_`."""
     return plain_rms_norm(stream_TW.add_(more_TW), weight_W, epsilon)
 
 
 Norms = tuple[torch.Tensor, float, torch.Tensor, float]
-"""Weight and epsilon of the queries' norm and of the keys'."""
+"""Weight and epsilon of the query norm and of the key norm."""
 
 
 def place_heads_(
@@ -159,8 +158,8 @@ def place_heads_(
     queries: int,
     norms: Norms | None = None,
 ) -> None:
-    """Queries, keys and values of each token side by side (L = (H + 2 G) D): norm and rotate queries and keys in place,
-    and write keys and values to their slots of a layer's cache (slots, G, D)."""
+    """For concatenated QKV of each token (L = (H + 2 G) D): norm and rotate queries and keys in place, and write keys
+    and values to their slots of a layer's cache (slots, G, D)."""
     tokens = len(line_TL)
     _, groups, size = keys.shape
     assert all(tensor.is_contiguous() for tensor in (line_TL, cos_TD, sin_TD))
@@ -188,7 +187,7 @@ def place_heads_(
         FEW=triton.next_power_of_2(groups),
         NORMED=norms is not None,
         num_warps=4,
-        # A product and a sum made one would leave out the rounding in between.
+        # Fused multiply-add would skip the rounding of the products.
         enable_fp_fusion=False,
     )
 
@@ -203,7 +202,7 @@ def plain_place_heads_(
     queries: int,
     norms: Norms | None = None,
 ) -> None:
-    """The twin of `place_heads_`."""
+    """Reference implementation of `place_heads_`."""
     query, key, value = heads_of_line(line_TL, queries, keys.shape[1])
     q, k = query, key
     if norms is not None:
@@ -216,21 +215,21 @@ def plain_place_heads_(
 
 
 def heads_of_line(line_TL: torch.Tensor, queries: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries (T, H, D), keys and values (T, G, D) on the line's memory."""
+    """Views of queries (T, H, D), keys and values (T, G, D) of concatenated QKV."""
     heads = line_TL.unflatten(1, (queries + 2 * groups, -1))
     query, key, value = heads.split([queries, groups, groups], 1)
     return query, key, value
 
 
 def swiglu_(line_TL: torch.Tensor) -> torch.Tensor:
-    """Gate and up side by side (L = 2 I): silu(gate) * up, over the gate."""
+    """silu(gate) * up for concatenated gate and up (L = 2 I), written over the gate."""
     tokens, width = len(line_TL), line_TL.shape[1] // 2
     assert line_TL.is_contiguous()
-    _swiglu[(tokens, triton.cdiv(width, STRETCH))](line_TL, WIDTH=width, STRETCH=STRETCH, num_warps=4)
+    _swiglu[(tokens, triton.cdiv(width, BLOCK_N))](line_TL, WIDTH=width, BLOCK_N=BLOCK_N, num_warps=4)
     return line_TL[:, :width]
 
 
 def plain_swiglu_(line_TL: torch.Tensor) -> torch.Tensor:
-    """The twin of `swiglu_`."""
+    """Reference implementation of `swiglu_`."""
     gate, up = line_TL.chunk(2, 1)
     return gate.copy_(torch.nn.functional.silu(gate) * up)

@@ -12,9 +12,7 @@ from lockstep.algorithms.divergence import folded
 from lockstep.kernels.logprob import CHUNK_BYTES, Head, Scores
 from lockstep.kernels.sampling import Truncation, truncate_
 
-# The sum of the squared probabilities of all words at each position, never holding all logits.
-#
-# Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary.
+# Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary, k top tokens.
 
 
 @torch.no_grad()
@@ -27,9 +25,9 @@ def summed_squares(
     truncation: Truncation | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """Of softmax(logits / temperature), in fp32: 1 where one word is certain, 1 / V where all are alike.
+    """Sum of squared probabilities of softmax(logits / temperature), in fp32: 1 for a one-hot, 1 / V for a uniform one.
 
-    With a truncation the distribution is what it leaves. Nothing of it is differentiated.
+    A truncation restricts the distribution. Not differentiable.
     """
     squares_K = torch.empty(len(targets_K), dtype=torch.float32, device=hidden_KH.device)
     each = max(1, chunk_bytes // (4 * head.weight_VH.shape[0]))
@@ -42,14 +40,9 @@ def summed_squares(
     return squares_K
 
 
-# How far a student's distribution over each token is from its teacher's, never holding all logits of either.
-#
-# Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary, k likeliest tokens.
-
-
 @dataclass(frozen=True)
 class Whole:
-    """A teacher at hand: its states, and the head that makes distributions of them."""
+    """An in-memory teacher: its hidden states and its head."""
 
     hidden_KH: torch.Tensor
     head: Head
@@ -57,8 +50,8 @@ class Whole:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """A teacher on disk: its likeliest tokens of each position at the temperature of the comparison, with their
-    log-probabilities and, as one more, that of all the others together."""
+    """A teacher on disk: its top-k tokens of each position at the temperature of the comparison, with their log-probs
+    and, as one more entry, the log-prob of all other tokens together."""
 
     ids_Kk: torch.Tensor
     logprobs_Kk1: torch.Tensor
@@ -66,7 +59,7 @@ class Likeliest:
 
 @dataclass(frozen=True)
 class TeacherDivergence:
-    """Which divergence, of distributions at which temperature; `mix` is the teacher's share in `jsd`."""
+    """The divergence and its temperature; `mix` is the teacher's weight in `jsd`."""
 
     kind: str
     mix: float = 0.5
@@ -82,14 +75,14 @@ def compared_scores(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Scores:
-    """Log-probabilities of the targets and divergences from the teacher, in fp32, in chunks of positions.
+    """Log-probs of the targets and divergences from the teacher, in fp32, in chunks of positions.
 
-    A divergence is multiplied by the squared temperature, so that its gradient keeps its size (Hinton et al. 2015,
-    arXiv 1503.02531). The backward pass computes each chunk's logits again.
+    A divergence is multiplied by the squared temperature, so that its gradient keeps its scale (Hinton et al. 2015,
+    arXiv 1503.02531). The backward pass recomputes each chunk's logits.
     """
     positions = max(1, chunk_bytes // (4 * head.weight_VH.shape[0]))
     parts = [slice(start, start + positions) for start in range(0, max(1, len(targets_K)), positions)]
-    found = [
+    chunks = [
         checkpoint(
             _chunk,
             hidden_KH[part],
@@ -102,18 +95,18 @@ def compared_scores(
         )
         for part in parts
     ]
-    logprobs, divergences = (torch.cat(vectors) for vectors in zip(*found, strict=True))
+    logprobs, divergences = (torch.cat(vectors) for vectors in zip(*chunks, strict=True))
     return Scores(logprobs, None, divergences)
 
 
-def likeliest(whole: Whole, k: int, temperature: float, *, chunk_bytes: int = CHUNK_BYTES) -> Likeliest:
-    """The teacher's `k` likeliest tokens of each position."""
-    positions = max(1, chunk_bytes // (4 * whole.head.weight_VH.shape[0]))
+def likeliest(teacher: Whole, k: int, temperature: float, *, chunk_bytes: int = CHUNK_BYTES) -> Likeliest:
+    """The teacher's top-`k` tokens of each position."""
+    positions = max(1, chunk_bytes // (4 * teacher.head.weight_VH.shape[0]))
     ids, logprobs = [], []
-    for start in range(0, max(1, len(whole.hidden_KH)), positions):
-        every = _teacher(_part(whole, slice(start, start + positions)), temperature)
-        ids.append(every.topk(k, dim=-1).indices)
-        logprobs.append(folded(every, ids[-1]))
+    for start in range(0, max(1, len(teacher.hidden_KH)), positions):
+        log_p = _teacher(_part(teacher, slice(start, start + positions)), temperature)
+        ids.append(log_p.topk(k, dim=-1).indices)
+        logprobs.append(folded(log_p, ids[-1]))
     return Likeliest(torch.cat(ids), torch.cat(logprobs))
 
 
@@ -138,8 +131,8 @@ def _chunk(
     return chosen, divergences * temperature**2
 
 
-def _teacher(whole: Whole, temperature: float) -> torch.Tensor:
-    return (whole.head.logits(whole.hidden_KH).float() / temperature).log_softmax(-1)
+def _teacher(teacher: Whole, temperature: float) -> torch.Tensor:
+    return (teacher.head.logits(teacher.hidden_KH).float() / temperature).log_softmax(-1)
 
 
 def _part_of(taught: Whole | Likeliest, part: slice) -> Whole | Likeliest:
@@ -148,5 +141,5 @@ def _part_of(taught: Whole | Likeliest, part: slice) -> Whole | Likeliest:
     return Likeliest(taught.ids_Kk[part], taught.logprobs_Kk1[part])
 
 
-def _part(whole: Whole, part: slice) -> Whole:
-    return Whole(whole.hidden_KH[part], whole.head)
+def _part(teacher: Whole, part: slice) -> Whole:
+    return Whole(teacher.hidden_KH[part], teacher.head)

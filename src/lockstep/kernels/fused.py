@@ -1,6 +1,6 @@
-"""Fused operators inside the modules of transformers, by the name of the device's attention kernel.
+"""Fused operators in transformers modules, selected by the name of the device's attention kernel.
 
-`model.attention: sdpa` asks for plain torch throughout, so it switches these off too.
+`model.attention: sdpa` selects plain torch everywhere, so it disables these too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.kernels.fused_modules import Gather, plug_in
 from lockstep.kernels.invariant import products_by_row
 
-# Packages that bring kernels of their own, where they are installed.
+# Packages that provide kernels, if they are installed.
 KERNEL_PACKAGES = ("triton", "torch_npu")
 
 
@@ -34,7 +34,7 @@ def _by_triton(model: nn.Module, gather: Gather) -> list[str]:
     return plug_in(model, triton_modules.KERNELS, gather) if runs_on(first) else []
 
 
-# Where every token gets the same bits whatever stands beside it; the other kernels of its row look at one row anyway.
+# The batch-invariant attention. The fused modules compute each row independently, so it uses them too.
 BY_ROW = "invariant"
 FUSED: dict[str, Callable[[nn.Module, Gather], list[str]]] = {
     "npu_fusion": _by_npu,
@@ -43,18 +43,18 @@ FUSED: dict[str, Callable[[nn.Module, Gather], list[str]]] = {
 }
 
 
-# Where on a model stands what was replaced in it.
+# Attribute of a model that lists what was replaced.
 REPLACED = "lockstep_fused"
 
 
 def fuse(model: nn.Module, kernel: str, gather: Gather = nullcontext) -> None:
-    """Put in what the device has; `replaced` tells what that was. Of a model in slices the root is whole by now, and
-    `gather` makes the rest so, layer by layer."""
+    """Install the device's kernels; `replaced` lists them. For a sharded model the root is already gathered, and
+    `gather` gathers the rest layer by layer."""
     products_by_row(kernel == BY_ROW)
     setattr(model, REPLACED, FUSED[kernel](model, gather) if kernel in FUSED else [])
 
 
 def replaced(model: nn.Module) -> list[str]:
-    """What `fuse` replaced in a model, also where it stands inside of another module by now."""
-    # Of each module's own: adapters hand the attributes of what they stand around on.
-    return [line for module in model.modules() for line in vars(module).get(REPLACED, ())]
+    """What `fuse` replaced in a model, also if the model is now inside another module."""
+    # From `vars`, because adapters forward attribute access to the module they wrap.
+    return [entry for module in model.modules() for entry in vars(module).get(REPLACED, ())]

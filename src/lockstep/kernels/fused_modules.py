@@ -16,35 +16,33 @@ from torch import nn
 
 from lockstep.device.base import first_sentence
 
-# Whether a fused kernel gives what a module computes, tried on the device before it takes the module's place.
-
-# Rows of a trial: more than a tile of a device's vector unit.
+# Rows of a trial: more than one tile of a device's vector unit.
 TOKENS = 64
 Answers = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class KernelTrial:
-    """What a device's kernels are held to. Anything beyond the tolerance is another function."""
+    """Tolerances of the trial in which a fused kernel is compared with the module it replaces."""
 
     tolerance: Mapping[torch.dtype, float]
-    """A share of the largest number."""
+    """Relative to the largest value."""
     smallest: float
-    """Numbers below this are held to its tolerance, not to their own."""
+    """Values below this use its tolerance."""
     gradients: bool
-    """Whether the backward pass is tried too."""
+    """Whether the backward pass is compared too."""
     wait: Callable[[], None]
-    """Until the device has done all: a kernel's own error comes up there, and it must not be a training step's."""
+    """Synchronises the device, so that a kernel's error is raised in the trial and not in a training step."""
     errors: tuple[type[Exception], ...] = (TypeError, RuntimeError, ValueError)
-    """What a kernel that does not work here raises."""
+    """Exceptions of a kernel that does not work here."""
 
-    def alike(self, what: str, kernel: str, own: Callable[[], Answers], fused: Callable[[], Answers]) -> bool:
-        """Whether both give the same on the device; where not, a warning says why `what` stays plain torch."""
+    def alike(self, what: str, kernel: str, reference: Callable[[], Answers], fused: Callable[[], Answers]) -> bool:
+        """Whether both outputs match; if not, warn that `what` stays plain torch."""
         try:
             with torch.set_grad_enabled(self.gradients):
-                wanted, found = own(), fused()
+                expected, actual = reference(), fused()
             self.wait()
-            same = all(self.close(one, other) for one, other in zip(wanted, found, strict=True))
+            same = all(self.close(a, b) for a, b in zip(expected, actual, strict=True))
         except self.errors as error:
             why = first_sentence(error)
             warnings.warn(f"{what} stays plain torch: {kernel} failed on a trial: {why}", stacklevel=3)
@@ -53,27 +51,27 @@ class KernelTrial:
             warnings.warn(f"{what} stays plain torch: {kernel} gives other numbers", stacklevel=3)
         return same
 
-    def close(self, own: torch.Tensor, fused: torch.Tensor) -> bool:
-        if own.shape != fused.shape or own.dtype != fused.dtype:
+    def close(self, reference: torch.Tensor, fused: torch.Tensor) -> bool:
+        if reference.shape != fused.shape or reference.dtype != fused.dtype:
             return False
-        off, largest = float((own.float() - fused.float()).abs().max()), float(own.float().abs().max())
-        return off <= self.tolerance[own.dtype] * max(self.smallest, largest)
+        error, largest = float((reference.float() - fused.float()).abs().max()), float(reference.float().abs().max())
+        return error <= self.tolerance[reference.dtype] * max(self.smallest, largest)
 
 
 def drawn(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Standard normal numbers, drawn on the host, in the type and on the device of `like`."""
+    """Standard normal values drawn on the host, in the dtype and on the device of `like`."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
 
 
-# The modules of transformers that a fused operator may stand for, found by what they look like, not by their names.
+# Modules of transformers that a fused operator may replace, recognised by their structure.
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def is_rms_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    known = isinstance(weight, nn.Parameter) and weight.dim() == 1 and not list(module.children())
-    return known and getattr(module, "bias", None) is None and epsilon_of(module) is not None
+    is_norm = isinstance(weight, nn.Parameter) and weight.dim() == 1 and not list(module.children())
+    return is_norm and getattr(module, "bias", None) is None and epsilon_of(module) is not None
 
 
 def epsilon_of(module: nn.Module) -> float | None:
@@ -86,13 +84,13 @@ def is_gated(module: nn.Module) -> bool:
 
 
 def is_silu_gated(module: nn.Module) -> bool:
-    """Nothing else among its parts: dropout would not show in a trial."""
+    """No other submodules: dropout would not show in a trial."""
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return is_gated(module) and silu and {name for name, _ in module.named_children()} <= {*PROJECTIONS, "act_fn"}
 
 
 def fused_feed_forwards(model: nn.Module) -> int:
-    """How many feed-forwards a fused kernel takes as a whole, with all three projections."""
+    """Number of feed-forwards that run as one fused kernel with all three projections."""
     return sum(
         is_silu_gated(module) and all(_without_bias(module, name) for name in PROJECTIONS) for module in model.modules()
     )
@@ -104,22 +102,21 @@ def _without_bias(module: nn.Module, name: str) -> bool:
 
 
 def own_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What the module's class computes, whatever has taken its forward's place."""
+    """The forward of the module's class, even if it was replaced."""
     answer: torch.Tensor = type(module).forward(module, x)
     return answer
 
 
-# A device's rotary kernel in the place of the function that every attention of a modelling file calls.
-#
-# The function serves every model of its file, the kernel only models that it was tried on: their rotary embeddings
-# mark the cosines and sines that they give, and nothing without the mark reaches the kernel.
+# The rotary kernel replaces a function that every attention of a modelling file calls. The function serves every model
+# of the file, the kernel only the models it was tried on. Their rotary embeddings mark the cos and sin they return, and
+# unmarked ones go to the original function.
 
 FUNCTION = "apply_rotary_pos_emb"
 SCALE, MARK = "attention_scaling", "for_fused_rotary"
 
 
 class Heads(NamedTuple):
-    """What a call of the rotary embedding looks like: for which of these the kernel has been tried."""
+    """Shapes and dtype of a rotary call; the key of the trial results."""
 
     dtype: torch.dtype
     queries: int
@@ -128,31 +125,31 @@ class Heads(NamedTuple):
 
 
 class RotaryKernel(NamedTuple):
-    """A device's row."""
+    """A device's rotary kernel."""
 
     name: str
     rotate: Callable[..., Any]
-    """As the modelling file's function: q, k, cos, sin, `unsqueeze_dim`."""
+    """Same signature as the modelling file's function: q, k, cos, sin, `unsqueeze_dim`."""
     fits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], bool]
-    """Whether it can take these (q, k, cos, sin, `unsqueeze_dim`)."""
+    """Whether it supports these inputs (q, k, cos, sin, `unsqueeze_dim`)."""
     marks: Callable[[nn.Module], bool]
-    """Whether it can take what a rotary embedding gives now; asked each time, for some scale by the length."""
+    """Whether it supports the current output of a rotary embedding. Checked on each call: some scale by the length."""
     only_tried: bool
-    """Heads of another number, size or type than the model's own go to the model's function."""
+    """Trial results. Heads of another number, size or dtype go to the original function."""
 
 
 class Rotary:
-    """The modelling file's own function, and the kernel for what it was tried on and can take."""
+    """The modelling file's function, with the kernel for inputs that passed the trial and are supported."""
 
-    def __init__(self, own: Callable[..., Any], kernel: RotaryKernel):
-        self.own, self.kernel = own, kernel
+    def __init__(self, original: Callable[..., Any], kernel: RotaryKernel):
+        self.original, self.kernel = original, kernel
         self.tried: dict[Heads, bool] = {}
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **more: Any
     ) -> Any:
         if rest or set(more) - {"unsqueeze_dim"} or not self.fits(q, k, cos, sin, **more):
-            return self.own(q, k, cos, sin, *rest, **more)
+            return self.original(q, k, cos, sin, *rest, **more)
         return self.kernel.rotate(q, k, cos, sin, **more)
 
     def fits(
@@ -165,33 +162,33 @@ class Rotary:
 
 
 def plug_rotary(model: nn.Module, kernel: RotaryKernel, trial: KernelTrial) -> list[str]:
-    """Put the kernel in; the names of the modelling files in which it now serves this model."""
+    """Install the kernel; returns the names of the modelling files in which it serves this model."""
     heads = heads_of(model)
     if heads is None:
         return []
-    found = []
+    files = []
     for source in sorted({type(module).__module__ for module in model.modules()}):
         file = sys.modules.get(source)
-        own = getattr(file, FUNCTION, None)
-        if own is None:
+        original = getattr(file, FUNCTION, None)
+        if original is None:
             continue
-        rotary = own if isinstance(own, Rotary) else Rotary(own, kernel)
+        rotary = original if isinstance(original, Rotary) else Rotary(original, kernel)
         name = source.rsplit(".", 1)[-1]
         if heads not in rotary.tried:
             like = next(model.parameters())
-            rotary.tried[heads] = _same(f"{FUNCTION} of {name}", rotary.own, kernel, trial, heads, like)
+            rotary.tried[heads] = _same(f"{FUNCTION} of {name}", rotary.original, kernel, trial, heads, like)
         if rotary.tried[heads]:
             setattr(file, FUNCTION, rotary)
-            found.append(name)
-    if found:
+            files.append(name)
+    if files:
         for module in model.modules():
             if scales_of(module) and not any(isinstance(hook, _Marking) for hook in module._forward_hooks.values()):
                 module.register_forward_hook(_Marking(kernel))
-    return found
+    return files
 
 
 class _Marking:
-    """A hook on a rotary embedding."""
+    """Forward hook of a rotary embedding that marks its output."""
 
     def __init__(self, kernel: RotaryKernel):
         self.kernel = kernel
@@ -204,7 +201,7 @@ class _Marking:
 
 
 def scales_of(module: nn.Module) -> list[float]:
-    """One for all layers, or one for each kind of layer; none where the module is no rotary embedding."""
+    """One scale for all layers, or one per layer type; empty if the module is no rotary embedding."""
     return [value for name, value in vars(module).items() if name.endswith(SCALE) and isinstance(value, float | int)]
 
 
@@ -219,7 +216,7 @@ def heads_of(model: nn.Module) -> Heads | None:
 
 
 def _same(
-    what: str, own: Callable[..., Any], kernel: RotaryKernel, trial: KernelTrial, heads: Heads, like: torch.Tensor
+    what: str, original: Callable[..., Any], kernel: RotaryKernel, trial: KernelTrial, heads: Heads, like: torch.Tensor
 ) -> bool:
     q, k = (drawn(1, count, TOKENS, heads.size, like=like, seed=count) for count in (heads.queries, heads.keys))
     angles = torch.randn(1, TOKENS, heads.size // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 1, 2)
@@ -227,29 +224,27 @@ def _same(
     if not kernel.fits(q, k, cos, sin, 1):
         return False
 
-    def answers(call: Callable[..., Any]) -> Answers:
+    def outputs(call: Callable[..., Any]) -> Answers:
         if not trial.gradients:
             return list(call(q, k, cos, sin))
-        given = [q.clone().requires_grad_(), k.clone().requires_grad_()]
-        turned = call(*given, cos, sin)
-        return [t.detach() for t in turned] + list(torch.autograd.grad(turned, given, [q.flip(1), k.flip(1)]))
+        inputs = [q.clone().requires_grad_(), k.clone().requires_grad_()]
+        rotated = call(*inputs, cos, sin)
+        return [t.detach() for t in rotated] + list(torch.autograd.grad(rotated, inputs, [q.flip(1), k.flip(1)]))
 
-    return trial.alike(what, kernel.name, lambda: answers(own), lambda: answers(kernel.rotate))
+    return trial.alike(what, kernel.name, lambda: outputs(original), lambda: outputs(kernel.rotate))
 
 
-# A device's fused kernels inside the modules of transformers, found by what a module computes, not by its name.
-#
-# A module that looks like a norm or a gated feed-forward is tried first, on numbers in its own type and width; the
-# kernel takes its place only where both give the same. So no model is edited by hand, and one that differs stays as
-# it is. A call that a kernel cannot take goes to the module's own forward.
+# A module that looks like a norm or a gated feed-forward is tried on random input in its dtype and width. The kernel
+# replaces its forward only if both match. So no model needs a manual list, and a different model stays unchanged. Calls
+# that a kernel does not support go to the module's original forward.
 
 Forward = Callable[..., torch.Tensor]
-# Makes what a module holds itself whole for a while, where ranks hold slices of it.
+# Gathers a module's sharded parameters for a while.
 Gather = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 class ModuleKernel(NamedTuple):
-    """A kernel for a kind of module: `looks` says which modules are tried, `forward` takes the place of theirs."""
+    """A kernel for one kind of module: `looks` selects the modules to try, `forward` replaces theirs."""
 
     name: str
     looks: Callable[[nn.Module], bool]
@@ -257,7 +252,7 @@ class ModuleKernel(NamedTuple):
 
 
 class DeviceKernels(NamedTuple):
-    """A device's row: what it has, and what that is held to."""
+    """A device's kernels and the tolerances of their trial."""
 
     modules: tuple[ModuleKernel, ...]
     rotary: RotaryKernel
@@ -265,38 +260,37 @@ class DeviceKernels(NamedTuple):
 
 
 def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullcontext) -> list[str]:
-    """Put the kernels in; returns what was replaced, for the log. A module is tried while `gather` holds for it and for
-    all that it stands in, so that of a model in slices no more than these is whole at a time."""
-    found: Counter[str] = Counter()
+    """Install the kernels; returns what was replaced, for the log. `gather` holds for a module and its parents during
+    the trial, so that no more of a sharded model is gathered at a time."""
+    replaced: Counter[str] = Counter()
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
             if kernel.looks(module) and _same_module(module, kernel, kernels.trial):
                 module.forward = KernelForward(kernel.forward, module)
-                found[f"{type(module).__name__} by {kernel.name}"] += 1
+                replaced[f"{type(module).__name__} by {kernel.name}"] += 1
     for source in plug_rotary(model, kernels.rotary, kernels.trial):
-        found[f"{FUNCTION} of {source} by {kernels.rotary.name}"] += 1
-    return [f"{count} x {what}" if count > 1 else what for what, count in sorted(found.items())]
+        replaced[f"{FUNCTION} of {source} by {kernels.rotary.name}"] += 1
+    return [f"{count} x {what}" if count > 1 else what for what, count in sorted(replaced.items())]
 
 
 class KernelForward:
-    """A kernel as the forward of one module, which holds it and is not held by it: a bound method would hold the module
-    in turn, and its weights would stay on the device until the garbage collector looks for such circles. A copy of the
-    module has one of its own."""
+    """A kernel as the forward of one module. It holds a weak reference: a bound method would form a cycle and keep the
+    weights on the device until garbage collection. A copy of the module gets its copy of this."""
 
     def __init__(self, forward: Forward, module: nn.Module):
         self._forward, self._module = forward, weakref.ref(module)
 
-    def __call__(self, *given: Any, **named: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         module = self._module()
-        assert module is not None  # it is what is called
-        return self._forward(module, *given, **named)
+        assert module is not None  # the caller holds it
+        return self._forward(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[type[KernelForward], tuple[Forward, nn.Module | None]]:
         return type(self), (self._forward, self._module())
 
 
 def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """As `modules()` walks, each with its parents gathered."""
+    """Like `modules()`, with each module's parents gathered."""
     if module in seen:
         return
     seen.add(module)
@@ -307,24 +301,24 @@ def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]
 
 
 def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) -> bool:
-    """Whether the module's own forward gives what the kernel does and, where it is tried, the same gradient."""
+    """Whether the module's forward matches the kernel and, if `gradients`, its gradient too."""
     parameter = next(module.parameters())
     gate = getattr(module, "gate_proj", None)
     width: int = parameter.shape[-1] if gate is None else gate.in_features
-    # Not centred at 0: a norm that subtracts the mean is another function.
+    # Not centred at 0: this detects a norm that subtracts the mean.
     rows = drawn(1, TOKENS, width, like=parameter) + 0.5
     if gate is None:
-        # Half of them so small that the epsilon decides.
+        # Half of the rows are so small that epsilon matters.
         rows[:, ::2] *= (epsilon_of(module) or 0.0) ** 0.5
     upstream = drawn(1, TOKENS, width, like=parameter, seed=1)
 
-    def answers(call: Callable[[torch.Tensor], torch.Tensor]) -> Answers:
+    def outputs(call: Callable[[torch.Tensor], torch.Tensor]) -> Answers:
         if not trial.gradients:
             return [call(rows)]
-        given = rows.clone().requires_grad_()
-        out = call(given)
-        # Gradients of small rows are large: judged by themselves.
-        (gradient,) = torch.autograd.grad(out, given, upstream)
+        x = rows.clone().requires_grad_()
+        out = call(x)
+        # Gradients of small rows are large, so they are compared separately.
+        (gradient,) = torch.autograd.grad(out, x, upstream)
         return out.detach(), gradient[:, ::2], gradient[:, 1::2]
 
     training = module.training
@@ -333,8 +327,8 @@ def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) ->
         return trial.alike(
             type(module).__name__,
             kernel.name,
-            lambda: answers(lambda x: own_forward(module, x)),
-            lambda: answers(lambda x: kernel.forward(module, x)),
+            lambda: outputs(lambda x: own_forward(module, x)),
+            lambda: outputs(lambda x: kernel.forward(module, x)),
         )
     finally:
         module.train(training)

@@ -1,8 +1,7 @@
-"""torch_npu's fused operators for the modules of transformers, within their documented limits.
+"""torch_npu's fused operators for transformers modules, within their documented limits.
 
-npu_rotary_mul takes cosines and sines within [-1, 1] only. Some rotary embeddings scale theirs (YaRN does, by its
-`attention_scaling`): these are not marked for it. Looking at the numbers themselves would wait for the device in every
-layer.
+npu_rotary_mul takes cos and sin within [-1, 1] only. Some rotary embeddings scale theirs (YaRN by `attention_scaling`);
+these are not marked for the kernel. Checking the values would sync with the device in every layer.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _unscaled(embedding: nn.Module) -> bool:
 KERNELS = DeviceKernels(
     modules=(ModuleKernel("npu_rms_norm", is_rms_norm, rms_norm), ModuleKernel("npu_swiglu", is_gated, gated)),
     rotary=RotaryKernel("npu_rotary_mul", rotate, _rotary_fits, _unscaled, only_tried=True),
-    # The operators round in other places than the modules do.
+    # The operators round at other places than the modules.
     trial=KernelTrial(
         {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}, smallest=1.0, gradients=False, wait=wait
     ),

@@ -1,4 +1,4 @@
-"""Our Triton kernels for the modules of transformers: RMSNorm, the gated feed-forward, the rotary embedding."""
+"""Triton kernels for transformers modules: RMSNorm, the gated feed-forward, the rotary embedding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _gated(self: Any, *args: Any, **more: Any) -> torch.Tensor:
 
 
 def _bare(module: nn.Module, x: torch.Tensor) -> bool:
-    """A plain product with a weight, and nobody listens to what goes in and out: then the module need not be called."""
+    """A plain linear layer without hooks: then its weight can be used without calling the module."""
     if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
         return False
     hooks = (
@@ -61,7 +61,7 @@ def _bare(module: nn.Module, x: torch.Tensor) -> bool:
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As a modelling file calls it; `_rotary_fits` lets only the usual `unsqueeze_dim` come here."""
+    """With the signature of a modelling file; `_rotary_fits` accepts only the default `unsqueeze_dim`."""
     return rotate(q, k, cos, sin)
 
 
@@ -72,8 +72,8 @@ def _rotary_fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch
 KERNELS = DeviceKernels(
     modules=(ModuleKernel("triton_norm", is_rms_norm, _norm), ModuleKernel("triton_swiglu", is_silu_gated, _gated)),
     rotary=RotaryKernel("triton_rotary", _rotate, _rotary_fits, marks=lambda embedding: True, only_tried=False),
-    # The kernels round where the modules do; sums are taken in another order. What a kernel's launch raises comes up
-    # where its numbers are read, which is in the trial itself.
+    # The kernels round where the modules do; sums are in another order. Launch errors are raised where the trial reads
+    # the results, so no wait is needed.
     trial=KernelTrial(
         {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3},
         smallest=1e-20,

@@ -1,9 +1,8 @@
-"""Runs that repeat bit by bit: the same token has the same numbers while it is generated and while it is trained on.
+"""Batch-invariant operators: a token gets the same bits in generation and in training.
 
-Three things depend on the rows beside a row in usual kernels: products with a weight, attention, and the sum over the
-vocabulary. The first two are `triton_invariant.py`; the third is taken by the trainer's kernel while generating too
-(`logprob.py`). All else in a layer looks at one row, and is the same function in both. Backward passes are the usual
-ones: nobody generates backwards.
+In the usual kernels three results depend on the other rows of the batch: matmuls with a weight, attention, and the sum
+over the vocabulary. The first two are in `invariant_triton.py`. For the third, generation uses the trainer's kernel
+(`logprob.py`). All other operators work per row and are the same in both. Backward passes are the usual ones.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 
 
 HALVES = (torch.bfloat16, torch.float16)
-# Kept for as long as products go row by row.
+# Kept alive while the invariant matmuls are registered.
 _installed: list[torch.library.Library] = []
 
 
 def products_by_row(on: bool) -> bool:
-    """Products of rows with a weight on an NVIDIA device: by our kernel, or as torch has them. False where there is no
-    kernel to be had. For the whole process: a product is written in many places."""
+    """Switch matmuls with a weight on NVIDIA devices to the invariant kernel or back to torch's; False if there is no
+    kernel. Applies to the process, because matmuls occur in many places."""
     if not on:
         for library in _installed:
             library._destroy()
@@ -68,8 +67,7 @@ def _addmm(
 
 
 def _forward(rows: torch.Tensor, columns: torch.Tensor) -> bool:
-    """Whether this is a product with a weight as a linear layer holds it: what it is multiplied with is transposed.
-    Gradients are products with tensors as they lie."""
+    """Whether this is the forward of a linear layer: its second operand is transposed. Those of gradients are not."""
     inputs, outputs = columns.shape
     transposed = columns.stride(0) == 1 and columns.stride(1) >= inputs and outputs > 1 and inputs > 1
     return transposed and rows.dtype in HALVES and columns.dtype == rows.dtype
@@ -87,7 +85,7 @@ def invariant_varlen(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention inside each sequence of a line."""
+    """Attention inside each packed sequence."""
     return _Attention.apply(query_THD, key_TGD, value_TGD, layout, scale, window)
 
 
@@ -132,7 +130,7 @@ def invariant_decode(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One token of each sequence to what the cache holds of it, itself included."""
+    """Decode attention: one token per sequence over the cache, which already holds it."""
     from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend
 
     batch = len(query_BHD)
@@ -158,13 +156,13 @@ def invariant_chunk(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """A stretch of one sequence to what the cache holds of it."""
+    """Attention of a span of one sequence over the cache."""
     from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend
 
     count = chunk.stop - chunk.start
     query = query_THD[chunk.first : chunk.first + count]
-    whole = KeyPlaces(keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots))
+    kv = KeyPlaces(keys.index_select(0, chunk.slots), values.index_select(0, chunk.slots))
     first, counts, lengths = (
         torch.tensor([number], dtype=torch.int32, device=query.device) for number in (0, count, chunk.stop)
     )
-    return attend(Queries(query, first, counts, lengths, count), whole._replace(firsts=first), scale, window)[0]
+    return attend(Queries(query, first, counts, lengths, count), kv._replace(firsts=first), scale, window)[0]

@@ -1,9 +1,8 @@
-"""Products and attention whose result for a row does not depend on the rows beside it, on an NVIDIA device.
+"""Batch-invariant matmul and attention in Triton: the result for a row does not depend on the other rows.
 
-Libraries choose another way to add up for another number of rows, so a token gets other bits in a batch of 256 that
-decodes than on a line of 16,384 that trains. These kernels add up in an order that depends on the weight alone, or on
-the keys from the first one on: the same token gets the same bits in both. M rows, N outputs, K inputs; T tokens, H
-query heads, G key/value heads, D head size.
+Libraries choose another reduction order for another number of rows, so a token gets different bits in a decode batch of
+256 and in a packed row of 16,384. These kernels reduce in an order that depends on the weight only, or on the keys from
+the first one on. M rows, N outputs, K inputs; T tokens, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Rows of a tile of queries: several tokens with the query heads that share a key head each. One number for lines and
-# for single tokens, because the instruction that multiplies depends on it.
+# Rows of a query tile: several tokens times the query heads that share a key head. One size for packed rows and single
+# tokens, because the matmul instruction depends on it.
 QUERY_ROWS, KEY_TILE = 64, 64
-# Weights of up to so many outputs are cut into narrower stretches, so that a small batch still fills the device.
+# Weights of up to this many outputs use narrower tiles, so that a small batch fills the device.
 NARROW = 2048
 INNER = 64
 
@@ -39,7 +38,7 @@ def _product(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """out = x @ weight.T + bias. Programs that share rows stand together, so that these are read once."""
+    """out = x @ weight.T + bias. Programs that share rows are launched together, so that these rows are read once."""
     program = tl.program_id(0)
     across, down = tl.cdiv(outputs, OUTPUTS), tl.cdiv(rows, ROWS)
     group = program // (8 * across)
@@ -49,34 +48,34 @@ def _product(  # type: ignore[no-untyped-def]
     row = at_row * ROWS + tl.arange(0, ROWS)
     column = at_output * OUTPUTS + tl.arange(0, OUTPUTS)
     inner = tl.arange(0, INPUTS)
-    # Rows beyond the last repeat one that is there: their results are not stored.
+    # Out-of-range rows repeat an existing one; their results are not stored.
     x_places = x + (row % rows).to(tl.int64)[:, None] * x_stride + inner[None, :]
     weight_places = weight + (column % outputs).to(tl.int64)[None, :] * weight_stride + inner[:, None]
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in range(0, inputs, INPUTS):
         if EVEN:
-            left, right = tl.load(x_places), tl.load(weight_places)
+            x_tile, w_tile = tl.load(x_places), tl.load(weight_places)
         else:
-            left = tl.load(x_places, mask=(start + inner < inputs)[None, :], other=0.0)
-            right = tl.load(weight_places, mask=(start + inner < inputs)[:, None], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+            x_tile = tl.load(x_places, mask=(start + inner < inputs)[None, :], other=0.0)
+            w_tile = tl.load(weight_places, mask=(start + inner < inputs)[:, None], other=0.0)
+        acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
         x_places += INPUTS
         weight_places += INPUTS
     if BIAS:
-        total += tl.load(bias + column % outputs).to(tl.float32)[None, :]
+        acc += tl.load(bias + column % outputs).to(tl.float32)[None, :]
     places = row.to(tl.int64)[:, None] * outputs + column[None, :]
     inside = (row < rows)[:, None] & (column < outputs)[None, :]
-    tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias; inputs lie side by side in both."""
+    """x @ weight.T + bias; both operands are contiguous in their last dimension."""
     rows, inputs = x_MK.shape
     outputs = len(weight_NK)
     out = torch.empty(rows, outputs, dtype=x_MK.dtype, device=x_MK.device)
     if not out.numel():
         return out
-    # By the number of rows only how many share a program: each row's sums are the same in both.
+    # The number of rows selects only the rows per program; each row's sum stays the same.
     tall, warps = (64, 4) if rows <= 512 else (128, 8)
     wide = 64 if outputs <= NARROW else 128
     _product[(triton.cdiv(rows, tall) * triton.cdiv(outputs, wide),)](
@@ -121,10 +120,10 @@ def _store(  # type: ignore[no-untyped-def]
     inside = numbers < HEADS * SIZE
     head, column = numbers // SIZE, numbers % SIZE
     to = slot * HEADS * SIZE + numbers
-    found = tl.load(key + token * key_stride + head * key_head_stride + column, mask=inside)
-    tl.store(keys + to, found, mask=inside)
-    found = tl.load(value + token * value_stride + head * value_head_stride + column, mask=inside)
-    tl.store(values + to, found, mask=inside)
+    part = tl.load(key + token * key_stride + head * key_head_stride + column, mask=inside)
+    tl.store(keys + to, part, mask=inside)
+    part = tl.load(value + token * value_stride + head * value_head_stride + column, mask=inside)
+    tl.store(values + to, part, mask=inside)
 
 
 def store(
@@ -134,8 +133,8 @@ def store(
     values: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
-    """Keys and values to their slots, no slot named twice but for rows of nobody. Torch's own way would sort the slots
-    first, to be deterministic where one is named twice."""
+    """Write keys and values to their slots; only padding rows share a slot. Torch's deterministic version would sort
+    the slots first."""
     tokens, heads, size = key_TGD.shape
     _store[(tokens,)](
         key_TGD,
@@ -152,7 +151,7 @@ def store(
 
 
 class KeyPlaces(NamedTuple):
-    """Where a sequence's keys and values lie: along a line from `firsts` on, or in the blocks that `table` names."""
+    """Location of the keys and values: packed, from `firsts` on, or paged, in the blocks of `table`."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -162,14 +161,14 @@ class KeyPlaces(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """`counts` tokens of each sequence from `firsts` of the line on, the last of which stands at `lengths` - 1."""
+    """`counts` tokens per sequence, packed from `firsts` on; the last of them is at position `lengths` - 1."""
 
     rows_THD: torch.Tensor
     firsts: torch.Tensor
     counts: torch.Tensor
     lengths: torch.Tensor
     longest: int
-    """Tokens of the longest stretch."""
+    """Number of tokens of the longest span."""
 
 
 @triton.jit
@@ -203,9 +202,8 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PAGED: tl.constexpr,
 ):
-    """A program for a stretch of a sequence's tokens and a key/value head: SHARED query heads of a token stand on
-    PLACES rows. Keys are taken from the first one on, a tile at a time; a tile that a row does not see changes
-    nothing in it, not a bit."""
+    """One program per span of a sequence's tokens and key/value head. A token's SHARED query heads take PLACES rows.
+    Keys are read from the first one on, tile by tile. A fully masked tile does not change a row's bits."""
     sequence = tl.program_id(1)
     group = tl.program_id(2)
     count = tl.load(counts + sequence)
@@ -216,11 +214,11 @@ def _attend(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, PADDED)
     token = first + rows // PLACES
     head = group * SHARED + rows % PLACES
-    here = (token < count) & (rows % PLACES < SHARED)
-    inside = here[:, None] & (columns < SIZE)[None, :]
-    line = (tl.load(query_firsts + sequence) + token).to(tl.int64)
-    asked = tl.load(
-        query + line[:, None] * query_stride + head[:, None] * query_head_stride + columns[None, :],
+    row_mask = (token < count) & (rows % PLACES < SHARED)
+    inside = row_mask[:, None] & (columns < SIZE)[None, :]
+    index = (tl.load(query_firsts + sequence) + token).to(tl.int64)
+    q = tl.load(
+        query + index[:, None] * query_stride + head[:, None] * query_head_stride + columns[None, :],
         mask=inside,
         other=0.0,
     )
@@ -229,9 +227,9 @@ def _attend(  # type: ignore[no-untyped-def]
     last = tl.minimum(length - count + first + ROWS // PLACES, length)
     lowest = tl.maximum(length - count + first + 1 - window, 0) // TILE * TILE
     key_first = tl.load(key_firsts + sequence).to(tl.int64)
-    largest = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, PADDED], tl.float32)
+    m_i = tl.full([ROWS], -float("inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
     for start in range(lowest, last, TILE):
         at = start + tl.arange(0, TILE)
         if PAGED:
@@ -239,37 +237,38 @@ def _attend(  # type: ignore[no-untyped-def]
             place = blocks.to(tl.int64) * BLOCK + at % BLOCK
         else:
             place = key_first + at
-        known = (at < last)[:, None] & (columns < SIZE)[None, :]
-        key = tl.load(
-            keys + place[:, None] * key_stride + group * key_head_stride + columns[None, :], mask=known, other=0.0
+        kv_mask = (at < last)[:, None] & (columns < SIZE)[None, :]
+        k = tl.load(
+            keys + place[:, None] * key_stride + group * key_head_stride + columns[None, :], mask=kv_mask, other=0.0
         )
-        value = tl.load(
-            values + place[:, None] * value_stride + group * value_head_stride + columns[None, :], mask=known, other=0.0
+        v = tl.load(
+            values + place[:, None] * value_stride + group * value_head_stride + columns[None, :],
+            mask=kv_mask,
+            other=0.0,
         )
-        scores = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, -float("inf"))
-        new = tl.maximum(largest, tl.max(scores, axis=1))
-        # A row that has seen nothing yet has no largest score to subtract.
-        base = tl.where(new == -float("inf"), 0.0, new)
-        shares = tl.exp(scores - base[:, None])
-        kept = tl.exp(largest - base)
-        total = total * kept + tl.sum(shares, axis=1)
-        mixed = tl.dot(shares.to(value.dtype), value, mixed * kept[:, None], input_precision="ieee")
-        largest = new
-    safe = tl.where(total == 0.0, 1.0, total)
-    mixed = mixed / safe[:, None]
+        qk = tl.where(seen, qk, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, axis=1))
+        # A row that has seen no key yet has a maximum of -inf, which must not be subtracted.
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp(qk - m_safe[:, None])
+        alpha = tl.exp(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    acc = acc / l_safe[:, None]
     tl.store(
-        out + (line[:, None] * (tl.num_programs(2) * SHARED) + head[:, None]) * SIZE + columns[None, :],
-        mixed.to(out.dtype.element_ty),
+        out + (index[:, None] * (tl.num_programs(2) * SHARED) + head[:, None]) * SIZE + columns[None, :],
+        acc.to(out.dtype.element_ty),
         mask=inside,
     )
-    tl.store(logsums + head.to(tl.int64) * tokens + line, largest + tl.log(safe), mask=here)
+    tl.store(logsums + head.to(tl.int64) * tokens + index, m_i + tl.log(l_safe), mask=row_mask)
 
 
 def attend(queries: Queries, where: KeyPlaces, scale: float, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every token to itself and what stands before it in its sequence: the output, and the log of the sum of
-    exponentials as (H, T)."""
+    """Causal attention of every token within its sequence: the output, and the lse as (H, T)."""
     query = queries.rows_THD
     tokens, heads, size = query.shape
     groups = where.keys.shape[1]

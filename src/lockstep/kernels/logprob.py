@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens straight from hidden states, never holding all logits.
+"""Fused linear + log-softmax: log-probs of target tokens from hidden states, in chunks that never hold all logits.
 
 Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary.
 """
@@ -15,18 +15,18 @@ import torch
 
 from lockstep.kernels.sampling import LEFT_OUT, Truncation, left_out_below, truncate_
 
-# Memory of one chunk of logits. With a vocabulary of 151,936 the twin works on fp32 copies of it (440 positions, about
-# 1 GiB at its peak), the fused kernels in place (3,500 positions in bf16). Beside a chunk stand the fp32 sums of the
-# weight's gradient, which every chunk reads and writes once: 0.5 GiB for a hidden size of 896. One size whether
-# gradients are taken or not: the same products then give a token the same log-probability in every pass.
+# Memory of one chunk of logits. With a vocabulary of 151,936 the reference works on fp32 copies (440 positions, about
+# 1 GiB at its peak), the fused kernels in place (3,500 positions in bf16). The fp32 accumulator of the weight gradient
+# comes on top: 0.5 GiB for a hidden size of 896. The size is the same with and without gradients, so that a token gets
+# the same log-prob in every pass.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
-# How far a gradient may be from the foreseen one, as a share of the largest: both are computed alike, up to rounding.
-FORESEEN_WITHIN = 1e-4
+# Tolerance between `token_grads` and the gradients of the loss, relative to the largest: they differ by rounding only.
+TOKEN_GRADS_TOLERANCE = 1e-4
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states: a projection, a scale, a soft cap (c * tanh(logit / c))."""
+    """The output head: a projection, a scale and a soft cap (c * tanh(logit / c))."""
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None = None
@@ -34,22 +34,22 @@ class Head(NamedTuple):
     softcap: float | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In the dtype of the states where the projection is all there is, else in fp32."""
+        """In the dtype of the states if the head is a projection only, else in fp32."""
         return self.shaped(self.projected(hidden))
 
     def projected(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(hidden, self.weight_VH, self.bias_V)
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the projection gives, scaled and capped."""
+        """Scale and cap projected logits."""
         if self.scale != 1.0:
             logits = logits.float() * self.scale
         return logits if self.softcap is None else (logits.float() / self.softcap).tanh() * self.softcap
 
 
 class Scores(NamedTuple):
-    """Of each chosen token: its log-probability, the entropy of the distribution it was chosen from, how far that is
-    from a teacher's, and the sum of its squared probabilities. None for what nobody asked for."""
+    """Per target token: log-prob, entropy of the distribution, divergence from a teacher, and sum of squared
+    probabilities. None for values that were not requested."""
 
     logprobs_K: torch.Tensor
     entropies_K: torch.Tensor | None
@@ -57,13 +57,15 @@ class Scores(NamedTuple):
     squares_K: torch.Tensor | None = None
 
 
-Foresight = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
-"""From the log-probabilities and entropies of a part of the positions to the gradients of the loss by them, up to one
-factor for all positions. Only a loss whose parts do not depend on each other can be foreseen."""
+TokenGrads = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
+"""Maps the log-probs and entropies of a part of the positions to the loss gradients by them, up to one factor for all
+positions. Only a loss whose tokens are independent of each other has one."""
 
 
-def alike(logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice) -> tuple[torch.Tensor, None]:
-    """The foresight of a loss that all log-probabilities enter with the same factor, as in supervised training."""
+def uniform_token_grads(
+    logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice
+) -> tuple[torch.Tensor, None]:
+    """Token gradients of a loss in which all log-probs have the same weight, as in SFT."""
     return torch.ones_like(logprobs_R), None
 
 
@@ -75,21 +77,21 @@ def token_scores(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     entropy: bool = False,
-    foresee: Foresight | None = None,
+    token_grads: TokenGrads | None = None,
     chunk_bytes: int | None = None,
 ) -> Scores:
-    """log softmax(logits / temperature)[target] in fp32, with entropies where asked; both can be differentiated.
+    """log softmax(logits / temperature)[target] in fp32, with entropies if `entropy`; both are differentiable.
 
-    Positions are taken in chunks, forward and backward. With a truncation the distribution is what it leaves (the
-    chosen token always stays). With `foresee` the gradient is taken while the logits are there, on devices with fused
-    kernels (see `foreseen_token_scores`).
+    Forward and backward run in chunks of positions. A truncation restricts the distribution; the target token always
+    stays in it. With `token_grads`, and fused kernels on the device, gradients are computed in the forward pass (see
+    `token_scores_with_grads`).
     """
     fused = _fused(hidden_KH) is not None
-    wanted = torch.is_grad_enabled() and (hidden_KH.requires_grad or head.weight_VH.requires_grad)
-    # fp16 needs the loss scale before its small numbers are rounded.
-    if foresee is not None and fused and wanted and hidden_KH.dtype != torch.float16:
-        return foreseen_token_scores(
-            hidden_KH, head, targets_K, foresee, temperature=temperature, truncation=truncation, entropy=entropy
+    needs_grad = torch.is_grad_enabled() and (hidden_KH.requires_grad or head.weight_VH.requires_grad)
+    # fp16 gradients must be multiplied by the loss scale before they are rounded.
+    if token_grads is not None and fused and needs_grad and hidden_KH.dtype != torch.float16:
+        return token_scores_with_grads(
+            hidden_KH, head, targets_K, token_grads, temperature=temperature, truncation=truncation, entropy=entropy
         )
     logit_bytes = hidden_KH.element_size() if fused else 4
     room = chunk_bytes or (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES)
@@ -115,30 +117,30 @@ def projected_logprobs_(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
 ) -> torch.Tensor:
-    """What `token_scores` gives for rows that `head` has projected already, to the last bit; they are used up."""
+    """Same as `token_scores`, bit for bit, for logits that `head` has already projected. The logits are overwritten."""
     temperature, softcap = _folded(head, temperature)
-    logits = _left_of(projected_RV, targets_R, temperature, softcap, truncation)
+    logits = _truncated(projected_RV, targets_R, temperature, softcap, truncation)
     return _rows(logits)[0](logits, targets_R, temperature, False, softcap)[1]
 
 
-def foreseen_token_scores(
+def token_scores_with_grads(
     hidden_KH: torch.Tensor,
     head: Head,
     targets_K: torch.Tensor,
-    foresee: Foresight,
+    token_grads: TokenGrads,
     *,
     temperature: float = 1.0,
     truncation: Truncation | None = None,
     entropy: bool = False,
     chunk_bytes: int = FUSED_CHUNK_BYTES,
 ) -> Scores:
-    """`token_scores` for a loss whose gradients can be told before the whole loss is there.
+    """`token_scores` for a loss whose per-token gradients are available before the loss is complete.
 
-    They are taken in the forward pass, so no logits are kept or computed twice; the backward pass multiplies them by
-    the factor that they are off by. Where it finds other gradients than were foreseen, all are NaN.
+    Gradients are computed in the forward pass, so logits are neither kept nor recomputed. The backward pass multiplies
+    them by a common factor. If its gradients do not match `token_grads`, all gradients are NaN.
     """
     positions = _positions(len(targets_K), chunk_bytes // (hidden_KH.element_size() * head.weight_VH.shape[0]))
-    logprobs, entropies = _ForeseenLogprobs.apply(
+    logprobs, entropies = _LogprobsWithGrads.apply(
         hidden_KH,
         head.weight_VH,
         head.bias_V,
@@ -147,19 +149,19 @@ def foreseen_token_scores(
         positions,
         truncation,
         entropy,
-        foresee,
+        token_grads,
     )
     return Scores(logprobs, entropies)
 
 
 def _positions(count: int, most: int) -> int:
-    """Positions of a chunk. Even chunks: the last one, which is not computed twice, is then as large as the others."""
+    """Positions per chunk. Chunks are even, so that the last one, which is not recomputed, is as large as others."""
     chunks = max(1, -(-count // max(1, most)))
     return max(1, -(-count // chunks))
 
 
 def _folded(head: Head, temperature: float) -> tuple[float, float | None]:
-    """A scale s goes into the others: c tanh(s x / c) / T = c' tanh(x / c') / T' with c' = c / s and T' = T / s."""
+    """Fold a scale s into cap and temperature: c tanh(s x / c) / T = c' tanh(x / c') / T', c' = c / s, T' = T / s."""
     return temperature / head.scale, None if head.softcap is None else head.softcap / head.scale
 
 
@@ -170,7 +172,7 @@ def plain_token_scores(
     *,
     temperature: float = 1.0,
 ) -> Scores:
-    """The twin of `token_scores` that holds all logits; autograd does the backward."""
+    """Reference implementation of `token_scores`: holds all logits; autograd computes the backward."""
     logits = head.logits(hidden_KH).float() / temperature
     every = logits.log_softmax(-1)
     return Scores(every.gather(-1, targets_K[:, None])[:, 0], -(every.exp() * every).sum(-1))
@@ -183,15 +185,14 @@ def row_logprobs(
     entropy: bool = False,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Normaliser (log of the sum of exponentials), log-probability of the target and entropy, in fp32."""
+    """Log-sum-exp, log-prob of the target, and entropy, in fp32."""
     logits = _capped(logits_RV, softcap)
     logits = logits if temperature == 1.0 else logits / temperature
     normalisers = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
     if not entropy:
         return normalisers, logprobs, None
-    # Of log-probabilities, not of logits: large logits would cancel in the difference. A word of logit -inf has
-    # probability 0 and a log-probability that this product can bear.
+    # Computed from log-probs, because large logits would cancel. The clamp keeps 0 * -inf from becoming NaN.
     every = (logits - normalisers[:, None]).clamp_(min=LEFT_OUT)
     return normalisers, logprobs, -(every.exp() * every).sum(-1)
 
@@ -208,11 +209,11 @@ def row_gradients_(
 ) -> torch.Tensor:
     """Gradient of upstream . logprobs + entropy_upstream . entropies by the logits, in the dtype of the logits.
 
-    d logprob = onehot - p and d entropy = -p (log p + entropy), both over the temperature, and times 1 - tanh^2 where
-    there is a soft cap. The logits are used up: their memory may be overwritten.
+    d logprob = onehot - p and d entropy = -p (log p + entropy), both divided by the temperature, and multiplied by
+    1 - tanh^2 with a soft cap. The logits may be overwritten.
     """
     gradient = _capped(logits_RV, softcap)
-    # What was left out has no slope, as if it were at the cap.
+    # Truncated tokens have zero slope, as at the cap.
     slope = None if softcap is None else 1 - (gradient / softcap).clamp_(min=-1).square_()
     if temperature != 1.0:
         gradient.div_(temperature)
@@ -232,7 +233,7 @@ def row_gradients_(
 
 
 def _capped(logits_RV: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """In fp32. What a truncation left out stays far below: capped, it would come back."""
+    """Soft-capped logits in fp32. Truncated tokens stay at LEFT_OUT; capping would bring them back."""
     if softcap is None:
         return logits_RV.float()
     capped = (logits_RV.float() / softcap).tanh_().mul_(softcap)
@@ -274,7 +275,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logits = None
         for start in range(0, len(targets), positions):
             part = slice(start, start + positions)
-            logits = None  # before the next chunk takes its memory
+            logits = None  # free the memory for the next chunk
             logits = _logits(hidden[part], weight, bias, targets[part], temperature, softcap, truncation)
             normalisers[part], logprobs[part], spread = score(logits, targets[part], temperature, entropy, softcap)
             if entropies is not None:
@@ -282,7 +283,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         ctx.temperature, ctx.softcap, ctx.positions, ctx.truncation = temperature, softcap, positions, truncation
         ctx.set_materialize_grads(False)
-        # The backward begins with the chunk that stands in memory anyway; only the others are computed twice.
+        # The backward starts with the chunk that is still in memory; only the others are recomputed.
         ctx.last_logits = logits
         return logprobs, entropies
 
@@ -319,7 +320,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-class _ForeseenLogprobs(torch.autograd.Function):
+class _LogprobsWithGrads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -332,12 +333,12 @@ class _ForeseenLogprobs(torch.autograd.Function):
         positions: int,
         truncation: Truncation | None,
         entropy: bool,
-        foresee: Foresight,
+        token_grads: TokenGrads,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs) if entropy else None
         # One row for log-probabilities, one for entropies.
-        foreseen = torch.zeros(2, len(targets), dtype=torch.float32, device=hidden.device)
+        predicted = torch.zeros(2, len(targets), dtype=torch.float32, device=hidden.device)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         sums = _WeightSums(weight, len(targets) <= positions) if want_weight else None
@@ -347,18 +348,18 @@ class _ForeseenLogprobs(torch.autograd.Function):
             part = slice(start, start + positions)
             logits = _logits(hidden[part], weight, bias, targets[part], temperature, softcap, truncation)
             normalisers, logprobs[part], spread = score(logits, targets[part], temperature, entropy, softcap)
-            upstream, entropy_upstream = foresee(logprobs[part], spread, part)
-            foreseen[0, part] = upstream
+            upstream, entropy_upstream = token_grads(logprobs[part], spread, part)
+            predicted[0, part] = upstream
             if entropies is not None:
                 entropies[part] = spread
             if entropy_upstream is not None:
-                foreseen[1, part] = entropy_upstream
+                predicted[1, part] = entropy_upstream
             extra = (None, None) if entropy_upstream is None else (spread, entropy_upstream)
             grad_logits = differentiate(logits, targets[part], normalisers, upstream, temperature, *extra, softcap)
             states = None if grad_hidden is None else grad_hidden[part]
             _add_gradients(grad_logits, hidden[part], weight, states, sums, grad_bias)
-            del logits, grad_logits  # before the next chunk takes its memory
-        ctx.save_for_backward(foreseen, grad_hidden, None if sums is None else sums.sums, grad_bias)
+            del logits, grad_logits  # free the memory for the next chunk
+        ctx.save_for_backward(predicted, grad_hidden, None if sums is None else sums.sums, grad_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.shape = weight.shape
         ctx.set_materialize_grads(False)
@@ -366,30 +367,30 @@ class _ForeseenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        foreseen, grad_hidden, sums, grad_bias = ctx.saved_tensors
-        found = torch.stack([torch.zeros_like(foreseen[0]) if grad is None else grad for grad in grads])
-        factor = _factor(foreseen.flatten(), found.flatten())
+        predicted, grad_hidden, sums, grad_bias = ctx.saved_tensors
+        actual = torch.stack([torch.zeros_like(predicted[0]) if grad is None else grad for grad in grads])
+        factor = _factor(predicted.flatten(), actual.flatten())
         weight, bias = ctx.dtypes
-        if sums is None and ctx.needs_input_grad[1]:  # no target at all
-            sums = foreseen.new_zeros(ctx.shape)
+        if sums is None and ctx.needs_input_grad[1]:  # there were no targets
+            sums = predicted.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
-            # Into the weight's dtype in one pass, without another fp32 tensor.
+            # Converted to the weight's dtype in one pass, without another fp32 tensor.
             None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 7,
         )
 
 
-def _factor(foreseen: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """What the found gradients are of the foreseen ones; NaN where that is not one number. Nobody waits for it."""
-    if not len(foreseen):
-        return foreseen.new_zeros(())
-    largest = foreseen.abs().argmax(0, keepdim=True)
-    top = foreseen.gather(0, largest)
-    factor = torch.where(top == 0, 0.0, found.gather(0, largest) / top)
-    near = (found - factor * foreseen).abs() <= FORESEEN_WITHIN * (factor * top).abs()
-    return torch.where(near.all(), factor, torch.nan)[0]
+def _factor(predicted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Ratio of the loss gradients to `token_grads`; NaN if it is not one number. Does not sync."""
+    if not len(predicted):
+        return predicted.new_zeros(())
+    argmax = predicted.abs().argmax(0, keepdim=True)
+    largest = predicted.gather(0, argmax)
+    factor = torch.where(largest == 0, 0.0, actual.gather(0, argmax) / largest)
+    close = (actual - factor * predicted).abs() <= TOKEN_GRADS_TOLERANCE * (factor * largest).abs()
+    return torch.where(close.all(), factor, torch.nan)[0]
 
 
 def _add_gradients(
@@ -400,7 +401,7 @@ def _add_gradients(
     sums: _WeightSums | None,
     grad_bias_V: torch.Tensor | None,
 ) -> None:
-    """What a chunk's logits pull at: its own states, and the projection, whose gradients add up. None is not wanted."""
+    """Add a chunk's gradients of hidden states, weight and bias. None: not required."""
     if grad_bias_V is not None:
         grad_bias_V += grad_logits_RV.sum(0, dtype=torch.float32)
     if grad_hidden_RH is not None:
@@ -410,11 +411,11 @@ def _add_gradients(
 
 
 class _WeightSums:
-    """The weight's gradient, added up over chunks in fp32: a bf16 running sum would lose the small ones."""
+    """Accumulator of the weight gradient over chunks in fp32; a bf16 sum would lose small terms."""
 
     def __init__(self, weight: torch.Tensor, single: bool):
         self.weight = weight
-        # Of one chunk nothing is to be added up: its product is the gradient.
+        # With a single chunk the product is the gradient.
         self.sums = None if single else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def add(self, grad_logits_RV: torch.Tensor, hidden_RH: torch.Tensor) -> None:
@@ -423,20 +424,20 @@ class _WeightSums:
         elif self.sums.dtype == grad_logits_RV.dtype:
             self.sums.addmm_(grad_logits_RV.t(), hidden_RH)
         elif _adds_wide(self.sums.device, grad_logits_RV.dtype):
-            # Inside the product, without a tensor and a rounding in between.
+            # Accumulated inside the matmul, without a temporary and its rounding.
             torch.addmm(self.sums, grad_logits_RV.t(), hidden_RH, out_dtype=torch.float32, out=self.sums)
         else:
             self.sums += grad_logits_RV.t() @ hidden_RH
 
     def total(self) -> torch.Tensor:
-        if self.sums is None:  # no target at all
+        if self.sums is None:  # there were no targets
             return torch.zeros_like(self.weight)
         return self.sums.to(self.weight.dtype)
 
 
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch adds a product of `dtype` to fp32 sums in place here, as it does on NVIDIA devices."""
+    """Whether torch can add a product of `dtype` to fp32 sums in place on this device, as on NVIDIA devices."""
     if device.type != "cuda":
         return False
     one = torch.ones(16, 16, dtype=dtype, device=device)
@@ -457,21 +458,21 @@ def _logits(
     softcap: float | None,
     truncation: Truncation | None,
 ) -> torch.Tensor:
-    """Logits of a chunk as they are projected; what a truncation leaves out gets no probability and no gradient.
+    """Projected logits of a chunk; truncated tokens get no probability and no gradient.
 
-    The soft cap and the temperature do not change their order, but they do change shares of probability.
+    Truncation needs soft cap and temperature: they keep the order of logits and change the probabilities.
     """
-    return _left_of(torch.nn.functional.linear(hidden, weight, bias), targets, temperature, softcap, truncation)
+    return _truncated(torch.nn.functional.linear(hidden, weight, bias), targets, temperature, softcap, truncation)
 
 
-def _left_of(
+def _truncated(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
     softcap: float | None,
     truncation: Truncation | None,
 ) -> torch.Tensor:
-    """In place."""
+    """Apply a truncation in place."""
     if truncation is None or not truncation.active:
         return logits
     left_out = truncate_(_capped(logits, softcap) / temperature, truncation, targets) == LEFT_OUT

@@ -1,6 +1,6 @@
-"""Log-softmax of rows of logits on an NVIDIA device: each pass reads the logits once, the gradient is written in place.
+"""Log-softmax of logits in Triton: forward reads the logits once, backward writes the gradient over them.
 
-The plain-torch twins are `row_logprobs` and `row_gradients_` in `logprob.py`. R rows, V vocabulary.
+The plain-torch references are `row_logprobs` and `row_gradients_` in `logprob.py`. R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from lockstep.kernels.sampling import LEFT_OUT, left_out_below
 from lockstep.kernels.triton_math import tanh
 
 BLOCK = 4096
-# Lanes of a row's sums: as many as leave all of a lane's numbers in registers.
+# Lanes per row: as many as keep all of a lane's values in registers.
 LANES = 2048
-# A logit of -inf is taken as this where it is multiplied by its probability, which is 0 either way.
+# Replaces a logit of -inf where it is multiplied by its probability of 0.
 LEAST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _capped(logits, softcap, low, FILL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Soft-capped, except what was left out of the distribution: that stays far below."""
+    """Soft cap, except for truncated tokens, which stay at FILL."""
     return tl.where(logits <= low, FILL, softcap * tanh(logits / softcap))
 
 
@@ -41,42 +41,42 @@ def _stats(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program. Every lane has its own running maximum, sum of exponentials and sum of logits weighted by
-    them; lanes are put together at the end, so that nothing waits for its neighbours inside the loop."""
+    """Online softmax, one program per row. Every lane keeps its running maximum (m_i), sum of exponentials (l_i) and
+    weighted sum of logits; lanes are merged after the loop, so that the loop has no reductions."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
-    largest = tl.full((BLOCK,), LEAST, dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    m_i = tl.full((BLOCK,), LEAST, dtype=tl.float32)
+    l_i = tl.zeros((BLOCK,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     for offset in range(0, vocabulary, BLOCK):
         columns = offset + tl.arange(0, BLOCK)
-        inside = columns < vocabulary
-        values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+        in_row = columns < vocabulary
+        values = tl.load(start + columns, mask=in_row, other=0.0).to(tl.float32)
         if CAPPED:
             values = _capped(values, softcap, low, FILL)
         values = tl.maximum(values * sharpness, LEAST)
-        # Logits are weighed relative to the largest one so far, so that nothing large cancels in the entropy. One
-        # exponential serves both cases: what was there shrinks, or what comes is small.
-        apart = values - largest
-        small = tl.exp(-tl.abs(apart))
-        grows = inside & (apart > 0)
+        # Logits are weighted relative to the running maximum, so that large values do not cancel in the entropy. One
+        # exponential serves both cases: the old sum is rescaled, or the new term is small.
+        diff = values - m_i
+        alpha = tl.exp(-tl.abs(diff))
+        is_new_max = in_row & (diff > 0)
         weighted = tl.where(
-            grows, (weighted - total * apart) * small, tl.where(inside, weighted + small * apart, weighted)
+            is_new_max, (weighted - l_i * diff) * alpha, tl.where(in_row, weighted + alpha * diff, weighted)
         )
-        total = tl.where(grows, total * small + 1.0, tl.where(inside, total + small, total))
-        largest = tl.where(grows, values, largest)
-    lanes, lane_totals = largest, total
-    largest = tl.max(lanes, axis=0)
-    shrink = tl.exp(lanes - largest)
-    weighted = tl.sum((weighted + lane_totals * (lanes - largest)) * shrink, axis=0)
-    total = tl.sum(lane_totals * shrink, axis=0)
-    normaliser = largest + tl.log(total)
+        l_i = tl.where(is_new_max, l_i * alpha + 1.0, tl.where(in_row, l_i + alpha, l_i))
+        m_i = tl.where(is_new_max, values, m_i)
+    m_lanes, l_lanes = m_i, l_i
+    m_i = tl.max(m_lanes, axis=0)
+    lane_alpha = tl.exp(m_lanes - m_i)
+    weighted = tl.sum((weighted + l_lanes * (m_lanes - m_i)) * lane_alpha, axis=0)
+    l_i = tl.sum(l_lanes * lane_alpha, axis=0)
+    lse = m_i + tl.log(l_i)
     chosen = tl.load(start + tl.load(targets + row)).to(tl.float32)
     if CAPPED:
         chosen = _capped(chosen, softcap, low, FILL)
-    tl.store(normalisers + row, normaliser)
-    tl.store(logprobs + row, chosen * sharpness - normaliser)
-    tl.store(entropies + row, tl.log(total) - weighted / total)
+    tl.store(normalisers + row, lse)
+    tl.store(logprobs + row, chosen * sharpness - lse)
+    tl.store(entropies + row, tl.log(l_i) - weighted / l_i)
 
 
 @triton.jit
@@ -97,26 +97,26 @@ def _gradients(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of a row a program: the gradient of log-probability and, with SPREAD, entropy over what was the logit."""
+    """One program per block of a row: writes the gradient of log-prob and, with SPREAD, entropy over the logits."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     address = logits + row * stride + columns
-    inside = columns < vocabulary
-    values = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+    in_row = columns < vocabulary
+    values = tl.load(address, mask=in_row, other=0.0).to(tl.float32)
     slope = sharpness
     if CAPPED:
-        bent = tanh(values / softcap)
-        slope = sharpness * (1.0 - bent * bent)
-        values = tl.where(values <= low, FILL, softcap * bent)
+        tanh_x = tanh(values / softcap)
+        slope = sharpness * (1.0 - tanh_x * tanh_x)
+        values = tl.where(values <= low, FILL, softcap * tanh_x)
     values *= sharpness
     chosen = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    every = tl.maximum(values - tl.load(normalisers + row), LEAST)
-    softmax = tl.exp(every)
-    gradient = tl.load(upstream + row) * (chosen - softmax)
+    log_p = tl.maximum(values - tl.load(normalisers + row), LEAST)
+    p = tl.exp(log_p)
+    grad = tl.load(upstream + row) * (chosen - p)
     if SPREAD:
-        gradient -= tl.load(entropy_upstream + row) * softmax * (every + tl.load(entropies + row))
-    gradient *= slope
-    tl.store(address, gradient.to(logits.dtype.element_ty), mask=inside)
+        grad -= tl.load(entropy_upstream + row) * p * (log_p + tl.load(entropies + row))
+    grad *= slope
+    tl.store(address, grad.to(logits.dtype.element_ty), mask=in_row)
 
 
 def row_logprobs(

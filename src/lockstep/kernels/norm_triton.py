@@ -1,7 +1,7 @@
-"""RMSNorm on an NVIDIA device: one pass forwards, one backwards, and of the activations only the input is kept.
+"""RMSNorm in Triton: one pass forward, one backward; only the input is kept for the backward pass.
 
-The plain-torch twin is `plain_rms_norm`, which is what transformers' modules compute: x / rms(x) is rounded to the
-dtype of x before the weight multiplies it. R rows, W width.
+The plain-torch reference is `plain_rms_norm`, which computes what transformers' modules do: x / rms(x) is rounded to
+the dtype of x before it is multiplied by the weight. R rows, W width.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import triton.language as tl
 
 from lockstep.kernels.triton_math import runs_on
 
-# Numbers that a program holds of each tensor at once, and the widest row that one program takes.
+# Elements of each tensor per program, and the widest row that one program handles.
 TILE = 4096
 WIDEST = 16384
-# Programs of the backward pass, each with a partial sum of the weight's gradient. A constant: sums are then the same
-# on every device.
+# Programs of the backward pass, each with a partial sum of the weight gradient. Constant, so that sums are the same on
+# every device.
 PARTS = 528
 
 
@@ -31,7 +31,7 @@ def _forward(x, weight, y, scales, rows, epsilon, WIDTH: tl.constexpr, ROWS: tl.
     values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=1) / WIDTH + epsilon)
     weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    # Rounded where the module rounds.
+    # Rounded where the transformers module rounds.
     normed = (values * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + places, (normed * weights[None, :]).to(y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < rows)
@@ -52,23 +52,23 @@ def _backward(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Every PARTS-th tile of rows a program."""
+    """One program per every PARTS-th tile of rows."""
     columns = tl.arange(0, BLOCK)
     weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for tile in range(tl.program_id(0), tiles, PARTS):
         row = tl.arange(0, ROWS).to(tl.int64) + tile * ROWS
         places = row[:, None] * WIDTH + columns[None, :]
         inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
         scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
         normed = tl.load(x + places, mask=inside, other=0.0).to(tl.float32) * scale
-        above = tl.load(upstream + places, mask=inside, other=0.0).to(tl.float32)
-        total += tl.sum(above * normed.to(x.dtype.element_ty).to(tl.float32), axis=0)
-        above *= weights[None, :]
-        along = tl.sum(above * normed, axis=1) / WIDTH
-        gradient = (above - normed * along[:, None]) * scale
+        dyw = tl.load(upstream + places, mask=inside, other=0.0).to(tl.float32)
+        acc += tl.sum(dyw * normed.to(x.dtype.element_ty).to(tl.float32), axis=0)
+        dyw *= weights[None, :]
+        along = tl.sum(dyw * normed, axis=1) / WIDTH
+        gradient = (dyw - normed * along[:, None]) * scale
         tl.store(grad_x + places, gradient.to(grad_x.dtype.element_ty), mask=inside)
-    tl.store(partial_sums + tl.program_id(0) * WIDTH + columns, total, mask=columns < WIDTH)
+    tl.store(partial_sums + tl.program_id(0) * WIDTH + columns, acc, mask=columns < WIDTH)
 
 
 def rms_norm(x: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -82,7 +82,7 @@ def norm_fits(x: torch.Tensor, weight_W: torch.Tensor) -> bool:
 
 
 def plain_rms_norm(x: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The twin of `rms_norm`."""
+    """Reference implementation of `rms_norm`."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return weight_W * normed.to(x.dtype)

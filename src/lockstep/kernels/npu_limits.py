@@ -1,8 +1,8 @@
-"""What torch_npu 2.13.0 documents of its fused operators' limits, asked before one of them is chosen.
+"""Documented limits of torch_npu 2.13.0's fused operators, checked before one of them is chosen.
 
-Each function says what about a call is outside the documents, or None. They look at shapes and types alone, never at
-numbers on the device, so asking costs no wait. The one limit on numbers, that of the rotary embedding, is settled where
-they are made: see `npu_modules.py`. Not yet run on Ascend hardware.
+Each function returns which documented limit a call exceeds, or None. They check shapes and dtypes only, so they never
+sync with the device. The one limit on values, that of the rotary embedding, is checked in `fused_modules_npu.py`. Not
+yet run on Ascend hardware.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_HEADS = 256
 # npu_fusion_attention, packed (TND): sequences and tokens of one call, size of a head.
 MOST_SEQUENCES, MOST_TOKENS, LARGEST_HEAD = 1024, 2**20, 768
 
-# npu_fused_infer_attention_score, one query a sequence over pages.
+# npu_fused_infer_attention_score: one query per sequence over pages.
 MOST_ROWS, MOST_KEYS, LARGEST_DECODE_HEAD = 2**16, 2**18, 512
 BLOCK_STEP, LARGEST_BLOCK = 16, 512
 WIDEST, MOST_SHARED, MOST_ELEMENTS = 2**16 - 1, 64, 2**31 - 1
@@ -49,12 +49,11 @@ def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float)
 def part_problem(
     query_THD: torch.Tensor, value_SGE: torch.Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> str | None:
-    """Of some queries to some of their keys, sequence by sequence. No numbers of a batch are in the words, so that each
-    of them is said once."""
+    """For partial attention. The text contains no numbers of a batch, so that each problem is warned about once."""
     _, heads, size = query_THD.shape
     return _first(
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
-        # The gradient has one size for all, the forward pass smaller values too.
+        # The backward needs one head size for all; the forward also supports smaller values.
         (size != value_SGE.shape[-1], f"values of {value_SGE.shape[-1]} for keys of {size}"),
         (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
         (heads % value_SGE.shape[1] != 0, f"{heads} query heads for {value_SGE.shape[1]} key heads"),
@@ -67,11 +66,11 @@ def part_problem(
 def decode_problem(
     query_BHD: torch.Tensor, keys: torch.Tensor, block: int, window: int | None, longest: int
 ) -> str | None:
-    """`keys` are the cache's slots (slot, head, size); `longest` is the most keys that a sequence can have."""
+    """`keys`: the cache's slots (slot, head, size). `longest`: the maximum number of keys of a sequence."""
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     return _first(
-        # The operator has no fp32, and for a single query no window.
+        # The operator supports no fp32 and, for a single query, no window.
         (query_BHD.dtype not in HALF, f"type {query_BHD.dtype}"),
         (keys.dtype != query_BHD.dtype, f"a cache of {keys.dtype} for queries of {query_BHD.dtype}"),
         (window is not None, "a sliding window"),
@@ -88,7 +87,7 @@ def decode_problem(
 
 
 def rotary_problem(x_BNSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:
-    """`cos` and `sin` as the operator gets them: 11SD or B1SD for an input of BNSD."""
+    """`cos` and `sin` as passed to the operator: 11SD or B1SD for an input of BNSD."""
     if x_BNSD.dim() != 4 or cos.dim() != 4:
         return f"{x_BNSD.dim()} dimensions, not 4"
     batch, heads, tokens, size = x_BNSD.shape

@@ -1,7 +1,7 @@
-"""Rotary positions that move with a sequence's length (longrope, dynamic NTK): each sequence gets those of its own.
+"""Rotary embeddings that depend on the sequence length (longrope, dynamic NTK), computed per sequence.
 
-transformers scales them by the longest sequence of the forward pass, and dynamic ones by what was run before too. On
-a packed line, or in a padded batch, the longest row would then move the positions of all others.
+transformers scales them by the longest sequence of the forward pass, and dynamic ones by earlier passes too. In a
+packed row or padded batch the longest sequence would change the positions of all others.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-# Kinds of rotary embedding that transformers scales by the longest sequence of the forward pass.
+# Rope types that transformers scales by the longest sequence of the forward pass.
 DYNAMIC, LONGROPE = "dynamic", "longrope"
 
 
 def fixed_length(config: Any) -> int | None:
-    """Up to how many tokens a sequence's positions are the same whatever its length; None where they always are."""
+    """The length up to which positions do not depend on the sequence length; None if they never do."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    # One set for all layers, or a set for each kind of layer.
+    # One set of parameters for all layers, or one per layer type.
     lengths = [
         _fixed(rope, config) for rope in (parameters, *parameters.values()) if isinstance(rope, dict) and _moves(rope)
     ]
@@ -38,10 +38,10 @@ def _fixed(rope: dict[str, Any], config: Any) -> int:
 
 
 class OwnPositions:
-    """The forward of a rotary embedding, run for the sequences of each length by themselves.
+    """Replaces the forward of a rotary embedding: runs it once per sequence length.
 
-    `lengths_NT` holds for each token of the pass how long its sequence is; None where no sequence is beyond the fixed
-    length, or where the pass is one of transformers' own.
+    `lengths_NT`: for each token of the pass, the length of its sequence. None if no sequence exceeds the fixed length,
+    or in passes of transformers itself.
     """
 
     def __init__(self, rope: nn.Module):
@@ -54,25 +54,25 @@ class OwnPositions:
         if self.lengths_NT is None:
             return self._fresh(x, position_ids, *more, **named)
         if position_ids.dim() == 2 and len(position_ids) == 1:
-            # transformers' own: one row of positions for all rows.
+            # transformers passes one row of positions for all rows.
             position_ids = position_ids.expand(self.lengths_NT.shape)
         if position_ids.shape != self.lengths_NT.shape:
             raise NotImplementedError("positions that move with the length, in several dimensions, are not supported")
         parts: tuple[torch.Tensor, ...] | None = None
         for length in self.lengths_NT.unique().tolist():
             chosen = self.lengths_NT == length
-            # The last position tells transformers how long the sequence is, whichever of its tokens are here; what
-            # stands behind it is padding.
+            # transformers derives the sequence length from the last position, so the last position of the sequence is
+            # appended and its result dropped.
             last = position_ids.new_tensor([length - 1])
             positions = torch.cat([position_ids[chosen].clamp(max=length - 1), last])
-            own = self._fresh(x, positions[None], *more, **named)
-            parts = parts or tuple(part.new_zeros(*position_ids.shape, part.shape[-1]) for part in own)
-            for part, found in zip(parts, own, strict=True):
-                part[chosen] = found[0, :-1]
+            outputs = self._fresh(x, positions[None], *more, **named)
+            parts = parts or tuple(part.new_zeros(*position_ids.shape, part.shape[-1]) for part in outputs)
+            for part, output in zip(parts, outputs, strict=True):
+                part[chosen] = output[0, :-1]
         return parts
 
     def _fresh(self, x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any) -> Any:
-        """As if nothing had been run before: a dynamic embedding keeps the scale of the longest pass so far."""
+        """Run without the state of earlier passes: a dynamic embedding keeps the scale of the longest one."""
         rope: Any = self.rope
         for layers, kind in _kinds(rope).items():
             if DYNAMIC in str(kind):
@@ -83,20 +83,20 @@ class OwnPositions:
 
 
 def _kinds(module: nn.Module) -> dict[str | None, Any]:
-    """The kind of rotary embedding for each kind of layer, or for all (None)."""
-    found = getattr(module, "rope_type", None)
-    return found if isinstance(found, dict) else {None: found}
+    """Rope type per layer type, or for all layers (key None)."""
+    rope_type = getattr(module, "rope_type", None)
+    return rope_type if isinstance(rope_type, dict) else {None: rope_type}
 
 
 def own_positions(model: nn.Module) -> list[OwnPositions]:
-    """Put `OwnPositions` in where a model's positions move; those that were put in, the earlier ones included."""
-    found = []
+    """Install `OwnPositions` where positions depend on the length; returns all installed, including earlier ones."""
+    installed = []
     for module in model.modules():
         if any(_moves({"rope_type": kind}) for kind in _kinds(module).values()):
             if not isinstance(module.forward, OwnPositions):
                 module.forward = OwnPositions(module)
-            found.append(module.forward)
-    return found
+            installed.append(module.forward)
+    return installed
 
 
 @contextmanager
@@ -108,14 +108,14 @@ def sequences(
     packed: bool,
     own_T: torch.Tensor | None = None,
 ) -> Iterator[None]:
-    """Tell the rotary embeddings how long the sequences of a micro-batch are (see `types.MicroBatch`).
+    """Set the sequence lengths of a micro-batch on the rotary embeddings (see `types.MicroBatch`).
 
-    `own_T`: the pass has these tokens of the line alone.
+    `own_T`: the pass computes only these tokens of the packed row.
     """
     moved = [rope for rope in moving if rope.fixed is not None and max(lengths) > rope.fixed]
     for rope in moved:
-        found = _lengths(lengths, rope, shape, line_E, packed)
-        rope.lengths_NT = found if own_T is None else found[:, own_T.to(found.device)]
+        lengths_NT = _lengths(lengths, rope, shape, line_E, packed)
+        rope.lengths_NT = lengths_NT if own_T is None else lengths_NT[:, own_T.to(lengths_NT.device)]
     try:
         yield
     finally:
@@ -127,7 +127,7 @@ def _lengths(
     lengths: Sequence[int], rope: OwnPositions, shape: torch.Size, line_E: torch.Tensor | None, packed: bool
 ) -> torch.Tensor:
     assert rope.fixed is not None
-    # All sequences within the fixed length have the same positions; so have all beyond it, unless they are dynamic.
+    # All sequences within the fixed length have the same positions. So do all beyond it, unless they are dynamic.
     longest = max(lengths)
     lengths_S = torch.tensor(
         [rope.fixed if length <= rope.fixed else length if rope.dynamic else longest for length in lengths]
@@ -138,8 +138,8 @@ def _lengths(
     lengths_E = lengths_S.repeat_interleave(torch.tensor(lengths))
     if line_E is None:
         return lengths_E[None].to(device)
-    line = line_E.cpu()
-    lengths_T = torch.zeros(shape[-1], dtype=torch.long).scatter_(0, line, lengths_E)
-    if not torch.equal(lengths_T[line], lengths_E):
-        raise NotImplementedError("sequences of other lengths share a beginning whose positions move with the length")
+    packed_E = line_E.cpu()
+    lengths_T = torch.zeros(shape[-1], dtype=torch.long).scatter_(0, packed_E, lengths_E)
+    if not torch.equal(lengths_T[packed_E], lengths_E):
+        raise NotImplementedError("sequences of different lengths share a prefix whose positions depend on the length")
     return lengths_T[None].to(device)

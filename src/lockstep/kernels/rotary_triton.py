@@ -1,7 +1,8 @@
-"""Rotary position embedding of queries and keys on an NVIDIA device, both in one kernel.
+"""Rotary position embedding (RoPE) of queries and keys in one Triton kernel.
 
-The plain-torch twin is `plain_rotate`, transformers' own arithmetic: the two products are rounded to the dtype before
-their sum. N rows, H query heads, G key heads, T positions, D head size; cosines and sines are (N or 1, T, D).
+The plain-torch reference is `plain_rotate`, which computes what transformers does: both products are rounded to the
+dtype before they are added. N rows, H query heads, G key heads, T positions, D head size; cos and sin are (N or 1, T,
+D).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _turn(  # type: ignore[no-untyped-def]
     PLACES: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """All heads of one token. The result lies as (N, T, heads, D)."""
+    """Rotate all heads of one token. The output layout is (N, T, heads, D)."""
     half = tl.arange(0, PLACES)
     inside = (head < HEADS)[:, None] & (half < HALF)[None, :]
     places = source + row * stride_row + position * stride_position + head[:, None] * stride_head + half[None, :]
@@ -80,7 +81,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """One token a program."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     row, position = token // width, token % width
     half = tl.arange(0, PLACES)
@@ -100,7 +101,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 def rotate(
     q_NHTD: torch.Tensor, k_NGTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fresh tensors that lie as (N, T, heads, D), seen as (N, heads, T, D)."""
+    """New tensors with memory layout (N, T, heads, D), returned as views (N, heads, T, D)."""
     turned: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q_NHTD, k_NGTD, cos, sin)
     return turned
 
@@ -110,15 +111,15 @@ def rotary_fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.
         return False
     rows, _, width, size = q.shape
     same = q.dtype == k.dtype == cos.dtype == sin.dtype and not (cos.requires_grad or sin.requires_grad)
-    beside = (rows, width, size) == (k.shape[0], k.shape[2], k.shape[3])
+    same_tokens = (rows, width, size) == (k.shape[0], k.shape[2], k.shape[3])
     turned = cos.shape[0] in (1, rows) and cos.shape[1:] == (width, size)
-    return same and beside and turned and size % 2 == 0 and q.numel() > 0
+    return same and same_tokens and turned and size % 2 == 0 and q.numel() > 0
 
 
 def plain_rotate(
     q_NHTD: torch.Tensor, k_NGTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin of `rotate`."""
+    """Reference implementation of `rotate`."""
     cos, sin = cos[:, None], sin[:, None]
 
     def turned(x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,7 @@ def _launch(
         FEW=triton.next_power_of_2(keys),
         BACK=back,
         num_warps=4,
-        # A product and a sum made one would leave out the rounding in between.
+        # Fused multiply-add would skip the rounding of the products.
         enable_fp_fusion=False,
     )
     return out_q.transpose(1, 2), out_k.transpose(1, 2)

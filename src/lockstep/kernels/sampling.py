@@ -10,22 +10,20 @@ from functools import cache
 
 import torch
 
-# Leaving unlikely tokens out of a distribution (top-k, top-p, min-p), the same in the engine and in the trainer.
-
-# Stands for minus infinity: its exponential is 0, and 0 times it is 0 rather than not-a-number.
+# Replaces minus infinity: its exponential is 0, and 0 times it is 0, not NaN.
 LEFT_OUT = -1e30
 
 
 def left_out_below(dtype: torch.dtype) -> float:
-    """What is not above this was left out of logits of `dtype`, whose reach may be shorter than LEFT_OUT."""
+    """Upper bound of truncated logits of `dtype`, whose range may be smaller than LEFT_OUT."""
     return max(LEFT_OUT / 2, torch.finfo(dtype).min)
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which tokens stay: the `top_k` likeliest, the likeliest that hold `top_p`, those not under `min_p` of the best.
+    """Which tokens stay: the top `top_k`, the smallest set with probability `top_p`, those above `min_p` of the best.
 
-    The likeliest token always stays. Tokens of equal logits at the border of top-k stay together.
+    The best token always stays. Ties at the border of top-k all stay. Engine and trainer use the same code.
     """
 
     top_k: int = 0
@@ -38,9 +36,9 @@ class Truncation:
 
 
 def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | None = None) -> torch.Tensor:
-    """Fill what is left out with LEFT_OUT, in place; `keep_R` are entries that stay whatever happens.
+    """Fill truncated entries with LEFT_OUT, in place; `keep_R` are entries that always stay.
 
-    Logits are those of the temperature that is sampled at.
+    The logits must already be divided by the temperature.
     """
     if not how.active:
         return logits_RV
@@ -51,36 +49,33 @@ def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | N
     if how.min_p:
         stay &= rows >= rows.amax(-1, keepdim=True) + math.log(how.min_p)
     if how.top_p < 1:
-        # Stable: of equal logits the lower entry counts as likelier, wherever the rows are computed.
+        # Stable sort: ties are ordered by index on every device.
         ordered, order = rows.masked_fill(~stay, LEFT_OUT).sort(dim=-1, descending=True, stable=True)
-        shares = ordered.softmax(-1)
-        before = shares.cumsum(-1) - shares
-        held = before < how.top_p
-        held[..., 0] = True  # a top-p that is 0 in these digits leaves the likeliest too
-        stay &= torch.empty_like(stay).scatter_(-1, order, held)
+        p = ordered.softmax(-1)
+        before = p.cumsum(-1) - p
+        kept = before < how.top_p
+        kept[..., 0] = True  # also if top_p rounds to 0
+        stay &= torch.empty_like(stay).scatter_(-1, order, kept)
     if keep_R is not None:
         stay.scatter_(-1, keep_R[:, None], True)
     return logits_RV.masked_fill_(~stay, LEFT_OUT)
 
 
-# Random numbers for sampling that are a pure function of what they are for.
-#
-# The noise of a vocabulary entry depends on (run seed, prompt, sample, position, entry) alone. Its bits come from
-# integer hashing in 32 bits, the same on every device; only the two logarithms that shape them into Gumbel noise are
-# rounded by the device. So a sample does not change with the batch it was drawn in, with scheduling or the number of
-# processes.
+# Reproducible noise: the noise of a vocabulary entry depends only on (run seed, prompt, sample, position, entry). Its
+# bits come from 32-bit integer hashing, the same on every device. Only the two logarithms of the Gumbel transform are
+# rounded by the device. So a sample does not depend on its batch, on scheduling or on the number of processes.
 
 _MASK = 0xFFFFFFFF
 # Multipliers of the 32-bit finaliser of MurmurHash3, and an odd constant near 2^32 / golden ratio.
 FIRST, SECOND, STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
-# Seen to wrap in this project's own tests; another device is tried before it draws.
+# Devices whose int32 arithmetic wraps in our tests; other devices are tried before use.
 WRAP = ("cpu", "cuda")
 
 
 def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
-    """Two 32-bit keys of a sequence, as signed numbers that fit an int32 tensor."""
+    """Two 32-bit keys of a sequence, as signed integers that fit an int32 tensor."""
     parts = (seed, seed >> 32, prompt, prompt >> 32, sample)
-    # Two chains, so that sequences that meet in one of them (one pair in 2^32) still differ in the other.
+    # Two independent hashes, so that sequences that collide in one (one pair in 2^32) differ in the other.
     return _signed(_chain(parts, FIRST)), _signed(_chain(parts, SECOND))
 
 
@@ -90,13 +85,13 @@ def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: i
     `argmax(logits + noise)` is then a sample from softmax(logits).
     """
     bits = device_bits(keys_B2, positions_B, vocabulary)
-    # 31 bits as a number in (0, 1) that is finest near 0, where the largest noise comes from.
+    # 31 bits as a number in (0, 1) with the finest resolution near 0, where the largest noise comes from.
     share = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
 
 
 def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The noise's bits on the device of the keys; drawn on the host where that device computes others."""
+    """The noise's bits on the device of the keys; computed on the host if that device computes other bits."""
     if wraps(keys_B2.device):
         return noise_bits(keys_B2, positions_B, vocabulary)
     return noise_bits(keys_B2.cpu(), positions_B.cpu(), vocabulary).to(keys_B2.device)
@@ -104,13 +99,13 @@ def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: in
 
 @cache
 def wraps(device: torch.device) -> bool:
-    """Whether products and sums of int32 wrap around at 32 bits there, as the hash needs: tried once a process."""
+    """Whether int32 products and sums wrap around on the device, as the hash requires; tried once per process."""
     if device.type in WRAP:
         return True
     keys, positions = torch.tensor([[-(2**31), 2**31 - 1], [FIRST >> 1, -1]], dtype=torch.int32), torch.tensor([0, 9])
-    wanted = noise_bits(keys, positions, 64)
+    expected = noise_bits(keys, positions, 64)
     try:
-        same = torch.equal(noise_bits(keys.to(device), positions.to(device), 64).cpu(), wanted)
+        same = torch.equal(noise_bits(keys.to(device), positions.to(device), 64).cpu(), expected)
     except RuntimeError:
         same = False
     if not same:
@@ -140,7 +135,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right: int32 shifts bring the sign along."""
+    """Logical right shift: int32 shifts are arithmetic."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 

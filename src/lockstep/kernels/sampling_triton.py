@@ -1,8 +1,8 @@
-"""From logits to the next token and its log-probability on an NVIDIA device, in one pass over the logits.
+"""Sampling in Triton: the next token and its log-prob in one pass over the logits.
 
-The plain-torch twin is the engine's `choose`; the noise is that of `noise.py`, bit for bit, so both draw the same
-tokens. B rows, V vocabulary. A row is read in parts of one size, whatever the batch: neither a token nor its
-log-probability depends on what else is drawn at the same time.
+The plain-torch reference is the engine's `choose`. The noise equals that of `sampling.py` bit for bit, so both draw the
+same tokens. B rows, V vocabulary. A row is split into parts of a fixed size, so neither a token nor its log-prob
+depends on the batch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 from lockstep.kernels.sampling import FIRST, SECOND, STRIDE
 from lockstep.kernels.triton_math import log, log1p
 
-# Entries of a part, and warps of the program that reads it.
+# Entries per part, and warps of the program that reads it.
 PART, WARPS = 4096, 8
 _FIRST, _SECOND, _STRIDE = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(STRIDE)
-# No entry has this number.
+# An index that no entry has.
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -30,7 +30,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gumbel(columns, first, second):  # type: ignore[no-untyped-def]
-    """Noise of the entries at `columns`, for a row with the mixed keys `first` and `second`."""
+    """Noise of the entries at `columns`, for a row with hashed keys `first` and `second`."""
     entries = _mix((columns + 1).to(tl.uint32))
     bits = _mix(_mix(entries ^ first) + second)
     share = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
@@ -45,8 +45,8 @@ def _parts(  # type: ignore[no-untyped-def]
     positions,
     bests,
     winners,
-    peaks,
-    totals,
+    m_parts,
+    l_parts,
     offered_stride,
     scored_stride,
     vocabulary,
@@ -55,7 +55,7 @@ def _parts(  # type: ignore[no-untyped-def]
     APART: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """One part of a row: its best entry with noise, and its largest logit with the sum of exponentials below it."""
+    """One part of a row: its best entry with noise, its maximum (m_i) and its sum of exponentials (l_i)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
@@ -69,30 +69,30 @@ def _parts(  # type: ignore[no-untyped-def]
         noisy = logits + _gumbel(columns, first, second)
     else:
         noisy = logits
-    # As torch's argmax: what is not a number is the largest, and of equals the first one wins.
+    # As torch's argmax: NaN is the largest, and the first of equals wins.
     noisy = tl.where(inside, tl.where(noisy != noisy, float("inf"), noisy), -float("inf"))
     best = tl.max(noisy, axis=0)
     winner = tl.min(tl.where(noisy == best, columns, _NONE), axis=0)
     if APART:
         logits = tl.load(scored + row * scored_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
         logits *= sharpness
-    peak = tl.max(logits, axis=0)
-    # A part may hold nothing but -inf, and -inf - -inf is no number.
-    total = tl.sum(tl.exp(logits - tl.where(peak == -float("inf"), 0.0, peak)), axis=0)
+    m_i = tl.max(logits, axis=0)
+    # All entries of a part may be -inf, and -inf - -inf is NaN.
+    l_i = tl.sum(tl.exp(logits - tl.where(m_i == -float("inf"), 0.0, m_i)), axis=0)
     place = row * tl.num_programs(1) + part
     tl.store(bests + place, best)
     tl.store(winners + place, winner)
-    tl.store(peaks + place, peak)
-    tl.store(totals + place, total)
+    tl.store(m_parts + place, m_i)
+    tl.store(l_parts + place, l_i)
 
 
 @triton.jit
-def _whole(  # type: ignore[no-untyped-def]
+def _merge(  # type: ignore[no-untyped-def]
     scored,
     bests,
     winners,
-    peaks,
-    totals,
+    m_parts,
+    l_parts,
     tokens,
     logprobs,
     scored_stride,
@@ -100,7 +100,7 @@ def _whole(  # type: ignore[no-untyped-def]
     sharpness,
     PARTS: tl.constexpr,
 ):
-    """A row from its parts."""
+    """Merge the parts of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PARTS)
     places = row * parts + columns
@@ -108,13 +108,13 @@ def _whole(  # type: ignore[no-untyped-def]
     best = tl.load(bests + places, mask=inside, other=-float("inf"))
     winner = tl.load(winners + places, mask=inside, other=_NONE)
     token = tl.min(tl.where(best == tl.max(best, axis=0), winner, _NONE), axis=0)
-    peak = tl.load(peaks + places, mask=inside, other=-float("inf"))
-    total = tl.load(totals + places, mask=inside, other=0.0)
-    largest = tl.max(peak, axis=0)
-    normaliser = largest + tl.log(tl.sum(total * tl.exp(peak - largest), axis=0))
+    m_i = tl.load(m_parts + places, mask=inside, other=-float("inf"))
+    l_i = tl.load(l_parts + places, mask=inside, other=0.0)
+    m = tl.max(m_i, axis=0)
+    lse = m + tl.log(tl.sum(l_i * tl.exp(m_i - m), axis=0))
     chosen = tl.load(scored + row * scored_stride + token).to(tl.float32) * sharpness
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(logprobs + row, chosen - normaliser)
+    tl.store(logprobs + row, chosen - lse)
 
 
 def draw(
@@ -124,20 +124,20 @@ def draw(
     temperature: float,
     scored_BV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token of each row of `offered_BV` at the temperature (0: the likeliest), and its log-probability.
+    """Sample one token per row of `offered_BV` at the temperature (0: argmax), with its log-prob.
 
-    With `scored_BV` the log-probability is that of these logits, at the same temperature.
+    With `scored_BV` the log-prob is that of these logits, at the same temperature.
     """
     batch, vocabulary = offered_BV.shape
     parts = triton.cdiv(vocabulary, PART)
     scored = offered_BV if scored_BV is None else scored_BV
     assert offered_BV.stride(1) == scored.stride(1) == 1
     device = offered_BV.device
-    bests, peaks, totals = torch.empty(3, batch, parts, dtype=torch.float32, device=device)
+    bests, m_parts, l_parts = torch.empty(3, batch, parts, dtype=torch.float32, device=device)
     winners = torch.empty(batch, parts, dtype=torch.int32, device=device)
     tokens = torch.empty(batch, dtype=torch.int64, device=device)
     logprobs = torch.empty(batch, dtype=torch.float32, device=device)
-    # What torch computes there for a division by a number: the product with its fp32 inverse.
+    # Torch divides by a scalar as a product with its fp32 inverse.
     sharpness = float(torch.tensor(1.0) / torch.tensor(temperature)) if temperature else 1.0
     _parts[(batch, parts)](
         offered_BV,
@@ -146,8 +146,8 @@ def draw(
         positions_B.contiguous(),
         bests,
         winners,
-        peaks,
-        totals,
+        m_parts,
+        l_parts,
         offered_BV.stride(0),
         scored.stride(0),
         vocabulary,
@@ -156,15 +156,15 @@ def draw(
         APART=scored_BV is not None,
         PART=PART,
         num_warps=WARPS,
-        # A product and a sum in one rounding would be another number than the twin's.
+        # Fused multiply-add would round differently from the reference.
         enable_fp_fusion=False,
     )
-    _whole[(batch,)](
+    _merge[(batch,)](
         scored,
         bests,
         winners,
-        peaks,
-        totals,
+        m_parts,
+        l_parts,
         tokens,
         logprobs,
         scored.stride(0),

@@ -1,8 +1,8 @@
-"""silu(gate) * up on an NVIDIA device, and the whole gated feed-forward around it.
+"""silu(gate) * up in Triton, and the complete gated feed-forward (SwiGLU MLP).
 
-The feed-forward keeps its input and the two projections for the backward pass, not their product: that one is computed
-again, over memory that is at hand. The plain-torch twin is `plain_swiglu`; like transformers' modules it rounds
-silu(gate) to its dtype before the product.
+The feed-forward keeps its input and the two projections for the backward pass. Their product is recomputed into memory
+that is already allocated. The plain-torch reference is `plain_swiglu`; like transformers' modules it rounds silu(gate)
+to its dtype before the product.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _forward(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _backward(gate, up, upstream, grad_gate, grad_up, product, count, AGAIN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program reads its places before it writes them, so results may lie over inputs. With AGAIN the product too."""
+    """Reads its elements before it writes them, so outputs may alias inputs. AGAIN: also recompute the product."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     g = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
@@ -56,12 +56,12 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Ten
 
 
 def plain_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The twin of `swiglu`."""
+    """Reference implementation of `swiglu`."""
     return torch.nn.functional.silu(gate) * up
 
 
 def plain_gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """The twin of `gated`."""
+    """Reference implementation of `gated`."""
     return linear(plain_swiglu(linear(x, gate), linear(x, up)), down)
 
 
@@ -110,7 +110,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """Nobody else sees what the first two projections give, so the backward pass writes over it."""
+    """Only this function sees the outputs of the first two projections, so the backward pass overwrites them."""
 
     @staticmethod
     def forward(
@@ -127,7 +127,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight, gate, up = ctx.saved_tensors
         if ctx.used_up:
-            # A second backward pass through the same graph.
+            # Second backward pass through the same graph.
             gate, up = linear(x, gate_weight), linear(x, up_weight)
         ctx.used_up = True
         want_x, want_gate, want_up, want_down = ctx.needs_input_grad
@@ -136,7 +136,7 @@ class _Gated(torch.autograd.Function):
         _gradients(gate, up, product, gate, up, product)
         grad_down = upstream.t() @ product if want_down else None
         del product
-        # The second product is added where the first one lies: one rounding and one pass less.
+        # The second product is accumulated into the first: one rounding and one pass fewer.
         grad_x = (gate @ gate_weight).addmm_(up, up_weight).view_as(x) if want_x else None
         grad_gate = gate.t() @ rows if want_gate else None
         grad_up = up.t() @ rows if want_up else None

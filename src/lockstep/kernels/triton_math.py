@@ -9,29 +9,29 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# The interpreter has no device library. Its own logarithm is numpy's; `log1p` is made of it there.
+# The interpreter has no device library: `log` is numpy's, and `log1p` is computed from it.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def log(x):  # type: ignore[no-untyped-def]
-    """As torch computes it on the device, to the last bit."""
+    """Same bits as torch on the device."""
     if INTERPRETED:
-        found = tl.log(x)
+        result = tl.log(x)
     else:
-        found = libdevice.log(x)
-    return found
+        result = libdevice.log(x)
+    return result
 
 
 @triton.jit
 def log1p(x):  # type: ignore[no-untyped-def]
-    """As torch computes it on the device, to the last bit; under the interpreter to a rounding or two."""
+    """Same bits as torch on the device; under the interpreter up to a rounding or two."""
     if INTERPRETED:
         more = 1.0 + x
-        found = tl.where(more == 1.0, x, tl.log(more) * (x / tl.where(more == 1.0, 1.0, more - 1.0)))
+        result = tl.where(more == 1.0, x, tl.log(more) * (x / tl.where(more == 1.0, 1.0, more - 1.0)))
     else:
-        found = libdevice.log1p(x)
-    return found
+        result = libdevice.log1p(x)
+    return result
 
 
 @triton.jit
@@ -46,5 +46,5 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Whether the kernels can take this tensor: on the device, or anywhere by Triton's interpreter."""
+    """Whether the kernels can run on this tensor: on an NVIDIA device, or anywhere with Triton's interpreter."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"

@@ -20,7 +20,7 @@ from lockstep.launch.ray_rank import RankHeard, RankProcess, RankSeat
 from lockstep.launch.restarts import worst
 from lockstep.masking import variables
 from lockstep.parallel.context import refuse_ranks
-from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say, told_wait
+from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, log_wait, say
 from lockstep.parallel.sharding import grid_of, refuse_offload
 from lockstep.recipe.keys_parallel import Parallel
 
@@ -122,7 +122,7 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
     refuse_unreachable(named)
     where = f"RAY_ADDRESS={named}" if named else "the Ray cluster"
     try:
-        with told_wait(f"{where} to answer"):
+        with log_wait(f"{where} to answer"):
             try:
                 # More ranks than processors are slow and no error, as with the other launchers.
                 ray.init(num_cpus=max(devices, os.cpu_count() or 1), include_dashboard=False, **quiet)
@@ -149,7 +149,7 @@ def refuse_unreachable(address: str | None) -> None:
             "write HOST:PORT of its head node (6379 unless it says otherwise), ray://HOST:10001, or auto",
         )
     given_up = time.monotonic() + _CONNECT_SECONDS
-    with told_wait(f"a connection to RAY_ADDRESS={address}"):
+    with log_wait(f"a connection to RAY_ADDRESS={address}"):
         while True:
             try:
                 _meet(found["host"].strip("[]"), int(found["port"]), max(1.0, given_up - time.monotonic()))
@@ -280,7 +280,7 @@ class Cluster:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
                 )
                 actors.append(options.remote())
-            with told_wait(f"the {devices} actors of the Ray cluster to start"):
+            with log_wait(f"the {devices} actors of the Ray cluster to start"):
                 nodes = [place.node for place in self.ray.get([actor.place.remote() for actor in actors])]
             yield [actor for _, actor in sorted(zip(nodes, actors, strict=True), key=lambda pair: pair[0])]
         finally:
@@ -330,7 +330,7 @@ class Ranks:
             try:
                 # One by one: of a refusal there is one to tell.
                 for actor, environment in zip(self.actors, environments, strict=True):
-                    with told_wait(f"rank {environment['RANK']} to start"):
+                    with log_wait(f"rank {environment['RANK']} to start"):
                         problem = self.ray.get(actor.start.remote(words, environment, folder))
                     if problem is not None:
                         raise Refusal([problem])

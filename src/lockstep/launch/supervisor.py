@@ -62,7 +62,7 @@ _PROC = Path("/proc")
 _PASSES, _PAUSE = 500, 0.01
 
 
-def end_descendants(root: int, mark: str) -> bool:
+def kill_tree(root: int, mark: str) -> bool:
     """Kill all that came from process `root`, until there are none; False where some do not end."""
     for _ in range(_PASSES):
         living = descendants(root, mark)
@@ -174,9 +174,9 @@ def started(words: int) -> NoReturn:
 
 
 def main(
-    connection: int, leash: int, run: int, serve: str, arguments: tuple[Any, ...], mark: str, output: str | None
+    connection: int, parent_pipe: int, run: int, serve: str, arguments: tuple[Any, ...], mark: str, output: str | None
 ) -> NoReturn:
-    """The worker calls `serve` (`module:function`) with its `connection` and the arguments. `leash` is the reading end
+    """The worker calls `serve` (`module:function`) with its `connection` and the arguments. `parent_pipe` is the reading end
     of a pipe: what comes there, a word or its end, is the end of all; so is the end of process `run`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, name = serve.partition(":")
@@ -184,17 +184,17 @@ def main(
     adopt_orphans()
     go_on_without_parent()
     printed, printing = os.pipe()
-    worker = _fork(lambda: work(connection, *arguments), [leash, printed], printing)
+    worker = _fork(lambda: work(connection, *arguments), [parent_pipe, printed], printing)
     os.close(connection)
     os.close(printing)
     tail = OutputTail(Path(output)) if output else None
     if tail is not None:
         tail.add(f"[process {worker} started at {time.strftime('%Y-%m-%d %H:%M:%S')}]\n".encode())
-    status = _watch(worker, leash, run, printed, tail)
+    status = _watch(worker, parent_pipe, run, printed, tail)
     # The group: where there is no /proc, it is all that can be found.
     with suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)
-    all_ended = end_descendants(os.getpid(), mark)
+    all_ended = kill_tree(os.getpid(), mark)
     ended = _reaped(worker, wait=all_ended)
     _read(printed, tail)
     if tail is not None:
@@ -204,7 +204,7 @@ def main(
 
 def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
     """A child in a session of its own that does the work; it dies with this process."""
-    warden = os.getpid()
+    supervisor = os.getpid()
     child = os.fork()
     if child:
         return child
@@ -212,7 +212,7 @@ def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
     try:
         os.setsid()
         die_with_parent()
-        if os.getppid() != warden:
+        if os.getppid() != supervisor:
             return os._exit(status)
         for descriptor in not_its:
             os.close(descriptor)
@@ -224,21 +224,21 @@ def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
         sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace")
         work()
         status = 0
-    except BaseException:  # noqa: BLE001 - the child must not go on as a second warden
+    except BaseException:  # noqa: BLE001 - the child must not go on as a second supervisor
         traceback.print_exc()
     finally:
         os._exit(status)
 
 
-def _watch(worker: int, leash: int, run: int, printed: int, tail: OutputTail | None) -> int | None:
-    """Until the worker ends, which gives its status, or the leash does."""
+def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTail | None) -> int | None:
+    """Until the worker ends, which gives its status, or the parent_pipe does."""
     woken, waking = os.pipe()
     for descriptor in (waking, woken, printed):
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, *_ENDING):
         signal.signal(number, lambda *_: None)
-    watched = [leash, woken, printed]
+    watched = [parent_pipe, woken, printed]
     pause = _IDLE
     while True:
         # The worker may have ended before the handler was there.
@@ -246,10 +246,10 @@ def _watch(worker: int, leash: int, run: int, printed: int, tail: OutputTail | N
             return status
         waiting = tail is not None and tail.waiting
         ready, _, _ = select.select(watched, [], [], pause if waiting else _SELDOM)
-        if leash in ready or (woken in ready and _ENDING & set(os.read(woken, 2**16))):
+        if parent_pipe in ready or (woken in ready and _ENDING & set(os.read(woken, 2**16))):
             return None
         if os.getppid() != run:
-            return None  # somebody that the run has forked holds the leash
+            return None  # somebody that the run has forked holds the parent_pipe
         if printed in ready and _read(printed, tail):
             watched.remove(printed)
         if tail is not None and tail.waiting:

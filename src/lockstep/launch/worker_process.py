@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.supervisor import MARK, NOBODY, any_stopped, end_descendants
+from lockstep.launch.supervisor import MARK, NOBODY, any_stopped, kill_tree
 
 # A limit of memory for a process that runs a function of the user's.
 
@@ -37,7 +37,7 @@ def limit_memory(memory_bytes: int) -> None:
 
 # A process that runs a user's function, as the run sees it: started, connected, killed with all that it started.
 
-# For a warden to end all that the function started.
+# For a supervisor to end all that the function started.
 ENDING_SECONDS = 10.0
 
 # What stands behind it is for whoever looks at the list of processes.
@@ -58,8 +58,8 @@ class FunctionProcess:
         self._leashing, self._killing = threading.Lock(), threading.Lock()
         self._gone = False
         self.connection, childs = socket.socketpair()
-        end, leash = os.pipe()
-        self._leash: int | None = leash
+        end, parent_pipe = os.pipe()
+        self._parent_pipe: int | None = parent_pipe
         output = None if log is None else str(log.absolute())
         # The arguments may hold secrets, and everybody sees a command line: that has the user's file and the log alone.
         file = arguments[0] if arguments and isinstance(arguments[0], str) else None
@@ -79,7 +79,7 @@ class FunctionProcess:
                 env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
             )
         except BaseException:
-            os.close(leash)
+            os.close(parent_pipe)
             self.connection.close()
             raise
         finally:
@@ -100,12 +100,12 @@ class FunctionProcess:
     def release(self) -> None:
         """Ask for the end, without waiting for it."""
         with self._leashing:
-            if self._leash is not None:
+            if self._parent_pipe is not None:
                 # A word besides: a process that the run has forked may hold the pipe open.
                 with suppress(BrokenPipeError):
-                    os.write(self._leash, b".")
-                os.close(self._leash)
-                self._leash = None
+                    os.write(self._parent_pipe, b".")
+                os.close(self._parent_pipe)
+                self._parent_pipe = None
 
     def kill(self) -> None:
         """End the process and everything it started. Safe to call twice, and from another thread."""
@@ -116,11 +116,11 @@ class FunctionProcess:
             try:
                 self._process.wait(ENDING_SECONDS)
             except subprocess.TimeoutExpired:
-                end_descendants(self._process.pid, self._mark)
+                kill_tree(self._process.pid, self._mark)
                 self._process.kill()
                 self._process.wait()
-            # Once more from here, by the mark: the function may have killed the warden.
-            end_descendants(NOBODY, self._mark)
+            # Once more from here, by the mark: the function may have killed the supervisor.
+            kill_tree(NOBODY, self._mark)
             self._gone = True
 
     def ended(self) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import ATTENTION
 from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores, summed_squares
-from lockstep.kernels.logprob import Foresight, Head, Scores, alike, token_scores
+from lockstep.kernels.logprob import Head, Scores, TokenGrads, token_scores, uniform_token_grads
 from lockstep.kernels.sampling import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention
 from lockstep.model.weights import NONE
@@ -148,7 +148,7 @@ class Policy(nn.Module):
                 # A loss is taken of a policy that trains, and an entropy is read with it; a probe, which weighs targets
                 # differently, goes through one that does not.
                 entropy=self.scoring.entropy and self.training,
-                foresee=self._foresight(batch) if self.training else None,
+                token_grads=self._token_grads(batch) if self.training else None,
             )
         if self.scoring.squares and not self.training:
             scores = scores._replace(squares_K=self._squares(hidden_KH, head, batch.targets_K))
@@ -168,11 +168,11 @@ class Policy(nn.Module):
             hidden_KH, head, targets_K, temperature=settings.temperature, truncation=settings.truncation
         )
 
-    def _foresight(self, batch: MicroBatch) -> Foresight | None:
-        """A loss that other ranks have their part in is not foreseen, but for the one that is alike at every target."""
+    def _token_grads(self, batch: MicroBatch) -> TokenGrads | None:
+        """None for a loss split over context ranks, unless all tokens have the same weight."""
         if self.scoring.alike:
-            return alike
-        return batch.foresee if batch.context is None else None
+            return uniform_token_grads
+        return batch.token_grads if batch.context is None else None
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

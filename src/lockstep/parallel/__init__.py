@@ -1,4 +1,4 @@
-"""The processes of a run: ranks, shards, divided sequences, and the watch over them.
+"""Parallelism: process groups, FSDP, tensor and context parallelism, and the watchdog.
 
 For `data`, `model`, `run` and all above.
 """

@@ -1,8 +1,8 @@
-"""Attention over gathered keys: every rank has a stretch of the line, and sees all keys up to its end.
+"""All-gather context parallelism: every rank holds a contiguous part of the packed row and gathers the keys it needs.
 
-Keys and values are gathered, a few heads at a time and the next ones while these are computed; a rank takes those from
-the start of its first token's sequence on. In the backward pass they are gathered again, and each rank gets the sum of
-what all of them have for its own. Ranks with late stretches have more to do than early ones, where sequences are long.
+Keys and values are gathered a few heads at a time; the next all-gather overlaps with the computation. A rank uses the
+keys from the start of its first token's sequence on. The backward pass gathers them again and reduce-scatters their
+gradients. With long sequences, ranks with later parts have more work than those with earlier parts.
 
 After the context parallelism of Llama 3 (Dubey et al., 2024).
 """
@@ -22,7 +22,7 @@ from lockstep.kernels.attention.partial import partial_kernel
 from lockstep.kernels.attention.parts import sections
 from lockstep.parallel.context import ContextGroup, cut
 
-# In so many parts, of whole heads, keys and values are gathered: so much of them is there twice at most.
+# Keys and values are gathered in this many groups of heads, which bounds the extra memory.
 PARTS = 4
 
 
@@ -33,16 +33,16 @@ class GatheredLayout(DividedLayout):
         first, last = bounds[group.rank], bounds[group.rank + 1]
         self.count, self.most = last - first, max(stop - start for start, stop in pairwise(bounds))
         ends = [0, *accumulate(lengths)]
-        here = [(start, stop) for start, stop in pairwise(ends) if start < last and stop > first]
+        local = [(start, stop) for start, stop in pairwise(ends) if start < last and stop > first]
         self.where = sections(
-            [min(stop, last) - max(start, first) for start, stop in here],
-            [min(stop, last) - start for start, stop in here],
+            [min(stop, last) - max(start, first) for start, stop in local],
+            [min(stop, last) - start for start, stop in local],
             True,
             device,
         )
-        # Where the keys that this rank sees are among those gathered: every rank's part has the size of the largest.
+        # Index of the visible keys among the gathered ones. Every rank's part is padded to the largest.
         slots = [torch.arange(stop - start) + rank * self.most for rank, (start, stop) in enumerate(pairwise(bounds))]
-        self.seen = sent(torch.cat(slots)[here[0][0] : last], device)
+        self.seen = sent(torch.cat(slots)[local[0][0] : last], device)
 
     def attend(
         self,
@@ -61,16 +61,16 @@ class GatheredLayout(DividedLayout):
         return _GatheredAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale, window)
 
     def gathered(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Heads of keys, and the keys and values of them that this rank sees."""
+        """Key heads, with the gathered keys and values that this rank sees."""
         groups = key.shape[1]
         bounds = cut(groups, min(PARTS, groups))
         heads = [slice(start, stop) for start, stop in pairwise(bounds)]
         arriving = self._gather(key, value, heads[0])
-        for number, some in enumerate(heads):
-            here = arriving()
+        for number, group_heads in enumerate(heads):
+            gathered = arriving()
             if number + 1 < len(heads):
                 arriving = self._gather(key, value, heads[number + 1])
-            yield some, here.index_select(0, self.seen)
+            yield group_heads, gathered.index_select(0, self.seen)
 
     def _gather(self, key: torch.Tensor, value: torch.Tensor, heads: slice) -> Any:
         both = torch.cat([key[:, heads], value[:, heads]], -1)
@@ -94,10 +94,10 @@ class _GatheredAttention(torch.autograd.Function):
         size = key.shape[-1]
         out = query.new_empty(*query.shape[:2], value.shape[-1], dtype=wide)
         lse_HT = query.new_empty(query.shape[1], len(query), dtype=wide)
-        for asking, _, seen in _heads(layout, query, key, value):
-            q, k, v = (tensor.contiguous() for tensor in (query[:, asking], seen[..., :size], seen[..., size:]))
+        for q_heads, _, seen in _heads(layout, query, key, value):
+            q, k, v = (tensor.contiguous() for tensor in (query[:, q_heads], seen[..., :size], seen[..., size:]))
             kernel = partial_kernel(layout.kernel, q, v, layout.where, window)
-            out[:, asking], lse_HT[asking] = kernel.forward(q, k, v, layout.where, scale, window)
+            out[:, q_heads], lse_HT[q_heads] = kernel.forward(q, k, v, layout.where, scale, window)
         if sinks_H is not None:
             out, lse_HT = with_sinks(out, lse_HT, sinks_H)
         out = out.to(query.dtype)
@@ -113,25 +113,25 @@ class _GatheredAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         size = key.shape[-1]
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
-        for asking, heads, seen in _heads(layout, query, key, value):
-            q, k, v = (tensor.contiguous() for tensor in (query[:, asking], seen[..., :size], seen[..., size:]))
+        for q_heads, heads, seen in _heads(layout, query, key, value):
+            q, k, v = (tensor.contiguous() for tensor in (query[:, q_heads], seen[..., :size], seen[..., size:]))
             kernel = partial_kernel(layout.kernel, q, v, layout.where, ctx.window)
             part_q, part_k, part_v = kernel.backward(
-                upstream[:, asking].contiguous(),
+                upstream[:, q_heads].contiguous(),
                 q,
                 k,
                 v,
-                out[:, asking].contiguous(),
-                lse_HT[asking].contiguous(),
+                out[:, q_heads].contiguous(),
+                lse_HT[q_heads].contiguous(),
                 layout.where,
                 ctx.scale,
                 ctx.window,
             )
-            dq[:, asking] = part_q.to(query.dtype)
-            found = torch.cat([part_k, part_v], -1).to(wide)
-            everyone = found.new_zeros(layout.group.size * layout.most, *found.shape[1:])
-            own = layout.group.sum_shares(everyone.index_copy_(0, layout.seen, found))[: layout.count]
-            dk[:, heads], dv[:, heads] = own[..., :size].to(key.dtype), own[..., size:].to(value.dtype)
+            dq[:, q_heads] = part_q.to(query.dtype)
+            dkv = torch.cat([part_k, part_v], -1).to(wide)
+            padded = dkv.new_zeros(layout.group.size * layout.most, *dkv.shape[1:])
+            local = layout.group.sum_shares(padded.index_copy_(0, layout.seen, dkv))[: layout.count]
+            dk[:, heads], dv[:, heads] = local[..., :size].to(key.dtype), local[..., size:].to(value.dtype)
         sinks = None if sinks_H is None else sink_gradient(upstream, out, lse_HT, sinks_H)
         return dq, dk, dv, sinks, None, None, None
 
@@ -139,7 +139,7 @@ class _GatheredAttention(torch.autograd.Function):
 def _heads(
     layout: GatheredLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Query heads, the key heads that they use, and the keys and values of these that this rank sees."""
+    """Query heads, the key heads they use, and the gathered keys and values that this rank sees."""
     each = query.shape[1] // key.shape[1]
     for heads, seen in layout.gathered(key, value):
         yield slice(heads.start * each, heads.stop * each), heads, seen

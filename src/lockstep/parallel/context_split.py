@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch each rank of a context group holds, and what a layout cannot do."""
+"""The tokens of a micro-batch on each rank of a context group, and the models that a split does not support."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from lockstep.parallel.ring_attention import RingLayout
 from lockstep.parallel.ulysses_attention import UlyssesLayout
 from lockstep.types import MicroBatch
 
-# Who has which tokens of a micro-batch that the ranks of a context group divide.
-#
-# What a token is asked for (its target) was written beside it before, when the line was whole, so a boundary between
-# two ranks costs no label. Every rank scores the targets of its own tokens; then all of them have all scores
-# (`together`) and compute the same loss. Each sends its own tokens' gradient back: summed over the ranks it is
-# counted once.
+# Targets are attached to tokens before the split, so a boundary between two ranks costs no label. Every rank scores the
+# targets of its tokens. `together` all-gathers the scores, and all ranks compute the same loss. Each rank
+# backpropagates through its tokens only, so the sum over ranks counts every gradient once.
 
-# How each layout places tokens, and how they attend there.
+# Token assignment and attention of each split.
 PLACES = {"zigzag": zigzag, "gather": contiguous, "ulysses": contiguous}
 LAYOUTS: dict[str, type[RingLayout | GatheredLayout | UlyssesLayout]] = {
     "zigzag": RingLayout,
@@ -35,22 +32,22 @@ LAYOUTS: dict[str, type[RingLayout | GatheredLayout | UlyssesLayout]] = {
 
 
 class Division:
-    """A micro-batch as one line, and the part of it that each rank of the group has."""
+    """A micro-batch as one packed row, and the tokens of it on each rank."""
 
     def __init__(self, batch: MicroBatch, group: ContextGroup):
         if batch.line_E is not None:
-            raise NotImplementedError("a line whose sequences share beginnings is not divided over ranks")
+            raise NotImplementedError("a packed row with shared prefixes cannot be split over context ranks")
         self.batch, self.group = batch, group
         lengths, place = batch.lengths, PLACES[group.layout]
         if min(len(part) for part in place(lengths, group.size)) == 0:
-            # No rank is without a token: a sequence of nothing, which nobody else sees, is put at the end.
+            # Every rank needs a token: an empty sequence is appended.
             lengths = (*lengths, 2 * group.size)
         self.lengths = lengths
         self.places = place(lengths, group.size)
 
     @property
     def own_T(self) -> torch.Tensor:
-        """Where this rank's tokens stand on the whole line."""
+        """Packed indices of this rank's tokens."""
         return self.places[self.group.rank]
 
     def layout(self, device: torch.device, kernel: str) -> DividedLayout:
@@ -58,7 +55,7 @@ class Division:
 
     @cached_property
     def real_T(self) -> torch.Tensor:
-        """Where the tokens of the line stand in the micro-batch: rows are put one behind another, without padding."""
+        """Indices in the micro-batch of the packed tokens: rows are concatenated without padding."""
         rows, width = self.batch.input_ids_NT.shape
         if self.batch.packed:
             return torch.arange(rows * width)
@@ -69,14 +66,14 @@ class Division:
 
     @cached_property
     def predictors_K(self) -> torch.Tensor:
-        """Where on the line the micro-batch's targets are predicted."""
+        """Packed indices at which the targets are predicted."""
         place = torch.empty(self.batch.input_ids_NT.numel(), dtype=torch.long)
         place[self.real_T] = torch.arange(len(self.real_T))
         return place[self.batch.predictors_K]
 
     @cached_property
-    def asked(self) -> list[torch.Tensor]:
-        """For each rank, which of the micro-batch's targets its tokens predict."""
+    def targets_of_ranks(self) -> list[torch.Tensor]:
+        """For each rank, the targets that its tokens predict."""
         owner_T = torch.empty(sum(self.lengths), dtype=torch.long)
         for rank, place in enumerate(self.places):
             owner_T[place] = rank
@@ -84,8 +81,8 @@ class Division:
         return [(owner_K == rank).nonzero()[:, 0] for rank in range(self.group.size)]
 
     def own(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of the micro-batch, which may have got a teacher since, and the targets they predict."""
-        own_T, asked = self.own_T, self.asked[self.group.rank]
+        """This rank's tokens of the micro-batch (which may have got a teacher since) and the targets they predict."""
+        own_T, local_K = self.own_T, self.targets_of_ranks[self.group.rank]
         place_T = torch.empty(sum(self.lengths), dtype=torch.long)
         place_T[own_T] = torch.arange(len(own_T))
         more = torch.arange(sum(self.lengths) - len(self.real_T))
@@ -97,57 +94,54 @@ class Division:
             position_ids_NT=positions_T[own_T][None],
             lengths=self.lengths,
             packed=True,
-            predictors_K=place_T[self.predictors_K[asked]],
-            targets_K=batch.targets_K[asked],
-            index_K=batch.index_K[asked],
+            predictors_K=place_T[self.predictors_K[local_K]],
+            targets_K=batch.targets_K[local_K],
+            index_K=batch.index_K[local_K],
             context=self,
         )
 
     def together(self, own_K: torch.Tensor) -> torch.Tensor:
-        """Numbers for this rank's targets as those for all targets of the micro-batch, in their order."""
+        """All-gather of per-target values, in the order of the micro-batch's targets."""
         return _Together.apply(own_K, self)
 
-    def answers(self, said: Any) -> Any:
-        """What a module says of this rank's targets, as what it says of all: a tensor, or a tuple of tensors."""
-        if isinstance(said, torch.Tensor):
-            return self.together(said)
-        known = {name: part for name, part in said._asdict().items() if part is not None}
-        every = self.together(torch.stack(list(known.values()), -1)).unbind(-1)
-        return said._replace(**dict(zip(known, every, strict=True)))
+    def answers(self, output: Any) -> Any:
+        """A module's output for this rank's targets as its output for all: a tensor, or a named tuple of tensors."""
+        if isinstance(output, torch.Tensor):
+            return self.together(output)
+        parts = {name: part for name, part in output._asdict().items() if part is not None}
+        gathered = self.together(torch.stack(list(parts.values()), -1)).unbind(-1)
+        return output._replace(**dict(zip(parts, gathered, strict=True)))
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        counts = [len(asked) for asked in self.asked]
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        counts = [len(targets) for targets in self.targets_of_ranks]
         most = max(counts)
         if not most:
-            return own.clone()
-        padded = own.new_zeros(most, *own.shape[1:])
-        padded[: len(own)] = own
-        everyone = self.group.gather(padded)().unflatten(0, (self.group.size, most))
-        whole = own.new_empty(sum(counts), *own.shape[1:])
-        for found, asked in zip(everyone, self.asked, strict=True):
-            whole[asked.to(own.device)] = found[: len(asked)]
-        return whole
+            return local.clone()
+        padded = local.new_zeros(most, *local.shape[1:])
+        padded[: len(local)] = local
+        gathered = self.group.gather(padded)().unflatten(0, (self.group.size, most))
+        merged = local.new_empty(sum(counts), *local.shape[1:])
+        for part, targets in zip(gathered, self.targets_of_ranks, strict=True):
+            merged[targets.to(local.device)] = part[: len(targets)]
+        return merged
 
 
 class _Together(torch.autograd.Function):
-    """All ranks compute the same loss from all numbers, so each takes its own numbers' gradient and nobody adds any."""
+    """All ranks compute the same loss from all values, so the backward takes this rank's part without a reduction."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, division: Division) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, division: Division) -> torch.Tensor:
         ctx.division = division
-        return division.gather(own)
+        return division.gather(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        asked = ctx.division.asked[ctx.division.group.rank]
-        return grads[0][asked.to(grads[0].device)], None
-
-
-# What of a model's attention a layout of context parallelism cannot do, said before anything is trained.
+        targets = ctx.division.targets_of_ranks[ctx.division.group.rank]
+        return grads[0][targets.to(grads[0].device)], None
 
 
 def refuse_undivided(root: nn.Module, group: ContextGroup | None, path: str) -> None:
-    """Look at the attention modules of a loaded model, which were told their windows and heads (`masks.py`)."""
+    """Reject unsupported attention modules of a loaded model, by their windows and heads (`masks.py`)."""
     if group is None:
         return
     problem = _problem([module for module in root.modules() if hasattr(module, WINDOW)], group, path)

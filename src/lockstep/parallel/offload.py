@@ -14,17 +14,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# A frozen model whose weights live on the host between its passes: they are brought to the device for each, and what
-# was brought is thrown away after it. The numbers are those of a model that stays.
+# A frozen model whose weights stay on the host between its passes. They are copied to the device for each pass and
+# dropped after it. The results are the same bits as without offload.
 
-# Bytes of a block of pinned memory, and what tensors in it begin at a multiple of.
+# Bytes of a block of pinned memory, and the alignment of tensors in it.
 BLOCK, ALIGNED = 2**30, 512
-# Where on a module stands what its visits need.
+# Attribute of a module that holds its `Home`.
 HOME = "lockstep_home"
 
 
 class Home:
-    """The weights on the host, and how many passes are under way."""
+    """A module's weights on the host, and the number of passes in progress."""
 
     def __init__(self, module: nn.Module, device: torch.device):
         self.device, self.visits = device, 0
@@ -42,10 +42,10 @@ class Home:
 
 
 class HostRoom:
-    """Memory of the host for many tensors, from where `device` can take them without a wait (pinned).
+    """Pinned host memory for many tensors, from which `device` copies asynchronously.
 
-    Torch rounds every pinned allocation up to a power of two, which would nearly double a large state. Tensors share
-    blocks of such sizes instead: each goes to the first block with room, and a block lives as long as one of its own.
+    Torch rounds every pinned allocation up to a power of two, which would nearly double a large state. So tensors share
+    blocks of such sizes: each goes to the first block with room, and a block lives as long as one of its tensors.
     """
 
     def __init__(self, device: torch.device, block: int = BLOCK):
@@ -76,25 +76,25 @@ class _Block:
         return len(self._memory) - self._used
 
     def take(self, size: int) -> torch.Tensor:
-        found = self._memory[self._used : self._used + size]
-        # The next begins where any number may.
+        chunk = self._memory[self._used : self._used + size]
+        # Aligned for every dtype.
         self._used = min(len(self._memory), -(-(self._used + size) // ALIGNED) * ALIGNED)
-        return found
+        return chunk
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device, also where that is the host: what is written to one must not show in the other."""
+    """A copy on the device, even if that is the host: writes to one must not show in the other."""
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 
 def keep_on_host(module: nn.Module, device: torch.device) -> None:
-    """From now on the weights of a frozen model, which is not sharded, are on the device inside of `resident` only."""
+    """Keep the weights of a frozen, unsharded model on the host, and on the device only inside `resident`."""
     setattr(module, HOME, Home(module, device))
 
 
 @contextmanager
 def resident(module: nn.Module) -> Iterator[None]:
-    """The weights of a module that lives on the host, on its device; of any other they are there already."""
+    """Weights of an offloaded module on its device; no effect for other modules."""
     home: Home | None = vars(module).get(HOME)
     if home is None:
         yield
@@ -110,19 +110,18 @@ def resident(module: nn.Module) -> Iterator[None]:
             home.leave()
 
 
-# Activations that wait on the host between the forward and the backward pass. What comes back has the same bits.
-#
-# What autograd keeps of a decoder layer is copied to the host while the layer computes, and leaves the device when
-# the next layer is done. It comes back while the layer above goes backward: about two layers are on the device at a
-# time. Whole storages travel, so views come back as views of one storage, with their strides. Left alone are
-# parameters, what is small, ids and masks, and the last layer, which goes backward at once.
+# Activation offload between forward and backward pass; values return bit for bit. What autograd saves for a decoder
+# layer is copied to the host while the layer computes, and freed on the device when the next layer is done. It is
+# prefetched while the layer above runs its backward, so about two layers are on the device at a time. Complete storages
+# are copied, so views return as views of one storage with their strides. Not offloaded: parameters, small tensors, ids,
+# masks, and the last layer, whose backward comes first.
 
-# Bytes of the smallest storage that travels: a copy takes microseconds to begin.
+# Bytes of the smallest storage that is offloaded: starting a copy takes microseconds.
 LEAST = 2**16
 
 
 class ActivationOffload:
-    """For the passes of a model with these layers on `device`."""
+    """Activation offload for a model with these layers on `device`."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device):
         self.layers, self.device = len(layers), device
@@ -131,17 +130,17 @@ class ActivationOffload:
             layer.register_forward_hook(self._layer_done)
 
     @cached_property
-    def beside(self) -> _Beside:
-        """Made when the device is in use: it is a stream of the current one."""
-        return _Beside(self.device)
+    def side_stream(self) -> _SideStream:
+        """Created on first use of the device: a stream of the current one."""
+        return _SideStream(self.device)
 
     @contextmanager
     def waiting_on_host(self) -> Iterator[None]:
-        """Around a forward pass."""
+        """Wraps a forward pass."""
         if not torch.is_grad_enabled():
             yield
             return
-        one = self._under_way = _KeepingPass(self.beside, self.layers)
+        one = self._under_way = _KeepingPass(self.side_stream, self.layers)
         try:
             with saved_tensors_hooks(one.pack, one.unpack):
                 yield
@@ -150,13 +149,13 @@ class ActivationOffload:
             one.end()
 
     def _layer_done(self, *_: Any) -> None:
-        # With gradient checkpointing a layer runs again in the backward pass; that is nobody's forward pass.
+        # With gradient checkpointing a layer also runs in the backward pass; ignore that.
         if self._under_way is not None:
             self._under_way.layer_done()
 
 
-class _Beside:
-    """Copies on a stream of their own, in their order. On a CPU a stream is a name only."""
+class _SideStream:
+    """A side stream for copies. On a CPU it is a no-op."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -167,7 +166,7 @@ class _Beside:
         return self._api.current_stream()
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Each first tensor into the second, after all that the current stream was given; an event that says when."""
+        """Copy each first tensor into the second, after all work queued on the current stream; returns an event."""
         self._stream.wait_stream(self.current())
         with torch.no_grad(), self._api.stream(self._stream):
             for source, target in pairs:
@@ -178,30 +177,30 @@ class _Beside:
 
 
 class _Storage:
-    """The numbers of one storage: `host` has them from the first copy's end, `here` is the one on the device or None.
-    `coming` says when those that were asked for have come."""
+    """One offloaded storage. `host` is valid once the first copy has ended. `device_tensor`: the device copy, or None.
+    `coming` is the event of a prefetch."""
 
-    def __init__(self, beside: _Beside, host: torch.Tensor, here: torch.Tensor):
-        self.beside, self.host = beside, host
-        self.here: torch.Tensor | None = here
+    def __init__(self, side_stream: _SideStream, host: torch.Tensor, device_tensor: torch.Tensor):
+        self.side_stream, self.host = side_stream, host
+        self.device_tensor: torch.Tensor | None = device_tensor
         self.coming: Any = None
 
     def arrived(self) -> torch.Tensor:
-        """For what the current stream does from now on."""
-        assert self.here is not None
+        """The device tensor; the current stream waits for its copy."""
+        assert self.device_tensor is not None
         if self.coming is not None:
-            self.beside.current().wait_event(self.coming)
+            self.side_stream.current().wait_event(self.coming)
             self.coming = None
-        return self.here
+        return self.device_tensor
 
     def __del__(self) -> None:
-        # Asked for and never used: its memory is free for others only when nothing is written to it any more.
+        # Prefetched and never used: its memory may be reused only after the copy has ended.
         if self.coming is not None:
-            self.beside.current().wait_event(self.coming)
+            self.side_stream.current().wait_event(self.coming)
 
 
 class _Kept(NamedTuple):
-    """A tensor of a layer, as autograd keeps it."""
+    """A saved tensor of an offloaded layer."""
 
     storage: _Storage
     layer: int
@@ -211,14 +210,14 @@ class _Kept(NamedTuple):
 
 
 class _Stays(NamedTuple):
-    """One of the last layer."""
+    """A saved tensor of the last layer."""
 
     tensor: torch.Tensor
 
 
 @dataclass
 class _Layer:
-    """What was first kept in it. Autograd holds the storages, and lets go of each when it is done with it."""
+    """Storages first saved in this layer. Autograd owns them and frees each when done."""
 
     storages: list[weakref.ref[_Storage]] = field(default_factory=list)
     sent: Any = None
@@ -229,14 +228,14 @@ class _Layer:
 
 
 class _KeepingPass:
-    def __init__(self, beside: _Beside, layers: int):
-        self._beside, self._last = beside, layers - 1
+    def __init__(self, side_stream: _SideStream, layers: int):
+        self._side_stream, self._last = side_stream, layers - 1
         self._layers = [_Layer()]
-        # The weak reference is held so that no other storage gets the same address meanwhile.
+        # The weak reference keeps another storage from getting the same address.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Storage]]] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Stays | torch.Tensor:
-        if not _travels(tensor, self._beside.device):
+        if not _travels(tensor, self._side_stream.device):
             return tensor
         number = len(self._layers) - 1
         if number >= self._last:
@@ -250,8 +249,8 @@ class _KeepingPass:
             self._ask_for(self._last - 1)
             return kept.tensor
         self._ask_for(kept.layer)
-        if kept.storage.here is None:
-            # One that layers share, first kept in a lower one.
+        if kept.storage.device_tensor is None:
+            # A storage that layers share, first saved in a lower one.
             self._bring([kept.storage])
         self._ask_for(kept.layer - 1)
         return kept.storage.arrived().as_strided(kept.size, kept.stride, kept.offset)
@@ -267,52 +266,54 @@ class _KeepingPass:
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
         storage = tensor.untyped_storage()
-        # What was changed in place since it was kept is another one.
+        # A storage modified in place since it was saved counts as another one.
         key = (storage._cdata, tensor._version, tensor.dtype)
-        found = self._known[key][1]() if key in self._known else None
-        if found is None:
+        saved = self._known[key][1]() if key in self._known else None
+        if saved is None:
             count = storage.nbytes() // tensor.itemsize
-            here = tensor.detach().as_strided((count,), (1,), 0)
-            host = torch.empty(count, dtype=tensor.dtype, pin_memory=self._beside.device.type != "cpu")
-            found = _Storage(self._beside, host, here)
+            flat = tensor.detach().as_strided((count,), (1,), 0)
+            host = torch.empty(count, dtype=tensor.dtype, pin_memory=self._side_stream.device.type != "cpu")
+            saved = _Storage(self._side_stream, host, flat)
             layer = self._layers[-1]
-            layer.sent = self._beside.copy([(here, host)])
-            layer.storages.append(weakref.ref(found))
-            self._known[key] = StorageWeakRef(storage), weakref.ref(found)
-        return found
+            layer.sent = self._side_stream.copy([(flat, host)])
+            layer.storages.append(weakref.ref(saved))
+            self._known[key] = StorageWeakRef(storage), weakref.ref(saved)
+        return saved
 
     def _leave(self, number: int) -> None:
-        """Off the device, once the copies on the host are whole."""
+        """Free a layer's device memory once its copies to the host are complete."""
         if number < 0 or self._layers[number].sent is None:
             return
         layer = self._layers[number]
-        self._beside.current().wait_event(layer.sent)
+        self._side_stream.current().wait_event(layer.sent)
         layer.sent = None
         for storage in layer.alive():
-            storage.here = None
+            storage.device_tensor = None
 
     def _ask_for(self, number: int) -> None:
         if 0 <= number < len(self._layers) and not self._layers[number].asked_for:
             self._layers[number].asked_for = True
-            self._bring([storage for storage in self._layers[number].alive() if storage.here is None])
+            self._bring([storage for storage in self._layers[number].alive() if storage.device_tensor is None])
 
     def _bring(self, storages: Sequence[_Storage]) -> None:
         if not storages:
             return
         for storage in storages:
-            storage.here = torch.empty_like(storage.host, device=self._beside.device, pin_memory=False)
-        coming = self._beside.copy([(storage.host, storage.here) for storage in storages if storage.here is not None])
+            storage.device_tensor = torch.empty_like(storage.host, device=self._side_stream.device, pin_memory=False)
+        coming = self._side_stream.copy(
+            [(storage.host, storage.device_tensor) for storage in storages if storage.device_tensor is not None]
+        )
         for storage in storages:
             storage.coming = coming
 
 
 def _travels(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Not a parameter or a view of one: a sharded model's are gathered again anyway."""
+    """Not for parameters or views of them: a sharded model gathers them again anyway."""
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, nn.Parameter):
         return False
     plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()
     return plain and tensor.device.type == device.type and tensor.untyped_storage().nbytes() >= LEAST
 
 
-# Numbers of the parameters that are updated together: their state is on the device meanwhile.
+# Elements of parameters that are updated together; their optimizer state is on the device meanwhile.
 TOGETHER = 2**27

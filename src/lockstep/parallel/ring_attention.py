@@ -1,15 +1,15 @@
-"""Ring attention: keys and values travel from rank to rank, and every rank attends to those that pass by.
+"""Ring attention: keys and values are passed around the ring of ranks; every rank attends to each block in turn.
 
-In zigzag order rank r has chunk r and the r-th last of 2N chunks of every sequence. Of the keys of rank j it sees
+In zigzag order rank r has chunk r and the r-th last of the 2N chunks of every sequence. Which keys of rank j it sees:
 
-    j = r: its own, causally        j < r: all queries, j's first chunk        j > r: its second chunk, all of j's
+    j = r: its own, causally     j < r: all queries, j's first chunk     j > r: queries of its second chunk, all of j's
 
-and, but for its own, all of those keys. Parts are merged by their log of sums in fp32 (`parts.py`). In the
-backward pass keys and values travel the same way again, and their gradients one hop behind them, until they are home.
-Keys and values are one tensor on their way.
+All parts but j = r are unmasked. Parts are merged by their lse in fp32 (`parts.py`). In the backward pass keys and
+values go around again, followed one hop behind by their gradients, until these reach their rank. Keys and values are
+sent as one tensor.
 
-After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the order of Megatron's and
-ring-flash-attention's zigzag. Deviation: chunks need not be of one size, so nothing is padded.
+After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the zigzag order of Megatron and
+ring-flash-attention. Deviation: chunks may differ in size, so there is no padding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.parallel.context import ContextGroup, cut
 
 @dataclass(frozen=True)
 class Hop:
-    """Keys of one rank as this one sees them: which of its queries, which of those keys. None for all of them."""
+    """The keys of one rank as seen by this rank: which queries and which keys. None for all of them."""
 
     where: Sections
     queries: torch.Tensor | None
@@ -41,7 +41,7 @@ class Hop:
 class RingLayout(DividedLayout):
     def __init__(self, lengths: Sequence[int], group: ContextGroup, device: torch.device, kernel: str):
         self.group, self.kernel = group, kernel
-        # Of every sequence, the sizes of the two chunks that each rank has.
+        # For every sequence, the sizes of each rank's two chunks.
         bounds = [cut(length, 2 * group.size) for length in lengths]
         sizes = [[stop - start for start, stop in pairwise(b)] for b in bounds]
         self.chunks = [[(size[rank], size[-1 - rank]) for size in sizes] for rank in range(group.size)]
@@ -49,16 +49,16 @@ class RingLayout(DividedLayout):
         self.hops = [self._hop((group.rank - hop) % group.size, device) for hop in range(group.size)]
 
     def _hop(self, source: int, device: torch.device) -> Hop | None:
-        """None where no query sees a key of the source, as with sequences too short to have all chunks."""
-        rank, own, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
-        # Whether the first and the second chunk take part.
-        asking, asked = (True, True), (True, True)
+        """None if no query sees a key of the source, as for sequences too short to fill all chunks."""
+        rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
+        # Whether the first and the second chunk are used.
+        query_chunks, key_chunks = (True, True), (True, True)
         if source < rank:
-            asked = (True, False)
+            key_chunks = (True, False)
         elif source > rank:
-            asking = (False, True)
-        queries = [sum(size for size, taken in zip(sizes, asking, strict=True) if taken) for sizes in own]
-        keys = [sum(size for size, taken in zip(sizes, asked, strict=True) if taken) for sizes in theirs]
+            query_chunks = (False, True)
+        queries = [sum(size for size, used in zip(sizes, query_chunks, strict=True) if used) for sizes in local]
+        keys = [sum(size for size, used in zip(sizes, key_chunks, strict=True) if used) for sizes in theirs]
         met = [bool(query and key) for query, key in zip(queries, keys, strict=True)]
         if not any(met):
             return None
@@ -69,8 +69,8 @@ class RingLayout(DividedLayout):
                 source == rank,
                 device,
             ),
-            _chosen(own, asking, met, device),
-            _chosen(theirs, asked, met, device),
+            _chosen(local, query_chunks, met, device),
+            _chosen(theirs, key_chunks, met, device),
         )
 
     def attend(
@@ -93,10 +93,10 @@ class RingLayout(DividedLayout):
 
 
 def _chosen(
-    chunks: Sequence[tuple[int, int]], taken: tuple[bool, bool], met: Sequence[bool], device: torch.device
+    chunks: Sequence[tuple[int, int]], used: tuple[bool, bool], met: Sequence[bool], device: torch.device
 ) -> torch.Tensor | None:
-    """Places of the tokens of the chunks that are taken, in the sequences that have any on both sides."""
-    flags = [part and both for both in met for part in taken]
+    """Indices of the tokens in the used chunks, of sequences that have tokens on both sides."""
+    flags = [part and both for both in met for part in used]
     sizes = [size for pair in chunks for size in pair]
     flag_T = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))
     return None if bool(flag_T.all()) else sent(flag_T.nonzero()[:, 0], device)
@@ -145,7 +145,7 @@ class _RingAttention(torch.autograd.Function):
                 seen = _rows(passing, hop.keys)
                 k, v = seen[..., :size].contiguous(), seen[..., size:].contiguous()
                 part, part_lse_HT = kernel.forward(_rows(query, hop.queries).contiguous(), k, v, hop.where, scale)
-                if out is None or lse_HT is None:  # its own tokens, all of them
+                if out is None or lse_HT is None:  # the first hop: this rank's tokens
                     out, lse_HT = part.to(wide), part_lse_HT.to(wide)
                 else:
                     before_HT = _rows(lse_HT.t(), hop.queries).t()
@@ -179,7 +179,7 @@ class _RingAttention(torch.autograd.Function):
             arriving = None
             if number + 1 < group.size:
                 arriving = group.pass_on(passing, (layout.counts[before], *passing.shape[1:]))
-            found = torch.zeros_like(passing, dtype=wide)
+            dkv = torch.zeros_like(passing, dtype=wide)
             if hop is not None:
                 kernel = partial_kernel(layout.kernel, query, value, hop.where)
                 seen = _rows(passing, hop.keys)
@@ -195,10 +195,10 @@ class _RingAttention(torch.autograd.Function):
                     ctx.scale,
                 )
                 _add(dq, hop.queries, part_q)
-                _add(found, hop.keys, torch.cat([part_k, part_v], -1))
-            # The gradients of these keys from the ranks that they passed before.
-            found = found if travelling is None else found.add_(travelling())
-            travelling = group.pass_on(found, (layout.counts[before], *found.shape[1:]))
+                _add(dkv, hop.keys, torch.cat([part_k, part_v], -1))
+            # Add the gradients of these keys from the ranks they passed before.
+            dkv = dkv if travelling is None else dkv.add_(travelling())
+            travelling = group.pass_on(dkv, (layout.counts[before], *dkv.shape[1:]))
             if arriving is not None:
                 passing = arriving()
         assert travelling is not None

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, whole or in slices that several ranks wrote: any rank reads what it holds of them.
+"""Tensors in safetensors files, complete or as slices written by several ranks; any rank reads the part it holds.
 
-Both directions are torch.distributed.checkpoint's, in its safetensors format: a file is read by anything that reads
-safetensors, and says in its header where its slices belong. Reading needs no other rank.
+Reading and writing use torch.distributed.checkpoint's safetensors format. Any safetensors reader can open a file, and
+its header locates the slices. Reading is not collective.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-# A file is put together in memory before it is written, so a rank's part goes into several.
+# A file is assembled in memory before it is written, so a rank's part is split over several files.
 FILE_BYTES = 2**30
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of some files by name, those that begin with `prefix` and without it. `stored[name]` reads a whole
-    one; `fill` reads only what this rank holds."""
+    """Tensors of some files by name: those that start with `prefix`, without it. `stored[name]` reads a complete
+    tensor; `fill` reads only this rank's part."""
 
     def __init__(self, files: Iterable[Path], prefix: str = ""):
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -34,30 +34,30 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
         self._reader = SliceReader(sorted(files))
         self._prefix = prefix
-        told = self._reader.read_metadata().state_dict_metadata
-        self._told: dict[str, TensorStorageMetadata] = {
-            name.removeprefix(prefix): one
-            for name, one in told.items()
-            if name.startswith(prefix) and isinstance(one, TensorStorageMetadata)
+        metadata = self._reader.read_metadata().state_dict_metadata
+        self._metadata: dict[str, TensorStorageMetadata] = {
+            name.removeprefix(prefix): entry
+            for name, entry in metadata.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        told = self._told[name]
-        tensor = torch.empty(told.size, dtype=told.properties.dtype)
+        metadata = self._metadata[name]
+        tensor = torch.empty(metadata.size, dtype=metadata.properties.dtype)
         self.fill({name: tensor})
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._told)
+        return iter(self._metadata)
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._metadata)
 
     def shape(self, name: str) -> torch.Size:
-        return self._told[name].size
+        return self._metadata[name].size
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._told[name].properties.dtype
+        return self._metadata[name].properties.dtype
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
@@ -65,10 +65,10 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         from torch.distributed.checkpoint import load as load_parts
 
         if targets:
-            wanted: dict[str, Any] = {self._prefix + name: target.detach() for name, target in targets.items()}
+            requested: dict[str, Any] = {self._prefix + name: target.detach() for name, target in targets.items()}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                load_parts(wanted, storage_reader=self._reader, no_dist=True)
+                load_parts(requested, storage_reader=self._reader, no_dist=True)
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
@@ -78,7 +78,7 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 
 def fill_all(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole or stored tensors by name into parameters or states, sharded or not."""
+    """Copy complete or stored tensors by name into parameters or states, sharded or not."""
     if isinstance(values, StoredTensors):
         values.fill(targets)
         return
@@ -87,8 +87,8 @@ def fill_all(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Ten
 
 
 def writer_of(folder: Path, sizes: Mapping[str, int], ranks: int) -> HuggingFaceStorageWriter:
-    """Writes each rank's slices to files of its own, of at most about `FILE_BYTES`. `sizes` are the bytes of all that
-    any rank writes, by name and the same on every rank."""
+    """Writer that stores each rank's slices in separate files of at most about `FILE_BYTES`. `sizes`: bytes by name of
+    everything that any rank writes, the same on every rank."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     index, room = 1, FILE_BYTES * ranks
@@ -101,5 +101,5 @@ def writer_of(folder: Path, sizes: Mapping[str, int], ranks: int) -> HuggingFace
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """What that rank wrote."""
+    """The files that a rank wrote."""
     return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))

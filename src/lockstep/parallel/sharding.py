@@ -23,62 +23,59 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-# Sharded models (FSDP2): each rank holds a slice of every parameter, its gradient and its optimizer state.
-
-
 @dataclass(frozen=True)
 class Sharding:
-    """Over which ranks, on which device of this one, and whether weights and gradients stay on the host between the
-    passes of their layer."""
+    """The mesh of ranks, this rank's device, and whether weights and gradients stay on the host between the passes of
+    their layer."""
 
     mesh: DeviceMesh
     device: torch.device
     on_host: bool = False
     tensor: TensorGroup | None = None
-    """The ranks that divide the modules of a layer; `mesh` has one rank of each such group."""
+    """The tensor group; `mesh` has one rank of each such group."""
     every: DeviceMesh | None = None
-    """With a tensor group: a mesh of all ranks, for what is not divided."""
+    """With a tensor group: a mesh of all ranks, for parameters that are not split."""
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | None) -> None:
-    """Shard `layers` one by one and what remains at the root; on a mesh of two dimensions over the second one, with a
-    copy of each slice along the first. Without a mesh there is nothing to do."""
+    """Apply FSDP2 to `layers` and then to the root. On a two-dimensional mesh, parameters are sharded over the second
+    dimension and replicated over the first (HSDP). No effect without a mesh."""
     if sharding is None:
         return
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    # Gradients are summed in fp32 whatever the weights are.
+    # Gradients are reduced in fp32 for every weight dtype.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    # Pinned, so that copies do not hold up the device.
+    # Pinned, so that copies do not block the device.
     place = CPUOffloadPolicy(pin_memory=sharding.device.type != "cpu") if sharding.on_host else OffloadPolicy()
     for part in layers:
         fully_shard(part, mesh=sharding.mesh, mp_policy=policy, offload_policy=place)
     fully_shard(root, mesh=sharding.every or sharding.mesh, mp_policy=policy, offload_policy=place)
     for module in _sharded(root):
-        # The loss is already divided by the global count: gradients are summed over ranks, not averaged. But each rank
-        # of a tensor group has the same gradient of what lies outside of the layers.
-        told = sharding.tensor.size if module is root and sharding.tensor is not None else 1
-        module.set_gradient_divide_factor(float(told))
+        # The loss is already divided by the global count, so gradients are summed over ranks. But each rank of a tensor
+        # group has the same gradient for parameters outside the layers.
+        divisor = sharding.tensor.size if module is root and sharding.tensor is not None else 1
+        module.set_gradient_divide_factor(float(divisor))
         module.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
 def materialise(root: nn.Module, sharding: Sharding) -> None:
-    """Give the slices of a sharded model that was built without storage theirs. What has values keeps them."""
-    known = {name: p.detach().clone() for name, p in root.named_parameters() if not p.is_meta}
+    """Allocate the shards of a model built on meta. Parameters with values keep them."""
+    values = {name: p.detach().clone() for name, p in root.named_parameters() if not p.is_meta}
     buffers = [(module, name, buffer) for module in root.modules() for name, buffer in module._buffers.items()]
     root.to_empty(device=torch.device("cpu") if sharding.on_host else sharding.device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
     parameters = dict(root.named_parameters())
-    for name, value in known.items():
+    for name, value in values.items():
         parameters[name].copy_(value)
 
 
 @contextmanager
 def unit_gathered(module: nn.Module) -> Iterator[None]:
-    """What is sharded with this module whole: of a layer all of it, of the root what no layer has, so that the modules
-    below it can be entered and layers gather themselves. The root must have been entered once before."""
+    """Gather this module's FSDP unit: all of a layer, or the root's parameters outside the layers. Modules below the
+    root can then be called, and layers gather themselves. The root's forward must have run once before."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(module, FSDPModule):
@@ -99,7 +96,7 @@ def _sharded(root: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def gathered(root: nn.Module) -> Iterator[None]:
-    """Whole parameters on every rank, so that ranks can run forward passes independently (no collectives inside)."""
+    """Full parameters on every rank, so that ranks can run forward passes independently (no collectives inside)."""
     modules = _sharded(root)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -115,13 +112,13 @@ def gathered(root: nn.Module) -> Iterator[None]:
 
 
 def let_go(root: nn.Module) -> None:
-    """Drop whole parameters that a forward pass left at the root: they would hide what is written into the shards."""
+    """Reshard full parameters that a forward pass left at the root: they would hide writes to the shards."""
     for module in _sharded(root):
         module.reshard()
 
 
 def held_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What this rank holds of a tensor, and where in the whole that begins."""
+    """This rank's local part of a tensor, and its offset in the full tensor."""
     if not is_sliced(tensor):
         return tensor, (0,) * tensor.ndim
     (chunk,) = tensor.__create_chunk_list__()
@@ -129,7 +126,7 @@ def held_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors that one operator may take together: those of one mesh, sliced along the same dimensions of it."""
+    """Group tensors that one operator may take together: same mesh, sharded along the same mesh dimensions."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device_mesh, _sliced_along(tensor)) if is_sliced(tensor) else None
@@ -138,12 +135,12 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _sliced_along(tensor: DTensor) -> tuple[int, ...]:
-    """Dimensions of the mesh along which ranks have different slices."""
+    """Mesh dimensions along which the tensor is sharded."""
     return tuple(index for index, place in enumerate(tensor.placements) if not place.is_replicate())
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The norm of all numbers of all tensors, each counted once (a collective when sharded)."""
+    """The norm over all elements of all tensors, each counted once (collective if sharded)."""
     groups = by_mesh(tensors)
     if len(groups) <= 1:
         return whole(torch.nn.utils.get_total_norm(groups[0] if groups else []))
@@ -151,7 +148,7 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Of tensors of one mesh: the norm of this rank's slices, and those of the others squared and added."""
+    """For tensors of one mesh: the norm of this rank's shards, reduced over the mesh."""
     norm = torch.nn.utils.get_total_norm([one.to_local() if is_sliced(one) else one for one in tensors])
     first = tensors[0]
     if is_sliced(first):
@@ -163,18 +160,18 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a shard (a collective: every rank must call it in the same order)."""
+    """The full tensor of a DTensor (collective)."""
     return tensor.full_tensor() if is_sliced(tensor) else tensor
 
 
 def whole_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As `whole`, on a device: slices that live on the host are brought there, and gathered by its collective."""
+    """Like `whole`, on a device: shards on the host are copied there first and gathered by its backend."""
     if not is_sliced(tensor):
         return tensor
     from torch.distributed.tensor import DTensor
 
-    own, mesh, places = tensor.to_local().to(device), tensor.device_mesh, tensor.placements
-    sliced = DTensor.from_local(own, mesh, places, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    local, mesh, places = tensor.to_local().to(device), tensor.device_mesh, tensor.placements
+    sliced = DTensor.from_local(local, mesh, places, run_check=False, shape=tensor.shape, stride=tensor.stride())
     return sliced.full_tensor()
 
 
@@ -188,14 +185,12 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
-# The ranks as a grid: a row of it holds one copy of a model, sliced over the row; the rows hold the same slices.
-#
-# With tensor parallelism every place of the grid is a group of neighbouring ranks that divide the modules between
-# them.
+# The device mesh: a row holds one copy of a model, sharded over the row; rows are replicas. With tensor parallelism
+# every entry of the mesh is a group of neighbouring ranks.
 
 
 class Grid(NamedTuple):
-    """`replicate` copies of a model, each in `shard` slices, each of which `tensor` ranks divide."""
+    """`replicate` copies of a model, each in `shard` shards, each of which is split over `tensor` ranks."""
 
     replicate: int
     shard: int
@@ -203,13 +198,13 @@ class Grid(NamedTuple):
 
 
 def grid_of(settings: Parallel, ranks: int) -> Grid:
-    """How the recipe lays that many ranks out; refused where they do not come out even."""
+    """The mesh of the recipe for this number of ranks; rejected if they do not divide evenly."""
     shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor
     refuse_groups(tensor, ranks)
     every, ranks = ranks, ranks // tensor
     groups = "processes" if tensor == 1 else f"groups of {tensor} processes (parallel.tensor={tensor} of {every})"
-    key, asked = ("shard", shard) if shard is not None else ("replicate", replicate)
-    if asked is None:
+    key, size = ("shard", shard) if shard is not None else ("replicate", replicate)
+    if size is None:
         return Grid(1, ranks, tensor)
     if shard is not None and replicate is not None:
         if shard * replicate != ranks:
@@ -219,47 +214,47 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
                 "remove one of the two, which is then found from the other, or start as many processes",
             )
         return Grid(replicate, shard, tensor)
-    if ranks % asked:
+    if ranks % size:
         fitting = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
         raise Refusal.at(
-            f"parallel.{key}", f"{asked} does not divide {ranks} {groups}", f"use {' or '.join(fitting)}, or remove it"
+            f"parallel.{key}", f"{size} does not divide {ranks} {groups}", f"use {' or '.join(fitting)}, or remove it"
         )
-    found = (ranks // asked, asked) if shard is not None else (asked, ranks // asked)
-    return Grid(*found, tensor)
+    shape = (ranks // size, size) if shard is not None else (size, ranks // size)
+    return Grid(*shape, tensor)
 
 
 def refuse_offload(settings: Parallel, ranks: int) -> None:
-    """Weights on the host are gathered layer by layer, which needs ranks to gather them from."""
-    for key, asked in (("offload", settings.offload), ("offload_critic", settings.offload_critic)):
-        if asked in ("params", "all") and ranks == 1:
+    """Weights on the host are gathered layer by layer, which needs several ranks."""
+    for key, value in (("offload", settings.offload), ("offload_critic", settings.offload_critic)):
+        if value in ("params", "all") and ranks == 1:
             raise Refusal.at(
                 f"parallel.{key}",
-                f"{asked} needs several processes, and there is one",
+                f"{value} needs several processes, and there is one",
                 "use optimizer, which frees more, or start several processes",
             )
 
 
 def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bool = False) -> Sharding | None:
-    """The ranks for FSDP; None for a single one, which holds everything."""
+    """The FSDP mesh; None for a single rank."""
     if world.size == 1:
         return None
     grid = grid_of(settings, world.size)
-    own = device.torch_device(world.local_rank)
+    local_device = device.torch_device(world.local_rank)
     copies = () if grid.replicate == 1 else ("replicate",)
     sizes = grid._asdict()
     if grid.tensor == 1:
-        return Sharding(_mesh(device, world, sizes, (*copies, "shard")), own, on_host)
+        return Sharding(_mesh(device, world, sizes, (*copies, "shard")), local_device, on_host)
     mesh = _mesh(device, world, sizes, (*copies, "shard", "tensor"))
-    # What the ranks of a tensor group have all of is sliced over them too.
+    # Parameters that the ranks of a tensor group hold completely are sharded over them too.
     every = _mesh(device, world, sizes | {"shard": grid.shard * grid.tensor}, (*copies, "shard"))
     *slices, tensor = mesh.mesh_dim_names or ()
-    return Sharding(mesh[tuple(slices)], own, on_host, TensorGroup(mesh[tensor]), every)
+    return Sharding(mesh[tuple(slices)], local_device, on_host, TensorGroup(mesh[tensor]), every)
 
 
 def _mesh(device: Device, world: World, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    # Meshes of the same ranks and names are the same to torch, which remembers the mesh of an operator's result. In a
-    # process that trains again it would be one whose groups are gone, or by their names are other groups now.
-    own = tuple(f"{name}-{world.turn}" for name in names)
-    return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=own)
+    # Torch caches meshes by ranks and names. In a process that trains again it would return one whose groups are
+    # destroyed, so the names must be new.
+    dim_names = tuple(f"{name}-{world.turn}" for name in names)
+    return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=dim_names)

@@ -19,26 +19,26 @@ import torch.distributed as dist
 
 from lockstep.errors import STALLED
 
-# Where every thread of a process is, in a file: of this process, and of another one that does not answer any more.
-# And whether a process of this machine is at work, also where it cannot say so.
+# Stack dumps of this process or of an unresponsive one on the same host, and a check whether a process of this host is
+# busy even if it cannot send heartbeats.
 
-# The interpreter writes the stacks in the handler of this signal itself: a thread that holds the interpreter's lock, or
-# waits inside of a library, does not hinder it.
+# faulthandler writes the stacks in the signal handler. A thread that holds the GIL or waits inside a library does not
+# block it.
 ASKING = signal.SIGUSR1
 _PAUSE = 0.05
-# Of a processor's time, and read from a disk between two looks: less is what threads that only watch take.
+# Share of a processor's time, and bytes read from disk, between two checks. Idle watcher threads use less.
 _BUSY_SHARE, _BUSY_BYTES = 0.02, 2**16
 
 
 @dataclass(frozen=True)
 class Address:
-    """A process as others on the same machine find it, also when its number was given to another one since then."""
+    """Identifies a process for others on the same host; the start time guards against a reused PID."""
 
     machine: str
     number: int
     began: str
     stacks: int
-    """Its descriptor of the file that it writes its stacks to when it is asked."""
+    """Its file descriptor for stack dumps."""
 
     @property
     def folder(self) -> Path:
@@ -46,8 +46,8 @@ class Address:
 
 
 @contextmanager
-def answering() -> Iterator[Address]:
-    """This process writes its stacks when it is asked. To a file without a name: a run that ends well leaves none."""
+def dump_on_signal() -> Iterator[Address]:
+    """Write this process's stacks to an unnamed file on `ASKING`. A run that ends normally leaves no file."""
     with tempfile.TemporaryFile() as file:
         faulthandler.register(ASKING, file=file, all_threads=True)
         try:
@@ -61,22 +61,22 @@ def write_own(file: IO[str]) -> None:
     faulthandler.dump_traceback(file=file, all_threads=True)
 
 
-def ask(address: Address, seconds: float) -> str:
-    """The stacks of another process on this machine, which goes on if it was stopped; empty where it cannot be asked
-    or does not answer. Nothing is sent to a process that has come to its number since."""
-    if not _here(address):
+def request_stacks(address: Address, seconds: float) -> str:
+    """Stacks of another process on this host, which is resumed if it was stopped; empty if it cannot be signalled or
+    does not respond. A process that reused its PID gets no signal."""
+    if not _on_this_host(address):
         return ""
     try:
         process = os.pidfd_open(address.number)
     except OSError:
         return ""
     try:
-        # From here on its number cannot pass to another one.
+        # From here on its PID cannot be reused.
         if _began(address.number) != address.began:
             return ""
         signal.pidfd_send_signal(process, ASKING)
         signal.pidfd_send_signal(process, signal.SIGCONT)
-        return _answer(address, seconds)
+        return _read_stacks(address, seconds)
     except OSError:
         return ""
     finally:
@@ -84,30 +84,30 @@ def ask(address: Address, seconds: float) -> str:
 
 
 class Activity:
-    """Whether a process of this machine, with all that it has started, computes or reads. Unknown without /proc."""
+    """Whether a process of this host or its descendants compute or read from disk. Unavailable without /proc."""
 
     def __init__(self, number: int):
         self._number = number
         self._spent = 0.0
-        """What the looks themselves took of this process's time."""
+        """CPU time of the checks themselves."""
         self._last = self._used()
 
     def advanced(self) -> bool:
-        """Whether it has done so since the last look."""
+        """Whether it was busy since the last call."""
         (then, seconds, read), self._last = self._last, self._used()
         now, seconds_now, read_now = self._last
         return seconds_now - seconds >= max(_BUSY_SHARE * (now - then), 1e-6) or read_now - read >= _BUSY_BYTES
 
     def _used(self) -> tuple[float, float, int]:
-        """The time, and by then the seconds on processors and the bytes from disks."""
+        """Current time, CPU seconds and bytes read from disk so far."""
         begun = time.thread_time()
         children: dict[int, list[int]] = {}
         ticks: dict[int, int] = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+            with suppress(OSError, ValueError, IndexError):  # the process has ended
                 fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(folder.name))
-                # Its own, and those of children that have ended.
+                # Includes its reaped children.
                 ticks[int(folder.name)] = sum(map(int, fields[11:15]))
         tree = [self._number]
         for number in tree:
@@ -121,8 +121,8 @@ class Activity:
 
 
 def activity_of(address: Address) -> Activity | None:
-    """None where the process is on another machine, or is gone."""
-    return Activity(address.number) if _here(address) and _began(address.number) == address.began else None
+    """None if the process is on another host or has ended."""
+    return Activity(address.number) if _on_this_host(address) and _began(address.number) == address.began else None
 
 
 def _bytes_read(number: int) -> int:
@@ -132,25 +132,25 @@ def _bytes_read(number: int) -> int:
     return 0
 
 
-def _answer(address: Address, seconds: float) -> str:
-    given_up, told = time.monotonic() + seconds, ""
-    while time.monotonic() < given_up:
+def _read_stacks(address: Address, seconds: float) -> str:
+    deadline, stacks = time.monotonic() + seconds, ""
+    while time.monotonic() < deadline:
         time.sleep(_PAUSE)
-        before, told = told, (address.folder / "fd" / str(address.stacks)).read_text(errors="replace")
-        if told and told == before:
+        previous, stacks = stacks, (address.folder / "fd" / str(address.stacks)).read_text(errors="replace")
+        if stacks and stacks == previous:
             break
-    return told
+    return stacks
 
 
 def end(address: Address, seconds: float) -> None:
-    """See to it that a process on this machine is gone, within these seconds by itself."""
-    if not _here(address):
+    """Kill a process on this host unless it ends within `seconds`."""
+    if not _on_this_host(address):
         return
     with suppress(OSError):
         process = os.pidfd_open(address.number)
         try:
-            given_up = time.monotonic() + seconds
-            while _began(address.number) == address.began and time.monotonic() < given_up:
+            deadline = time.monotonic() + seconds
+            while _began(address.number) == address.began and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
             if _began(address.number) == address.began:
                 signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -158,7 +158,7 @@ def end(address: Address, seconds: float) -> None:
             os.close(process)
 
 
-def _here(address: Address) -> bool:
+def _on_this_host(address: Address) -> bool:
     return bool(address.began) and address.machine == _machine() and hasattr(os, "pidfd_open")
 
 
@@ -169,7 +169,7 @@ def _machine() -> str:
 
 
 def _began(number: int) -> str:
-    """When a living process began, in the kernel's ticks; empty for one that is gone."""
+    """Start time of a live process in kernel ticks; empty if it has ended."""
     try:
         state, *rest = Path("/proc", str(number), "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -177,22 +177,20 @@ def _began(number: int) -> str:
     return "" if state in "ZX" else rest[18]
 
 
-# `parallel.stall_seconds`: how a run ends in which no rank makes progress any more.
-#
-# The first rank that sees it writes a verdict into the store where the ranks meet. Every rank that lives reads it
-# there, leaves its stacks in the run folder and waits for the others to have done so; the first one on each machine
-# gets the stacks of those that give no sign of life, and kills what cannot be woken. Then all of them end, none of
-# them alone: a rank that ends early makes the others fail of another reason.
+# `parallel.stall_seconds`: ends a run in which no rank makes progress. The first rank that detects it writes a verdict
+# to the store. Every live rank reads it, writes its stacks to the run folder and waits for the others. The first live
+# rank on each host collects the stacks of silent ranks and kills those that do not respond. Then all ranks exit
+# together; a rank that exits early would make the others fail with another error.
 
 _VERDICT = "stalled"
 _STALL_PAUSE = 0.02
-# Within which a process that was stopped answers when it goes on.
+# Time for a stopped process to respond after it is resumed.
 _WAKING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds without progress of any rank, and the run folder, which keeps the stacks."""
+    """Seconds without progress of any rank, and the run folder for the stacks."""
 
     seconds: float
     folder: Path
@@ -205,39 +203,39 @@ class StallVerdict:
     lines: list[str]
 
 
-def pronounce(store: dist.Store, verdict: StallVerdict) -> None:
-    """The first verdict holds."""
+def write_verdict(store: dist.Store, verdict: StallVerdict) -> None:
+    """Write the verdict; the first one wins."""
     store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
 
 
-def pronounced(store: dist.Store) -> StallVerdict | None:
+def read_verdict(store: dist.Store) -> StallVerdict | None:
     return StallVerdict(**json.loads(store.get(_VERDICT))) if store.check([_VERDICT]) else None
 
 
-def tell_address(store: dist.Store, rank: int, address: Address) -> None:
+def publish_address(store: dist.Store, rank: int, address: Address) -> None:
     store.set(f"address/{rank}", json.dumps(asdict(address)))
 
 
 def address_of(store: dist.Store, rank: int) -> Address | None:
-    """None where the rank has not told it."""
+    """None if the rank has not published it."""
     key = f"address/{rank}"
     return Address(**json.loads(store.get(key))) if store.check([key]) else None
 
 
 class Ending:
-    """The last deeds of one rank."""
+    """The shutdown of one rank after a stall."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, stall: Stall, verdict: StallVerdict):
         self.store, self.rank, self.stall, self.verdict = store, rank, stall, verdict
         self.silent = [other for other in range(size) if other not in verdict.living]
-        # Each rank reads the verdict at its next beat, a quarter of the time from now at the latest.
+        # Each rank reads the verdict at its next heartbeat, after a quarter of the time at most.
         self.patience = stall.seconds / 2 + _WAKING_SECONDS
 
     def run(self) -> None:
         """Does not return."""
         store, verdict = self.store, self.verdict
         if self.rank in self.silent:
-            # Woken by another rank, which reads this process's stacks first.
+            # Resumed by another rank, which first reads this process's stacks.
             store.set(f"awake/{self.rank}", "")
             self._meet("asked", verdict.living)
             time.sleep(1)
@@ -246,7 +244,7 @@ class Ending:
         if self.rank == verdict.author:
             say(verdict.lines, self.stall)
         self._meet("written", verdict.living)
-        woken = self._ask_the_silent()
+        woken = self._dump_silent_ranks()
         _hush()
         self._meet("asked", verdict.living)
         for rank, address in woken.items():
@@ -255,30 +253,30 @@ class Ending:
         os._exit(STALLED)
 
     def _meet(self, name: str, ranks: list[int]) -> None:
-        """All of these ranks have come as far, or have had the time to."""
+        """Wait until all of these ranks have reached this point, or time out."""
         if self.rank in ranks:
             self.store.set(f"{name}/{self.rank}", "")
-        given_up = time.monotonic() + self.patience
-        while not self.store.check([f"{name}/{rank}" for rank in ranks]) and time.monotonic() < given_up:
+        deadline = time.monotonic() + self.patience
+        while not self.store.check([f"{name}/{rank}" for rank in ranks]) and time.monotonic() < deadline:
             time.sleep(_STALL_PAUSE)
 
-    def _ask_the_silent(self) -> dict[int, Address]:
-        """The silent ranks of this machine, where this rank is the first that lives on it."""
+    def _dump_silent_ranks(self) -> dict[int, Address]:
+        """Collect the stacks of the silent ranks on this host, if this rank is the first live one on it."""
         addresses = {rank: address_of(self.store, rank) for rank in (*self.verdict.living, *self.silent)}
-        own = addresses[self.rank]
-        if own is None:
+        local = addresses[self.rank]
+        if local is None:
             return {}
-        here = {rank: address for rank, address in addresses.items() if address and address.machine == own.machine}
-        if self.rank != min(rank for rank in here if rank in self.verdict.living):
+        on_host = {rank: address for rank, address in addresses.items() if address and address.machine == local.machine}
+        if self.rank != min(rank for rank in on_host if rank in self.verdict.living):
             return {}
-        asked = {rank: address for rank, address in here.items() if rank in self.silent}
-        for rank, address in asked.items():
-            keep(self.stall, rank, self.verdict.lines, ask(address, _WAKING_SECONDS))
-        return asked
+        dumped = {rank: address for rank, address in on_host.items() if rank in self.silent}
+        for rank, address in dumped.items():
+            keep(self.stall, rank, self.verdict.lines, request_stacks(address, _WAKING_SECONDS))
+        return dumped
 
 
 def end_alone(rank: int, stall: Stall, lines: list[str]) -> None:
-    """End this process where the others cannot be reached."""
+    """End this process when the others cannot be reached."""
     keep(stall, rank, lines)
     say(lines, stall)
     _hush()
@@ -286,36 +284,36 @@ def end_alone(rank: int, stall: Stall, lines: list[str]) -> None:
 
 
 def say(lines: list[str], stall: Stall) -> None:
-    there = [f"  stacks of the ranks: {stall.folder / 'stacks'}"] if stall.folder.is_dir() else []
-    print("\n".join([*lines, *there]), file=sys.stderr, flush=True)
+    footer = [f"  stacks of the ranks: {stall.folder / 'stacks'}"] if stall.folder.is_dir() else []
+    print("\n".join([*lines, *footer]), file=sys.stderr, flush=True)
 
 
-def keep(stall: Stall, rank: int, lines: list[str], told: str | None = None) -> None:
-    """Add the stacks of a rank, this process's where none are given, to its file; to stderr before there is a folder.
+def keep(stall: Stall, rank: int, lines: list[str], stacks: str | None = None) -> None:
+    """Append the stacks of a rank (this process's by default) to its file, or print to stderr without a run folder.
 
-    The folder is not made here: a run that must not find one would be refused at its next start.
+    The run folder is not created here: a run that requires a new folder would be rejected at its next start.
     """
     folder = stall.folder / "stacks"
     try:
         if not stall.folder.is_dir():
-            if told is None:
+            if stacks is None:
                 write_own(sys.stderr)
             return
         folder.mkdir(exist_ok=True)
         with (folder / f"rank_{rank}.txt").open("a", encoding="utf-8") as file:
             print(time.strftime("%Y-%m-%d %H:%M:%S"), *lines, "", sep="\n", file=file)
-            if told is None:
+            if stacks is None:
                 write_own(file)
             else:
-                file.write(told or "it could not be asked for its stacks\n")
+                file.write(stacks or "its stacks could not be read\n")
             print(file=file)
     except OSError as error:
-        # The run ends all the same, and says why it has stalled.
+        # The run still ends and reports the stall.
         print(f"the stacks of rank {rank} could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def _hush() -> None:
-    """From here on a collective that fails because the others end has nothing to say."""
+    """Silence stdout and stderr: collectives that fail because other ranks exit must not print."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

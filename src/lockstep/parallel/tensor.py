@@ -1,10 +1,10 @@
-"""Tensor parallelism: neighbouring ranks that each hold a part of every projection and compute with it.
+"""Tensor parallelism: neighbouring ranks that each hold and compute a part of every projection.
 
-With N of them, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. A group sees the same tokens. The
-projections into attention and feed-forward are divided by their outputs, whole heads each, those out of them by their
-inputs (`model/tensor_plan.py` says which is which); what these give is added up over the group, so everything between
-the layers is the same on every rank of it. Weights are DTensors over the group, and a module computes with its rank's
-part of them: between a module's own hooks there are plain tensors, for any kernel.
+With a group size of N, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. A group sees the same
+tokens. Projections into attention and feed-forward are split by output (column parallel, in complete heads), those out
+of them by input (row parallel); `model/tensor_plan.py` lists them. Row-parallel outputs are all-reduced, so activations
+between layers are the same on every rank. Weights are DTensors over the group. Inside a module's hooks they are local
+plain tensors, for any kernel.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-# What a group does with a module: its outputs, its inputs or its experts are divided, or it is whole and sees a part of
-# the heads.
+# How a module is split: by outputs, by inputs, by experts, or not at all while it sees a part of the heads.
 Style = Literal["columns", "rows", "experts", "shared"]
-# Where on a model stands the group that divides it.
+# Attribute of a model that holds its tensor group.
 GROUP = "lockstep_tensor_group"
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks of a device mesh of one dimension."""
+    """The ranks of a one-dimensional device mesh."""
 
     mesh: DeviceMesh
     _entered: list[Any] = field(default_factory=list, compare=False, repr=False)
@@ -49,24 +48,24 @@ class TensorGroup:
         return group
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place. The same bits on every rank: collectives reduce each number once."""
+        """All-reduce in place. The result has the same bits on every rank."""
         if tensor.numel():
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def least(self, number: int, device: torch.device) -> int:
-        """The smallest number that a rank says."""
-        told = torch.tensor([number], dtype=torch.int32, device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self.group)
-        return int(told.item())
+        """The minimum over the ranks."""
+        value = torch.tensor([number], dtype=torch.int32, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self.group)
+        return int(value.item())
 
     def as_first_(self, tensor: torch.Tensor) -> None:
-        """What the first rank has, on all of them."""
+        """Broadcast from the first rank, in place."""
         dist.broadcast(tensor, group=self.group, group_src=0)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input of divided modules. Its gradient, of which each rank has what its own part gives, is added up: once
-        where several modules take the same input."""
+        """An input of column-parallel modules. Its gradient is all-reduced in the backward pass, once if several
+        modules share the input."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         if self._entered:
@@ -78,7 +77,7 @@ class TensorGroup:
         return entered
 
     def enter_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same of an input that one module takes, or of a parameter."""
+        """Same for the input of a single module, or for a parameter."""
         entered: torch.Tensor = _Entered.apply(tensor, self)
         return entered
 
@@ -95,7 +94,7 @@ class _Entered(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The outputs of all ranks, added up. Each goes on with the sum, so each has its whole gradient."""
+    """All-reduce of outputs. Every rank uses the sum, so the gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -109,24 +108,24 @@ class _Summed(torch.autograd.Function):
 def divide(
     model: nn.Module, decoder: nn.Module, styles: Mapping[str, Style], group: TensorGroup
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Divide the modules of `decoder`, by name, over the group; returns the new parameter of each that was divided."""
+    """Split the modules of `decoder`, by name, over the group; returns the new parameter of each that was split."""
     from torch.distributed.tensor import DTensor, Shard
 
     divided: dict[nn.Parameter, nn.Parameter] = {}
     for name, style in styles.items():
         module = decoder.get_submodule(name)
         for part, dimension in divided_dimensions(module, style).items():
-            whole = module._parameters[part]
-            assert whole is not None
-            # Every rank has the whole one, or nobody has any of it; only the part of it goes to the device.
-            own = whole.detach().chunk(group.size, dimension)[group.mesh.get_local_rank()].contiguous()
+            parameter = module._parameters[part]
+            assert parameter is not None
+            # Every rank has the full parameter, or all have it on meta; only the local part goes to the device.
+            local = parameter.detach().chunk(group.size, dimension)[group.mesh.get_local_rank()].contiguous()
             sliced = DTensor.from_local(
-                own, group.mesh, [Shard(dimension)], run_check=False, shape=whole.shape, stride=whole.stride()
+                local, group.mesh, [Shard(dimension)], run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
-            divided[whole] = nn.Parameter(sliced, whole.requires_grad)
-            module.register_parameter(part, divided[whole])
+            divided[parameter] = nn.Parameter(sliced, parameter.requires_grad)
+            module.register_parameter(part, divided[parameter])
         if style == "experts":
-            # As transformers tells its modules that they have a part of the experts.
+            # Attribute by which transformers' modules know their number of experts.
             vars(module).update(num_experts=vars(module)["num_experts"] // group.size, _is_expert_parallel=True)
         before, after = HOOKS[style]
         module.register_forward_pre_hook(lambda module, inputs, hook=before: hook(module, inputs, group))
@@ -138,21 +137,21 @@ def divide(
 
 
 def group_of(model: nn.Module) -> TensorGroup | None:
-    """The ranks that divide a model with this one; None where it has all of it."""
+    """The tensor group of a model; None if it is not split."""
     group: TensorGroup | None = vars(model).get(GROUP)
     return group
 
 
 def divided_dimensions(module: nn.Module, style: Style) -> dict[str, int]:
-    """By which dimension each parameter is divided, of a projection (outputs, inputs) or of experts (experts, ...)."""
+    """The dimension by which each parameter is split, for a projection (outputs, inputs) or experts (experts, ...)."""
     if style in ("columns", "experts"):
         return {name: 0 for name, parameter in module._parameters.items() if parameter is not None}
     return {"weight": 1} if style == "rows" else {}
 
 
 def _show(module: nn.Module, **parts: torch.Tensor | None) -> None:
-    """For the length of a forward pass the module has these in the place of its parameters: what an object has itself
-    is found before what `nn.Module` looks up."""
+    """Replace the module's parameters by these during a forward pass: instance attributes take precedence over
+    parameters."""
     vars(module).update(parts)
 
 
@@ -175,13 +174,13 @@ def _after_columns(module: nn.Module, output: Any, group: TensorGroup) -> None:
 
 
 def _before_rows(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
-    # The bias is added to the sum, once.
+    # The bias is added once, after the sum.
     _show(module, weight=_local(module._parameters["weight"]), bias=None)
 
 
 def _after_rows(module: nn.Module, output: Any, group: TensorGroup) -> torch.Tensor | None:
     _hide(module)
-    if output is None:  # the pass has failed, or a recomputation needed no more of it
+    if output is None:  # the pass failed, or a recomputation stopped early
         return None
     summed: torch.Tensor = _Summed.apply(output, group)
     bias = module._parameters.get("bias")
@@ -189,23 +188,26 @@ def _after_rows(module: nn.Module, output: Any, group: TensorGroup) -> torch.Ten
 
 
 def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
-    """Of a norm of single heads: each rank's heads give a part of its gradient."""
-    known = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    """For a per-head norm: each rank's heads contribute a part of its gradient."""
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if torch.is_grad_enabled():
-        _show(module, **{name: group.enter_apart(one) for name, one in known.items() if one.requires_grad})
+        _show(
+            module,
+            **{name: group.enter_apart(parameter) for name, parameter in parameters.items() if parameter.requires_grad},
+        )
 
 
 def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
-    """The experts that each token has chosen: those of other ranks become the number behind the last of this rank's,
-    which modules of transformers pass over, with a weight of 0 for those that compute them all the same."""
-    known = {name: _local(parameter) for name, parameter in module._parameters.items()}
-    own = next(len(part) for part in known.values() if part is not None)
-    _show(module, **known)
+    """Map the experts chosen per token to local indices. Those of other ranks become the index after the last local
+    one, which transformers' modules skip, with weight 0 for modules that compute them anyway."""
+    parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
+    num_local = next(len(part) for part in parts.values() if part is not None)
+    _show(module, **parts)
     states, chosen, weights = inputs
-    index = chosen - own * group.mesh.get_local_rank()
-    here = (index >= 0) & (index < own)
-    weights = group.enter_apart(weights).masked_fill(~here, 0)
-    return group.enter(states), index.masked_fill(~here, own), weights
+    index = chosen - num_local * group.mesh.get_local_rank()
+    is_local = (index >= 0) & (index < num_local)
+    weights = group.enter_apart(weights).masked_fill(~is_local, 0)
+    return group.enter(states), index.masked_fill(~is_local, num_local), weights
 
 
 def _after_experts(module: nn.Module, output: Any, group: TensorGroup) -> torch.Tensor | None:
@@ -222,7 +224,7 @@ HOOKS: dict[Style, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def refuse_groups(tensor: int, processes: int) -> None:
-    """Groups of one size for all."""
+    """Reject a number of processes that is not a multiple of the group size."""
     if processes % tensor:
         raise Refusal.at(
             "parallel.tensor",
@@ -232,18 +234,18 @@ def refuse_groups(tensor: int, processes: int) -> None:
 
 
 def with_tensor(world: World, tensor: int) -> World:
-    """The world with its ranks in groups of `tensor` (a collective: every rank must call it)."""
+    """The world with its ranks in groups of `tensor` (collective)."""
     refuse_groups(tensor, world.size)
     if tensor == 1:
         return world
-    # Those with the same part of the model in every group: what they say of their shares of the rows is added up.
-    columns = [tuple(range(first, world.size, tensor)) for first in range(tensor)]
-    across = [dist.new_group(members, backend=HOST_COLLECTIVE, timeout=TIMEOUT) for members in columns]
-    return replace(world, tensor=tensor, column=across[world.rank % tensor])
+    # Data-parallel groups: the ranks with the same index in every tensor group.
+    dp_members = [tuple(range(first, world.size, tensor)) for first in range(tensor)]
+    dp_groups = [dist.new_group(members, backend=HOST_COLLECTIVE, timeout=TIMEOUT) for members in dp_members]
+    return replace(world, tensor=tensor, dp_group=dp_groups[world.rank % tensor])
 
 
 def is_sliced(tensor: object) -> TypeGuard[DTensor]:
-    """Whether ranks hold slices of a tensor. What these are is imported late: it takes a second."""
+    """Whether a tensor is a DTensor. DTensor is imported late, because that takes a second."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)

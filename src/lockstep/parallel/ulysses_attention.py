@@ -1,8 +1,8 @@
-"""Ulysses attention: ranks exchange tokens for heads, attend to whole lines with some heads each, and exchange back.
+"""Ulysses attention: an all-to-all exchanges tokens for heads before attention and back after it.
 
-Each rank has a stretch of the line outside of attention. Inside it is whole, so whatever the device's own attention
-does, with windows, sinks and soft caps, it does here. The heads must divide by the ranks. Where the heads of keys do
-not, each of them goes to every rank whose queries use it.
+Outside of attention each rank holds a contiguous part of the packed row. Inside, it has the complete row for some
+heads, so windows, sinks and soft caps work as in the device's attention. The number of heads must be divisible by the
+number of ranks. If that of the key heads is not, each key head goes to every rank whose queries use it.
 
 After Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
@@ -24,7 +24,7 @@ from lockstep.parallel.context import ContextGroup, cut
 
 class UlyssesLayout(DividedLayout):
     def __init__(self, lengths: Sequence[int], group: ContextGroup, device: torch.device, kernel: str):
-        self.group, self.whole = group, make_layout(lengths, device, kernel)
+        self.group, self.full_layout = group, make_layout(lengths, device, kernel)
         self.counts = [stop - start for start, stop in pairwise(cut(sum(lengths), group.size))]
 
     def attend(
@@ -47,30 +47,30 @@ class UlyssesLayout(DividedLayout):
             )
         both = torch.cat([key_TGD, value_TGD], -1).repeat_interleave(math.lcm(groups, ranks) // groups, 1)
         key, value = _ToHeads.apply(both, self).split([size, value_TGD.shape[-1]], -1)
-        own = slice(rank * heads // ranks, (rank + 1) * heads // ranks)
+        local_heads = slice(rank * heads // ranks, (rank + 1) * heads // ranks)
         out = varlen_attention(
             _ToHeads.apply(query_THD, self),
             key.contiguous(),
             value.contiguous(),
-            self.whole,
+            self.full_layout,
             scale=scale,
             window=window,
             dropout=dropout,
             softcap=softcap,
-            sinks_H=None if sinks_H is None else sinks_H[own],
+            sinks_H=None if sinks_H is None else sinks_H[local_heads],
         )
         return _ToTokens.apply(out, self)
 
     def to_heads(self, tokens_THD: torch.Tensor) -> torch.Tensor:
-        """All heads of this rank's tokens to some heads of all tokens."""
-        own, ranks = len(tokens_THD), self.group.size
+        """From all heads of this rank's tokens to some heads of all tokens."""
+        local, ranks = len(tokens_THD), self.group.size
         by_rank = tokens_THD.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-        return self.group.exchange(by_rank, [own] * ranks, self.counts)
+        return self.group.exchange(by_rank, [local] * ranks, self.counts)
 
     def to_tokens(self, heads_THD: torch.Tensor) -> torch.Tensor:
-        own, ranks = self.counts[self.group.rank], self.group.size
-        by_rank = self.group.exchange(heads_THD, self.counts, [own] * ranks)
-        return by_rank.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
+        local, ranks = self.counts[self.group.rank], self.group.size
+        by_rank = self.group.exchange(heads_THD, self.counts, [local] * ranks)
+        return by_rank.unflatten(0, (ranks, local)).transpose(0, 1).flatten(1, 2)
 
 
 class _ToHeads(torch.autograd.Function):

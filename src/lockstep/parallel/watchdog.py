@@ -1,15 +1,14 @@
-"""Says which rank the others wait for. A collective waits without a word until its time-out; one rank that is stopped
-looks like a run that thinks.
+"""The watchdog: logs which rank the others wait for, and ends a stalled run.
 
-The thread that trains only notes where it is, in memory. Threads beside it tell the store that the ranks met at, when a
-step begins and four times in the time after which a wait is told, that this process lives and where it is; only a rank
-that has not moved for a quarter of it reads what the others told. So a collective costs nothing more, whatever the
-device.
+A collective waits silently until its timeout, so a stopped rank is indistinguishable from a slow one. The training
+thread only records its position in memory. Background threads write a heartbeat with this position to the store: when
+a step begins, and four times within the time after which a wait is logged. Only a rank that has not moved for a quarter
+of that time reads the heartbeats of others. So collectives have no extra cost on any device.
 
-With a time after which a run counts as stalled (`parallel.stall_seconds`), the ranks end together when none of them has
-made progress for so long; `stall.py` says how. Until its first step a run starts: modules are imported, rows are read,
-models loaded, engines started. These tell of no progress themselves, and take long on a busy machine. So a rank that
-starts makes progress while its processes compute or read from disk, and one that was never seen is still starting.
+With `parallel.stall_seconds` all ranks end together when none has made progress for that long (see `stall.py`). Until
+its first step a run imports modules, reads rows, loads models and starts engines. These report no progress and are slow
+on a busy host. So a starting rank makes progress while its processes compute or read from disk, and a rank without a
+heartbeat counts as starting.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ from lockstep.parallel.stall import (
     StallVerdict,
     activity_of,
     address_of,
-    answering,
+    dump_on_signal,
     end_alone,
-    pronounce,
-    pronounced,
-    tell_address,
+    publish_address,
+    read_verdict,
+    write_verdict,
 )
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
-# The store is asked for what is there.
+# For requests that the store can answer at once.
 STORE_TIMEOUT = timedelta(minutes=5)
-# Steps that are shorter than this are not all told: what is told of a rank that then stops is at most so old.
+# Minimum interval between heartbeats: positions of shorter steps may be skipped.
 _TELL_PAUSE = 0.02
-# For a rank to be seen for the first time, where `parallel.stall_seconds` is shorter.
+# Time for a rank's first heartbeat, if `parallel.stall_seconds` is shorter.
 UNSEEN_SECONDS = 600.0
-# So long at one place of the start is a stall, however busy the rank is there.
+# A starting rank that stays at one position this long has stalled, even if it is busy.
 LONGEST_START_SECONDS = 1800.0
 
 
 class Moment(NamedTuple):
-    """Where a rank is: how many stages and collectives it has come and gone by, the last one's name, whether it stands
-    in a collective of `World`, since when, and what it has got done there, which other ranks need not do too."""
+    """Position of a rank: number of stages and collectives entered and left, name of the last one, whether it is inside
+    a collective of `World`, since when, and the progress made there."""
 
     passed: int
     where: str
@@ -70,19 +69,19 @@ class Moment(NamedTuple):
 
 @dataclass
 class HeardRank:
-    """What a rank told last, and when that reached us: the clocks of two machines are not compared."""
+    """The last heartbeat of a rank, and when it arrived here: clocks of different hosts are not compared."""
 
-    told: str
+    raw: str
     at: float
     progress: list[int]
     moved: float
 
-    def words(self) -> Told:
-        return Told(*json.loads(self.told))
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(*json.loads(self.raw))
 
 
-class Told(NamedTuple):
-    """What a rank says of itself. A beat more each time: it lives."""
+class Heartbeat(NamedTuple):
+    """The heartbeat of a rank. `beat` increases each time."""
 
     beat: int
     passed: int
@@ -93,7 +92,7 @@ class Told(NamedTuple):
 
 
 class Watch:
-    """The watch of one rank. `after` is how long a wait may be before it is told."""
+    """The watchdog of one rank. A wait is logged after `after` seconds."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, after: float, stall: Stall | None = None):
         self.rank, self.size, self.after = rank, size, after
@@ -105,19 +104,21 @@ class Watch:
         self._awake = time.monotonic()
         self._began, self._starting = time.monotonic(), True
         self._activity = Activity(os.getpid()) if stall is not None else None
-        # Only the thread that tells counts these: the moment is the training thread's.
+        # Written only by the heartbeat thread; the moment belongs to the training thread.
         self._busy_at, self._busy = time.monotonic(), 0
         self._activities: dict[int, Activity | None] = {}
         self._heard: dict[int, HeardRank] = {}
         self._answered = time.monotonic()
         self._stop, self._news = threading.Event(), threading.Event()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._tell, self._look)]
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._send_heartbeats, self._log_waits)
+        ]
         for thread in self._threads:
             thread.start()
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """The ranks meet inside; every rank comes by the same ones in the same order."""
+        """Wraps a collective; every rank enters the same ones in the same order."""
         self._move(f"{name}, in {self._stages[-1]}", inside=True)
         try:
             yield
@@ -126,7 +127,7 @@ class Watch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What this rank does inside, in words."""
+        """Wraps a stage of this rank, by name."""
         outermost = len(self._stages) == 1
         self._stages.append(name if outermost else f"{self._stages[-1]}, {name}")
         self._move(self._stages[-1])
@@ -141,15 +142,15 @@ class Watch:
             self._move(self._stages[-1])
 
     def progress(self, next_part: str | None = None) -> None:
-        """Something is done of what this rank is at, which may take long as a whole. What it waits for stays the same
-        without a name, and is nothing special with an empty one."""
+        """Report progress within a long stage. None keeps the current position; an empty name resets it to the
+        stage."""
         where = f"{self._stages[-1]}, {next_part}" if next_part else self._stages[-1]
         if next_part is None:
             where = self._moment.where
         self._moment = self._moment._replace(where=where, since=time.monotonic(), done=self._moment.done + 1)
 
     def started(self) -> None:
-        """The first step begins: from here on a rank is at work only where it says so."""
+        """The first step begins: from here on being busy does not count as progress."""
         self._starting = False
 
     def _move(self, where: str, inside: bool = False) -> None:
@@ -161,9 +162,9 @@ class Watch:
         for thread in self._threads:
             thread.join(timeout=5)
 
-    # -- what this rank tells, and hears
+    # -- heartbeats
 
-    def _tell(self) -> None:
+    def _send_heartbeats(self) -> None:
         before = time.monotonic()
         for beat in count():
             try:
@@ -174,15 +175,15 @@ class Watch:
                 before = now
                 self._look_at_start(now, moment)
                 done = moment.done + self._busy
-                told = Told(beat, moment.passed, done, moment.where, moment.inside, self._starting)
-                self._store.set(str(self.rank), json.dumps(told))
+                heartbeat = Heartbeat(beat, moment.passed, done, moment.where, moment.inside, self._starting)
+                self._store.set(str(self.rank), json.dumps(heartbeat))
                 if slept or now - moment.since >= self._pace:
                     self._listen()
                     if self._stall is not None:
                         self._end_if_stalled(self._stall, moment)
                 self._answered = time.monotonic()
             except RuntimeError:
-                return  # the store is gone: `_look` says so if anybody still waits by then
+                return  # the store is gone; `_log_waits` reports it if a rank still waits
             if self._stop.wait(min(_TELL_PAUSE, self._pace)):
                 return
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
@@ -199,20 +200,20 @@ class Watch:
 
     def _listen(self) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
-        # Asking for a name that is not there would wait for it.
-        known = others if self._store.check([str(r) for r in others]) else [r for r in others if self._has(r)]
-        for rank, value in zip(known, self._store.multi_get([str(r) for r in known]), strict=True):
-            told, now, last = value.decode(), time.monotonic(), self._heard.get(rank)
-            words = Told(*json.loads(told))
-            progress = [words.passed, words.done]
-            if last is None or last.told != told:
+        # `get` of a missing key would block.
+        present = others if self._store.check([str(r) for r in others]) else [r for r in others if self._has(r)]
+        for rank, value in zip(present, self._store.multi_get([str(r) for r in present]), strict=True):
+            raw, now, last = value.decode(), time.monotonic(), self._heard.get(rank)
+            heartbeat = Heartbeat(*json.loads(raw))
+            progress = [heartbeat.passed, heartbeat.done]
+            if last is None or last.raw != raw:
                 moved = last.moved if last is not None and last.progress == progress else now
-                self._heard[rank] = HeardRank(told, now, progress, moved)
-            elif words.starting and now - last.at < LONGEST_START_SECONDS and self._is_busy(rank):
+                self._heard[rank] = HeardRank(raw, now, progress, moved)
+            elif heartbeat.starting and now - last.at < LONGEST_START_SECONDS and self._is_busy(rank):
                 last.moved = now
 
     def _is_busy(self, rank: int) -> bool:
-        """Of a rank on this machine that says nothing, as one that loads a library may hold Python's lock."""
+        """For a silent rank on this host: one that loads a library may hold the GIL."""
         if rank not in self._activities:
             address = address_of(self._store, rank)
             self._activities[rank] = None if address is None else activity_of(address)
@@ -222,13 +223,13 @@ class Watch:
     def _has(self, rank: int) -> bool:
         return bool(self._store.check([str(rank)]))
 
-    # -- what ends it
+    # -- stalls
 
     def _end_if_stalled(self, stall: Stall, moment: Moment) -> None:
-        verdict = pronounced(self._store)
-        if verdict is None and (own := self.stalled(stall, moment)) is not None:
-            pronounce(self._store, own)
-            verdict = pronounced(self._store)
+        verdict = read_verdict(self._store)
+        if verdict is None and (verdict_here := self.stalled(stall, moment)) is not None:
+            write_verdict(self._store, verdict_here)
+            verdict = read_verdict(self._store)
         if verdict is None:
             return
         self._ending = True
@@ -238,13 +239,13 @@ class Watch:
             end_alone(self.rank, stall, verdict.lines)
 
     def stalled(self, stall: Stall, moment: Moment) -> StallVerdict | None:
-        """What is to be said where no rank has made progress for so long; None where one has."""
+        """The verdict if no rank has made progress for long enough, else None."""
         now = time.monotonic()
         idle = self._idle(now, moment)
         if idle < stall.seconds or any(now - heard.moved < stall.seconds for heard in self._heard.values()):
             return None
         if len(self._heard) < self.size - 1 and now - self._began < max(stall.seconds, UNSEEN_SECONDS):
-            return None  # it still imports; its launcher sees when it ends
+            return None  # it still imports; its launcher notices when it ends
         lines, living = [_headline(idle, stall)], []
         for rank in range(self.size):
             heard = self._heard.get(rank)
@@ -252,32 +253,31 @@ class Watch:
                 living.append(rank)
                 lines.append(f"  rank {rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}")
             elif heard is None:
-                lines.append(f"  rank {rank} has never been seen")
+                lines.append(f"  rank {rank} has sent no heartbeat")
             elif (silent := now - max(heard.at, self._awake)) >= stall.seconds / 2:
-                lines.append(
-                    f"  rank {rank} gives no sign of life for {silent:.0f} s; it was last seen at {heard.words().where}"
-                )
+                where = heard.heartbeat().where
+                lines.append(f"  rank {rank} has sent no heartbeat for {silent:.0f} s; it was last seen at {where}")
             else:
                 living.append(rank)
-                words = heard.words()
-                lines.append(f"  rank {rank} {_state(words.inside)} {now - heard.moved:.0f} s at {words.where}")
+                heartbeat = heard.heartbeat()
+                lines.append(f"  rank {rank} {_state(heartbeat.inside)} {now - heard.moved:.0f} s at {heartbeat.where}")
         return StallVerdict(self.rank, living, lines)
 
-    # -- what is said
+    # -- log lines
 
-    def _look(self) -> None:
+    def _log_waits(self) -> None:
         next_at, waited, before = self.after, 0.0, time.monotonic()
         stopped = False
         while not stopped:
-            # One more look after the end: a short run may be done before the wait that was told of is seen to be over.
+            # One more check after the end: a short run may end before the end of a logged wait is noticed.
             stopped = self._stop.wait(self._pace)
             now, moment = time.monotonic(), self._moment
             if now - before > 4 * self._pace:
-                self._awake = now  # this process was stopped itself, and what it heard is old
+                self._awake = now  # this process was stopped, so its heartbeats of others are old
             before = now
             idle = now - max(moment.since, self._awake)
             if idle < waited:
-                _say(f"rank {self.rank}: the wait of {waited:.0f} s is over")
+                _say(f"rank {self.rank}: collective completed after {waited:.0f} s")
                 next_at, waited = self.after, 0.0
             if not stopped and idle >= next_at and (missed := self.missed(moment)):
                 _say(f"rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}: {'; '.join(missed)}")
@@ -288,34 +288,35 @@ class Watch:
                 self._end_without_store(self._stall, moment, self._idle(now, moment))
 
     def _end_without_store(self, stall: Stall, moment: Moment, idle: float) -> None:
-        """The thread that asks the store would wait for it for ever. It has half the time again to end the run."""
+        """End this rank if the store does not respond: the heartbeat thread, which has 1.5 times the limit to end the
+        run, would block on it forever."""
         unanswered = time.monotonic() - max(self._answered, self._awake)
         if idle >= stall.seconds and unanswered >= 1.5 * stall.seconds and not self._ending:
-            own = f"  rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}"
-            store = f"  the store where the ranks meet has not answered for {unanswered:.0f} s"
-            end_alone(self.rank, stall, [_headline(idle, stall), own, store])
+            position = f"  rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}"
+            store = f"  the rendezvous store has not responded for {unanswered:.0f} s"
+            end_alone(self.rank, stall, [_headline(idle, stall), position, store])
 
     def missed(self, moment: Moment) -> list[str]:
-        """A sentence for each rank that is waited for; none where a rank before this one says it."""
+        """One message per missing rank; empty if a lower rank reports them."""
         now = time.monotonic()
         unanswered = now - max(self._answered, self._awake)
         if unanswered > self.after:
-            return [f"the store where the ranks meet has not answered for {unanswered:.0f} s"]
-        found: dict[int, str] = {}
+            return [f"the rendezvous store has not responded for {unanswered:.0f} s"]
+        missing: dict[int, str] = {}
         for rank in (rank for rank in range(self.size) if rank != self.rank):
             heard = self._heard.get(rank)
             if heard is None:
-                found[rank] = f"rank {rank} has not come, and has never been seen: it may still be starting"
+                missing[rank] = f"rank {rank} has not arrived and has sent no heartbeat: it may still be starting"
                 continue
-            passed, where = heard.words().passed, heard.words().where
+            passed, where = heard.heartbeat().passed, heard.heartbeat().where
             silent = now - max(heard.at, self._awake)
             if silent >= self.after / 2:
-                found[rank] = f"rank {rank} gives no sign of life for {silent:.0f} s; it was last seen at {where}"
+                missing[rank] = f"rank {rank} has sent no heartbeat for {silent:.0f} s; it was last seen at {where}"
             elif passed < moment.passed:
-                # Collectives of sharded models are not marked, so outside of ours this need not be a wait for it.
-                found[rank] = f"rank {rank} {'has not come' if moment.inside else 'is behind'}; it is at {where}"
-        reporter = min(rank for rank in range(self.size) if rank not in found)
-        return list(found.values()) if reporter == self.rank else []
+                # Collectives of FSDP are not tracked, so outside of ours this rank may not wait for it.
+                missing[rank] = f"rank {rank} {'has not arrived' if moment.inside else 'is behind'}; it is at {where}"
+        reporter = min(rank for rank in range(self.size) if rank not in missing)
+        return list(missing.values()) if reporter == self.rank else []
 
 
 def _state(inside: bool) -> str:
@@ -330,7 +331,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def seconds_before_a_wait_is_told() -> float:
+def wait_log_seconds() -> float:
     given = os.environ.get(VARIABLE, "")
     try:
         seconds = float(given) if given else SECONDS
@@ -343,12 +344,12 @@ def seconds_before_a_wait_is_told() -> float:
 
 @contextmanager
 def watching(rank: int, size: int, stall: Stall | None = None) -> Iterator[Watch]:
-    """A watch that asks the store by a connection of its own: one that waits would hold up the others on it."""
-    after = seconds_before_a_wait_is_told()
+    """A watchdog with a separate connection to the store: a blocking request would block others on the same one."""
+    after = wait_log_seconds()
     with ExitStack() as stack:
         store = _store(size)
         if stall is not None:
-            tell_address(store, rank, stack.enter_context(answering()))
+            publish_address(store, rank, stack.enter_context(dump_on_signal()))
         watch = Watch(store, rank, size, after, stall)
         stack.callback(watch.close)
         yield watch

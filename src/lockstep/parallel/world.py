@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.parallel.rendezvous import connected_store, launcher_holds_store, told_wait
+from lockstep.parallel.rendezvous import connected_store, launcher_holds_store, log_wait
 from lockstep.parallel.stall import Stall
 from lockstep.parallel.watchdog import Watch, watching
 
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from lockstep.parallel.context import ContextGroup
 
 
-# The processes of a run: who we are, and the few collectives the loops need. One process needs none of them.
-
 T = TypeVar("T")
 
-# A rank that waits longer than this for the others gives up with an error instead of hanging.
+# A rank that waits longer than this for the others fails with an error.
 TIMEOUT = timedelta(minutes=30)
-# What ranks exchange tensors on the host with, whatever the device.
+# Backend for host tensors, on every device.
 HOST_COLLECTIVE = "gloo"
 HOST = f"cpu:{HOST_COLLECTIVE}"
 _turns = count()
@@ -39,16 +37,16 @@ _turns = count()
 
 @dataclass(frozen=True)
 class Counter:
-    """A number that the ranks count up together."""
+    """A counter that all ranks share, in the store."""
 
     key: str
 
     def take(self, count: int) -> int:
-        """Count on by so many; returns where it stood. No two ranks are told the same."""
+        """Increase by `count`; returns the previous value. No two ranks get the same one."""
         return int(_store().add(self.key, count)) - count
 
     def remove(self) -> None:
-        """Nobody needs it any more."""
+        """Delete it from the store."""
         _store().delete_key(self.key)
 
 
@@ -58,88 +56,88 @@ def _store() -> dist.Store:
 
 @dataclass(frozen=True)
 class World:
-    """All processes. The rows of an update are divided into `shares`; the ranks of a context or tensor group have one
-    between them, and each of them says the same of it."""
+    """This process among all processes of a run. The rows of an update are split over `dp_size` data-parallel replicas.
+    The ranks of a context or tensor group form one replica and return the same results."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     watch: Watch | None = field(default=None, compare=False, repr=False)
     context: ContextGroup | None = None
-    """The ranks that divide every micro-batch with this one; None where this rank has its own alone."""
+    """The context-parallel group of this rank, which splits every micro-batch; None without one."""
     tensor: int = 1
-    """Neighbouring ranks that divide the modules of a model, and see the same micro-batches."""
-    column: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """One rank of each context or tensor group, this one among them."""
+    """Tensor-parallel size: neighbouring ranks that split the modules of a model and see the same micro-batches."""
+    dp_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    """Data-parallel group: one rank of each context or tensor group, with this rank's index in it."""
     turn: int = 0
-    """How often this process had joined others before."""
+    """How often this process had joined a process group before."""
 
     @property
-    def _together(self) -> int:
+    def _ranks_per_replica(self) -> int:
         return self.tensor * (self.context.size if self.context else 1)
 
     @property
-    def shares(self) -> int:
-        return self.size // self._together
+    def dp_size(self) -> int:
+        return self.size // self._ranks_per_replica
 
     @property
-    def share(self) -> int:
-        """The number of this rank's share."""
-        return self.rank // self._together
+    def dp_rank(self) -> int:
+        """Index of this rank's replica."""
+        return self.rank // self._ranks_per_replica
 
     @property
     def engines(self) -> int:
-        """How many ranks, or groups that divide a model, generate by themselves."""
+        """Number of ranks, or tensor groups, that generate independently."""
         return self.size // self.tensor
 
     @property
     def engine(self) -> int:
-        """The number of this rank's."""
+        """Index of this rank's engine."""
         return self.rank // self.tensor
 
     @property
-    def speaks(self) -> bool:
-        """Of the ranks that divide a model, which generate the same, one says what came of it."""
+    def is_tp_rank0(self) -> bool:
+        """First rank of its tensor group. All ranks of a group generate the same; this one reports it."""
         return self.rank % self.tensor == 0
 
     @property
     def main(self) -> bool:
-        """Rank 0 alone writes and speaks."""
+        """Rank 0: the only one that writes and logs."""
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over all shares, on the host in double precision: exact for counts, whatever the device can add."""
-        if self.shares == 1:
+        """Sums over the data-parallel replicas, on the host in double precision: exact for counts."""
+        if self.dp_size == 1:
             return list(values)
         return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all shares of a tensor on the host, in place."""
-        if self.shares > 1:
-            with self._meeting("a sum"):
-                dist.all_reduce(tensor, group=self.column)
+        """All-reduce (sum) of a host tensor over the replicas, in place."""
+        if self.dp_size > 1:
+            with self._watched("an all-reduce"):
+                dist.all_reduce(tensor, group=self.dp_group)
         return tensor
 
     def max_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of all shares' numbers, of a tensor on the host, in place."""
-        if self.shares > 1:
-            with self._meeting("a maximum"):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.column)
+        """All-reduce (max) of a host tensor over the replicas, in place."""
+        if self.dp_size > 1:
+            with self._watched("an all-reduce"):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.dp_group)
         return tensor
 
-    def ranks_of(self, share: int) -> range:
-        """The ranks that have a share."""
-        each = self.size // self.shares
-        return range(share * each, (share + 1) * each)
+    def ranks_of(self, dp_rank: int) -> range:
+        """The ranks of a replica."""
+        each = self.size // self.dp_size
+        return range(dp_rank * each, (dp_rank + 1) * each)
 
     def exchange(self, parcels: Sequence[T]) -> list[T]:
-        """Parcel i goes to rank i; returns what every rank had for this one, in rank order. Nobody else sees it."""
+        """All-to-all of objects: parcel i goes to rank i. Returns the parcels for this rank, in rank order."""
         if self.size == 1:
             return list(parcels)
         packed = [pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL) for parcel in parcels]
         sent = torch.tensor([len(one) for one in packed])
         received = torch.empty_like(sent)
-        with self._meeting("an exchange"):
+        with self._watched("an all-to-all"):
             dist.all_to_all_single(received, sent)
             arriving = torch.empty(int(received.sum()), dtype=torch.uint8)
             leaving = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
@@ -147,52 +145,53 @@ class World:
         return [pickle.loads(part.numpy().tobytes()) for part in arriving.split(received.tolist())]
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in rank order."""
+        """All-gather of objects, in rank order."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
-        with self._meeting("a gathering"):
+        with self._watched("an all-gather"):
             dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
     def counters(self, count: int) -> list[Counter]:
-        """New counters that all ranks share, in the store where they met (a collective)."""
+        """New shared counters in the store (collective)."""
         name = self.gather(secrets.token_hex(8))[0]
         return [Counter(f"lockstep/counter/{name}/{number}") for number in range(count)]
 
     def barrier(self) -> None:
         if self.size > 1:
-            with self._meeting("a barrier"):
+            with self._watched("a barrier"):
                 dist.barrier()
 
-    def apart(self) -> dist.ProcessGroup:
-        """All ranks as another group over the host's memory: for a thread beside the one that trains."""
+    def new_gloo_group(self) -> dist.ProcessGroup:
+        """A new gloo group of all ranks, for use in a background thread."""
         group: dist.ProcessGroup = dist.new_group(backend=HOST.partition(":")[2], timeout=TIMEOUT)
         return group
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """What the ranks do inside: told by the others when this rank is waited for."""
+        """Names what the ranks do inside, for the log lines of ranks that wait for this one."""
         return nullcontext() if self.watch is None else self.watch.stage(name)
 
     def progress(self, next_part: str | None = None) -> None:
-        """A part of a long stage is done, so the run has not stalled; the next one by name, where it is another."""
+        """Report progress within a long stage, so that the run does not count as stalled; optionally name the next
+        part."""
         if self.watch is not None:
             self.watch.progress(next_part)
 
     def started(self) -> None:
-        """The first step begins: a rank that is only busy counts as stalled from here on."""
+        """The first step begins: from here on being busy does not count as progress."""
         if self.watch is not None:
             self.watch.started()
 
-    def _meeting(self, name: str) -> AbstractContextManager[None]:
+    def _watched(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.collective(name)
 
 
 @contextmanager
 def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
-    """The world that torchrun's environment describes; a lone process without it.
+    """The world that torchrun's environment describes; a single process without it.
 
-    `stall`: when a run counts as stalled, and is ended; None where it never does.
+    `stall`: when the run counts as stalled and is ended; None: never.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -202,17 +201,17 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
             watch = None if stall is None else stack.enter_context(watching(rank, size, stall))
             yield World(rank, size, local_rank, watch)
             return
-        own = f"{device.name}:{device.collective}"
-        backend = HOST if own == HOST else f"{HOST},{own}"
+        device_backend = f"{device.name}:{device.collective}"
+        backend = HOST if device_backend == HOST else f"{HOST},{device_backend}"
         meeting = f"all {size} ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if launcher_holds_store():
-            # So the first meeting can be watched too.
+            # Started before the process group, so that joining is watched too.
             watch = stack.enter_context(watching(rank, size, stall))
-            with watch.collective("joining"), told_wait(f"{meeting} (this is rank {rank})"):
+            with watch.collective("joining"), log_wait(f"{meeting} (this is rank {rank})"):
                 store = connected_store("world", TIMEOUT)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         else:
-            with told_wait(f"{meeting} (this is rank {rank})"):
+            with log_wait(f"{meeting} (this is rank {rank})"):
                 dist.init_process_group(backend, timeout=TIMEOUT)
             watch = stack.enter_context(watching(rank, size, stall))
         try:
@@ -221,13 +220,12 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-# What one rank refuses, refused by all: the others would wait for it in their next collective.
+# A problem found on one rank must be raised on all: the others would hang in their next collective.
 
 
 @contextmanager
 def refused_together(what: str) -> Iterator[None]:
-    """Every rank of the run does what is inside; all raise the problems with `what` that any of them found there (a
-    collective)."""
+    """Run the body on every rank; if any rank finds problems with `what`, all ranks raise all of them (collective)."""
     problems: list[Problem] = []
     try:
         yield
@@ -235,5 +233,5 @@ def refused_together(what: str) -> Iterator[None]:
         problems = refusal.problems
     every: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, problems)
-    # Of a tensor that several have slices of, each may say the same.
-    refuse_all(list(dict.fromkeys(problem for found in every for problem in found)), what)
+    # Ranks with slices of one tensor may report the same problem.
+    refuse_all(list(dict.fromkeys(problem for rank_problems in every for problem in rank_problems)), what)

@@ -224,7 +224,7 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, byte
                 number_of_call, length = HEADER.unpack(header)
                 calls.put((number_of_call, stream.read(length)))
     finally:
-        # At once, in the middle of a call; the warden ends what the function has started.
+        # At once, in the middle of a call; the supervisor ends what the function has started.
         os._exit(0)
 
 

@@ -249,7 +249,7 @@ def collect(
                     "versions": completion.versions,
                     "text": text,
                 }
-                if world.speaks:
+                if world.is_tp_rank0:
                     judged.append((made, _submitted(judge, prompts[index].question, completion, text)))
                 advance(1)
             seconds = time.perf_counter() - begun

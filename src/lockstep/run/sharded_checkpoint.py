@@ -43,7 +43,7 @@ class ShardedWriter:
 
     def __init__(self, checkpoints: Path, world: World, landed: Callable[[Path], None]):
         self.checkpoints, self.world, self.landed = checkpoints, world, landed
-        self._group = world.apart()
+        self._group = world.new_gloo_group()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 

@@ -88,7 +88,7 @@ def _planned(experience: Experience, update: UpdateLines, models: Models) -> Upd
     here = {number: place for place, number in enumerate(experience.numbers) if run.start <= number < run.stop}
     places = dict(zip(here, [0, *accumulate(experience.written_S[list(here)].tolist())], strict=False))
     batches = []
-    for line in update.shares[models.world.share]:
+    for line in update.shares[models.world.dp_rank]:
         numbers = [run.start + laid.number for laid in line]
         batches.append(
             models.packing.batch(

@@ -69,9 +69,9 @@ class Packing:
         alone = len({one.prompt for one in responses}) == len(responses)
         if self.tokens is None or self.world.context is not None or alone:
             lengths = [one.length for one in responses]
-            plan = plan_micro_batches(lengths, devices=self.world.shares, tokens=self.tokens, rows=self.rows)
+            plan = plan_micro_batches(lengths, devices=self.world.dp_size, tokens=self.tokens, rows=self.rows)
             return [[[Laid(number, 0) for number in members] for members in share] for share in plan]
-        return lay_groups(responses, self.world.shares, tokens=self.tokens, alike_up_to=alike_up_to)
+        return lay_groups(responses, self.world.dp_size, tokens=self.tokens, alike_up_to=alike_up_to)
 
     def batch(
         self, line: LaidLine, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None

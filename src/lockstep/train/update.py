@@ -87,7 +87,7 @@ def update_policy(
         reference_K=None if known.reference_K is None else known.reference_K[tokens],
         held_K=held_tokens(algorithm, learned, plan, seed),
     )
-    batches = [replace(batch, foresee=loss.foresight(batch)) for batch in plan.batches]
+    batches = [replace(batch, token_grads=loss.token_grads(batch)) for batch in plan.batches]
     outcome = models.trained.forward_backward(batches, loss, divisor)
     metrics = policy_metrics(outcome, divisor, float(whole.count(int((average_K > 0).sum()))))
     refuse_disagreement(metrics, recipe.rollout.max_probs_diff)

@@ -16,7 +16,7 @@ from lockstep.algorithms.token_losses import value_loss
 from lockstep.algorithms.token_selection import HELD
 from lockstep.device.base import sent
 from lockstep.errors import Refusal
-from lockstep.kernels.logprob import Foresight, Scores
+from lockstep.kernels.logprob import Scores, TokenGrads
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.registry import loss_row
@@ -136,7 +136,7 @@ class PolicyLoss:
         largest = difference.max() if len(difference) else difference.new_zeros(())
         return Sums(sums.loss, sums.metrics, {"probs_diff": largest})
 
-    def foresight(self, batch: MicroBatch) -> Foresight | None:
+    def token_grads(self, batch: MicroBatch) -> TokenGrads | None:
         """The loss's gradients by log-probabilities and entropies, token by token; None where tokens depend on others.
 
         Up to the factor that the update puts before the sum.
@@ -145,7 +145,7 @@ class PolicyLoss:
             return None
         whole: list[_Tokens] = []
 
-        def foresee(
+        def token_grads(
             logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             if not whole:
@@ -158,7 +158,7 @@ class PolicyLoss:
                 found = torch.autograd.grad(loss, inputs)
             return found[0], found[1] if len(found) > 1 else None
 
-        return foresee
+        return token_grads
 
     def _tokens(self, own_K: torch.Tensor) -> _Tokens:
         def take(vector: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
-"""The two parts of an attention over shared beginnings put together on an NVIDIA device, in one pass over their rows.
+"""Cascade attention in Triton: merges attention over the shared prefix into attention over the rest, row by row.
 
-The plain-torch twins are `merge_` and `add_rows_` in `cascade.py`. T tokens of the line, R rows, H heads, D head size.
+The plain-torch references are `merge_` and `add_rows_` in `flash.py`. Shapes: T tokens, R rows, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def _merge(  # type: ignore[no-untyped-def]
     HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program, all of its heads."""
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + at)
+    """One program per row, over all of its heads."""
+    pid = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + pid)
     heads, columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, BLOCK)
-    there = heads < HEADS
-    inside = there[:, None] & (columns < SIZE)[None, :]
-    one = tl.load(lse + heads.to(tl.int64) * lse_head + row, mask=there, other=0.0)
-    other = tl.load(more_lse + heads.to(tl.int64) * more_lse_head + at, mask=there, other=0.0)
-    largest = tl.maximum(one, other)
-    both = largest + tl.log(tl.exp(one - largest) + tl.exp(other - largest))
-    places = out + row * out_row + heads[:, None].to(tl.int64) * out_head + columns[None, :]
-    added = more + at * more_row + heads[:, None].to(tl.int64) * more_head + columns[None, :]
-    first = tl.load(places, mask=inside, other=0.0).to(tl.float32) * tl.exp(one - both)[:, None]
-    second = tl.load(added, mask=inside, other=0.0).to(tl.float32) * tl.exp(other - both)[:, None]
-    tl.store(places, (first + second).to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + heads.to(tl.int64) * lse_head + row, both, mask=there)
+    head_mask = heads < HEADS
+    mask = head_mask[:, None] & (columns < SIZE)[None, :]
+    lse_a = tl.load(lse + heads.to(tl.int64) * lse_head + row, mask=head_mask, other=0.0)
+    lse_b = tl.load(more_lse + heads.to(tl.int64) * more_lse_head + pid, mask=head_mask, other=0.0)
+    m_i = tl.maximum(lse_a, lse_b)
+    lse_new = m_i + tl.log(tl.exp(lse_a - m_i) + tl.exp(lse_b - m_i))
+    out_ptrs = out + row * out_row + heads[:, None].to(tl.int64) * out_head + columns[None, :]
+    more_ptrs = more + pid * more_row + heads[:, None].to(tl.int64) * more_head + columns[None, :]
+    acc_a = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) * tl.exp(lse_a - lse_new)[:, None]
+    acc_b = tl.load(more_ptrs, mask=mask, other=0.0).to(tl.float32) * tl.exp(lse_b - lse_new)[:, None]
+    tl.store(out_ptrs, (acc_a + acc_b).to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + heads.to(tl.int64) * lse_head + row, lse_new, mask=head_mask)
 
 
 @triton.jit
@@ -60,15 +60,15 @@ def _add(  # type: ignore[no-untyped-def]
     HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + at)
+    pid = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + pid)
     heads, columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, BLOCK)
-    inside = (heads < HEADS)[:, None] & (columns < SIZE)[None, :]
-    places = total + row * total_row + heads[:, None].to(tl.int64) * total_head + columns[None, :]
-    added = more + at * more_row + heads[:, None].to(tl.int64) * more_head + columns[None, :]
-    found = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    found += tl.load(added, mask=inside, other=0.0).to(tl.float32)
-    tl.store(places, found.to(total.dtype.element_ty), mask=inside)
+    mask = (heads < HEADS)[:, None] & (columns < SIZE)[None, :]
+    total_ptrs = total + row * total_row + heads[:, None].to(tl.int64) * total_head + columns[None, :]
+    more_ptrs = more + pid * more_row + heads[:, None].to(tl.int64) * more_head + columns[None, :]
+    acc = tl.load(total_ptrs, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(more_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(total_ptrs, acc.to(total.dtype.element_ty), mask=mask)
 
 
 def merge_(

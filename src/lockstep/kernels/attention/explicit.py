@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# Attention sinks added to attention without them: from its output and the log of its sum of exponentials.
-#
-# With L that log over the keys, sinks leave the share sigmoid(L - sink) to the keys. A sink's value is 0, so its own
-# gradient is minus its probability times (upstream . output). T tokens, H heads.
+# Attention sinks are added to the output of attention without them. The keys keep the share sigmoid(lse - sink) of the
+# probability. A sink's value is 0, so its gradient is -probability * (upstream . output). T tokens, H heads.
 
 
 def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log of the sum of exponentials, the sinks among them."""
+    """Output and lse including the sinks."""
     sinks_H1 = sinks_H.to(lse_HT.dtype)[:, None]
     return out_THD * (lse_HT - sinks_H1).sigmoid().t()[:, :, None], torch.logaddexp(lse_HT, sinks_H1)
 
@@ -20,19 +18,16 @@ def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tenso
 def sink_gradient(
     upstream_THD: torch.Tensor, out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """From the output and the log that include the sinks."""
-    taken_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()
-    along_HT = (upstream_THD.to(lse_HT.dtype) * out_THD.to(lse_HT.dtype)).sum(-1).t()
-    return -(taken_HT * along_HT).sum(1).to(sinks_H.dtype)
+    """Gradient of the sinks, from the output and lse that include them."""
+    p_sink_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()
+    delta_HT = (upstream_THD.to(lse_HT.dtype) * out_THD.to(lse_HT.dtype)).sum(-1).t()
+    return -(p_sink_HT * delta_HT).sum(1).to(sinks_H.dtype)
 
 
-# Attention written out in plain torch, for what torch's own lacks: soft-capped scores and sinks.
-#
-# N sequences, H query heads, G key/value heads, Q queries, K keys, D head size. A soft cap c turns a score s into c *
-# tanh(s / c). A sink is a logit of its own for each head: it takes its share of the probability and adds nothing to
-# the output.
+# Shapes: N sequences, H query heads, G key/value heads, Q queries, K keys, D head size. A soft cap c replaces a score s
+# by c * tanh(s / c). A sink is one extra logit per head with a value of 0.
 
-# Memory of one block of fp32 scores: queries are taken in blocks, so that no (heads, T, T) of a long sequence appears.
+# Memory of one block of fp32 scores. Queries are processed in blocks, so that no (heads, T, T) tensor is allocated.
 SCORE_BYTES = 64 * 2**20
 
 
@@ -47,22 +42,22 @@ def masked_attention(
     softcap: float | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax attention in fp32 at least, with `mask_NQK` added to the capped scores."""
+    """Softmax attention in fp32 or wider, with `mask_NQK` added to the capped scores."""
     heads, queries, groups = query_NHQD.shape[1], query_NHQD.shape[2], key_NGKD.shape[1]
     wide = torch.promote_types(query_NHQD.dtype, torch.float32)
-    # The query heads that share a key/value head stand as rows of one query: no head is repeated in memory.
+    # Query heads that share a key/value head are stacked as rows of one query, so keys are not repeated in memory.
     query = query_NHQD.to(wide).unflatten(1, (groups, heads // groups)).flatten(2, 3)
     scores = (query @ key_NGKD.to(wide).transpose(-1, -2) * scale).view(len(query), heads, queries, -1)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
     scores = scores + mask_NQK[:, None]
     if sinks_H is None:
-        shares = scores.softmax(-1)
+        p = scores.softmax(-1)
     else:
         sinks = sinks_H.to(wide)[:, None, None]
-        shares = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)).exp()
-    shares = torch.nn.functional.dropout(shares, dropout)
-    out = shares.unflatten(1, (groups, heads // groups)).flatten(2, 3) @ value_NGKD.to(wide)
+        p = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)).exp()
+    p = torch.nn.functional.dropout(p, dropout)
+    out = p.unflatten(1, (groups, heads // groups)).flatten(2, 3) @ value_NGKD.to(wide)
     return out.view(len(query), heads, queries, -1).to(query_NHQD.dtype)
 
 
@@ -78,9 +73,9 @@ def causal_attention(
     dropout: float = 0.0,
     first: int = 0,
 ) -> torch.Tensor:
-    """Each query, the first at position `first`, to the keys up to its own (the last `window` of them).
+    """Causal attention (over the last `window` keys); the first query is at position `first`.
 
-    In blocks of queries; the backward pass computes each block's scores again.
+    Computed in blocks of queries; the backward pass recomputes each block's scores.
     """
     batch, heads, queries, _ = query_NHQD.shape
     rows = max(1, SCORE_BYTES // (4 * batch * heads * key_NGKD.shape[2]))
@@ -119,9 +114,9 @@ def _block(
     dropout: float,
 ) -> torch.Tensor:
     positions = torch.arange(key.shape[2], device=query.device)
-    back = torch.arange(offset, offset + query.shape[2], device=query.device)[:, None] - positions[None, :]
-    hidden = back < 0
+    distance = torch.arange(offset, offset + query.shape[2], device=query.device)[:, None] - positions[None, :]
+    hidden = distance < 0
     if window:
-        hidden |= back >= window
+        hidden |= distance >= window
     mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, -float("inf"))
     return masked_attention(query, key, value, mask[None], sinks_H, scale=scale, softcap=softcap, dropout=dropout)

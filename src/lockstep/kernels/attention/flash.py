@@ -11,12 +11,10 @@ from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
 from lockstep.kernels.attention.layout import Cascade, Layout
 from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections, Tensors, merge
 
-# Attention on a line whose sequences share beginnings, without a copy of a whole sequence: two parts put together.
-#
-# Every token attends to what stands on the line for its sequence alone, and, where a beginning is shared, to that;
-# the two are merged by the logarithms of their sums of exponentials (L). Given the merged output and L, the backward
-# of each part gives its share of the gradients, exactly. Shapes: T tokens of the line, R of them behind a shared
-# beginning, H query heads, G key/value heads, D head size.
+# Cascade attention: sequences that share a prefix, without copying it. Every token attends to the unshared tokens of
+# its sequence and, where there is one, to the shared prefix. The two parts are merged by their log-sum-exp (lse). With
+# the merged output and lse, the backward of each part returns its exact contribution to the gradients. Shapes: T tokens
+# of the packed row, R of them behind a shared prefix, H query heads, G key/value heads, D head size.
 
 
 def cascade_attention(
@@ -43,9 +41,9 @@ class _CascadeAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         rows_R, keys_S = cascade.rows_R, cascade.keys_S
         out, lse_HT = kernel.forward(query, key, value, cascade.own, scale)
-        beginning = key.index_select(0, keys_S), value.index_select(0, keys_S)
-        more = kernel.forward(query.index_select(0, rows_R), *beginning, cascade.shared, scale)
-        _rows(out).merge_(out, lse_HT, rows_R, *more)
+        prefix_kv = key.index_select(0, keys_S), value.index_select(0, keys_S)
+        prefix_part = kernel.forward(query.index_select(0, rows_R), *prefix_kv, cascade.shared, scale)
+        _rows(out).merge_(out, lse_HT, rows_R, *prefix_part)
         ctx.save_for_backward(query, key, value, out, lse_HT)
         ctx.cascade, ctx.scale, ctx.kernel = cascade, scale, kernel
         return out
@@ -56,8 +54,8 @@ class _CascadeAttention(torch.autograd.Function):
         query, key, value, out, lse_HT = ctx.saved_tensors
         cascade, scale, kernel = ctx.cascade, ctx.scale, ctx.kernel
         rows_R, keys_S = cascade.rows_R, cascade.keys_S
-        own = kernel.backward(upstream, query, key, value, out, lse_HT, cascade.own, scale)
-        shared = kernel.backward(
+        unshared = kernel.backward(upstream, query, key, value, out, lse_HT, cascade.own, scale)
+        prefix = kernel.backward(
             upstream.index_select(0, rows_R),
             query.index_select(0, rows_R),
             key.index_select(0, keys_S),
@@ -68,13 +66,13 @@ class _CascadeAttention(torch.autograd.Function):
             scale,
         )
         add_rows_ = _rows(out).add_rows_
-        for total, more, places in zip(own, shared, (rows_R, keys_S, keys_S), strict=True):
-            add_rows_(total, places, more)
-        return *own, None, None, None
+        for grad, prefix_grad, rows in zip(unshared, prefix, (rows_R, keys_S, keys_S), strict=True):
+            add_rows_(grad, rows, prefix_grad)
+        return *unshared, None, None, None
 
 
 class Rows(NamedTuple):
-    """What happens to some rows of a tensor, no row named twice."""
+    """In-place operations on some rows of a tensor; no row occurs twice."""
 
     merge_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     add_rows_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -95,7 +93,7 @@ def merge_(
     more_RHD: torch.Tensor,
     more_lse_HR: torch.Tensor,
 ) -> None:
-    """Put a second part into some rows of a first: into its output and L."""
+    """Merge a second part into some rows of the first part's output and lse."""
     merged, lse = merge(out_THD.index_select(0, rows_R), lse_HT.index_select(1, rows_R), more_RHD, more_lse_HR)
     out_THD.index_copy_(0, rows_R, merged.to(out_THD.dtype))
     lse_HT.index_copy_(1, rows_R, lse)
@@ -105,11 +103,10 @@ def add_rows_(total_THD: torch.Tensor, rows_R: torch.Tensor, more_RHD: torch.Ten
     total_THD.index_add_(0, rows_R, more_RHD)
 
 
-# Torch's flash attention over packed sequences on an NVIDIA device, also with attention sinks.
-#
-# Shapes: T tokens of the line, H query heads, G key/value heads, D head size. The plain-torch twin is in `varlen.py`.
+# Torch's varlen flash attention. Shapes: T tokens, H query heads, G key/value heads, D head size. The reference
+# implementation is in `varlen.py`.
 
-# What torch's kernel takes.
+# The largest head size of torch's kernel.
 LARGEST_HEAD = 256
 
 
@@ -134,7 +131,7 @@ def flash_varlen(
 def flash_shared(
     query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, cascade: Cascade, scale: float
 ) -> torch.Tensor:
-    """On a line whose sequences share beginnings."""
+    """For a packed row with shared prefixes."""
     return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, FLASH_PARTS)
 
 
@@ -151,10 +148,10 @@ def flash_with_sinks(
 
 
 class _FlashWithSinks(torch.autograd.Function):
-    """Attention without sinks, corrected by the share of probability that they take.
+    """Attention without sinks, rescaled by the probability mass that the sinks take.
 
-    The kernel's backward needs only the output and the log of the sum of exponentials: given those that include the
-    sinks, its gradients do too (see `sinks.py`).
+    The kernel's backward needs only the output and the lse. Given those that include the sinks, its gradients include
+    them too (see `sink_gradient`).
     """
 
     @staticmethod
@@ -208,7 +205,7 @@ def flash_line_backward(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a forward pass that another kernel ran."""
+    """Backward of a forward pass that another kernel computed."""
     state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
     return torch.ops.aten._flash_attention_backward(
         upstream_THD,
@@ -239,9 +236,9 @@ def flash_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Some queries to some of their keys (`parts.py`). The kernel aligns a causal sequence at its end too."""
+    """Partial attention (`parts.py`). The kernel aligns causal sequences at their end too."""
     out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-        query_THD, key_SGD, value_SGD, *_two_lines(where), False, scale=scale, **_window(window)
+        query_THD, key_SGD, value_SGD, *_cu_seqlens(where), False, scale=scale, **_window(window)
     )
     return out, lse_HT
 
@@ -257,7 +254,7 @@ def flash_part_backward(
     scale: float,
     window: int | None = None,
 ) -> Gradients:
-    # The generator's state, which the forward pass would give, is of no use without dropout.
+    # The RNG state that the forward pass returns is unused without dropout.
     state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
     return torch.ops.aten._flash_attention_backward(
         upstream_THD.to(query_THD.dtype).contiguous(),
@@ -266,7 +263,7 @@ def flash_part_backward(
         value_SGD,
         out_THD.to(query_THD.dtype).contiguous(),
         lse_HT.float().contiguous(),
-        *_two_lines(where),
+        *_cu_seqlens(where),
         state,
         state[:0],
         scale=scale,
@@ -277,14 +274,14 @@ def flash_part_backward(
 FLASH_PARTS = PartialKernel(flash_part, flash_part_backward)
 
 
-def _two_lines(where: Sections) -> tuple[Any, ...]:
-    # Told that no sequence has more than one query, the kernel gives the normalisers in another order.
+def _cu_seqlens(where: Sections) -> tuple[Any, ...]:
+    # With a maximum query length of 1 the kernel returns the lse in another order.
     longest = max(2, where.longest_query), where.longest_key
     return where.query_bounds, where.key_bounds, *longest, 0.0, where.causal
 
 
 def _sequences(layout: Layout) -> tuple[Any, ...]:
-    """Where queries and keys begin, how long they are at most, no dropout, causal."""
+    """Cumulative sequence lengths and maximum lengths of queries and keys, no dropout, causal."""
     return layout.bounds, layout.bounds, layout.longest, layout.longest, 0.0, True
 
 

@@ -12,11 +12,9 @@ from lockstep.kernels.attention.masks import WINDOW, BeyondCausal
 from lockstep.kernels.attention.paged import PrefillPass, paged_attention
 from lockstep.kernels.attention.varlen import varlen_attention
 
-# Attention of tokens whose sequences are divided over ranks: what a layer is handed in the place of a layout.
-
 
 class DividedLayout(ABC):
-    """This rank's tokens of a line. See `parallel/` for the ways to divide one."""
+    """Base class of context-parallel layouts (see `parallel/`): this rank's tokens of a packed row."""
 
     @abstractmethod
     def attend(
@@ -31,16 +29,13 @@ class DividedLayout(ABC):
         softcap: float | None,
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `varlen_attention` for the whole line, of which every rank has its tokens and gets their output."""
+        """Same as `varlen_attention` over the complete packed row; takes and returns this rank's tokens."""
 
-
-# Our attention as transformers calls it: packed sequences in training, whole or divided over ranks, and the paged
-# cache in generation.
 
 # The name under which transformers finds our attention (`attn_implementation`).
 ATTENTION = "lockstep"
-# What models hand to every attention and what says nothing about who sees whom: positions are in queries and keys
-# already, the window comes from the mask (`masks.py`), and the rest are switches of the caller.
+# Keywords that models pass to attention and that do not change the mask: positions are already in queries and keys, and
+# the window comes from the mask (`masks.py`).
 SAYS_NOTHING = frozenset(
     {
         "position_ids",
@@ -70,16 +65,16 @@ def transformers_attention(
     layout: Layout | DividedLayout | PrefillPass | DecodePass | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Our attention in the form transformers calls: (N, heads, T, D) in, (N, T, heads, D) out.
+    """Attention with the signature that transformers calls: (N, heads, T, D) in, (N, T, heads, D) out.
 
-    `layout` travels from the model's forward as a keyword and says where the tokens lie: in a packed line, on several
-    ranks, or in the engine's cache. What we cannot do exactly is an error.
+    `layout` is passed through the model's forward as a keyword. It locates the tokens: in a packed row, on several
+    ranks, or in the engine's KV cache. Unsupported attention raises an error.
     """
     _refuse_more(module, attention_mask, is_causal, extra)
     if layout is None:
         raise RuntimeError("the packed attention was called without a layout; generation uses another implementation")
     rows, heads, width, size = query.shape
-    # N rows of one width are one line: right-padded batches come through here too.
+    # N rows of one width form one packed row; right-padded batches take this path too.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)
@@ -99,7 +94,7 @@ def transformers_attention(
 def _refuse_more(
     module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool | None, extra: dict[str, Any]
 ) -> None:
-    """An argument that we do not know may be what makes this model's attention its own."""
+    """Reject unknown arguments: they may change what this model's attention computes."""
     name = type(module).__name__
     if mask is not None:
         raise BeyondCausal(f"{name} makes a mask of its own")
@@ -113,7 +108,7 @@ def _refuse_more(
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="lockstep"` known to transformers. No mask is registered, so none is built."""
+    """Register `attn_implementation="lockstep"` with transformers. No mask function is registered, so none is built."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, transformers_attention)

@@ -13,7 +13,7 @@ import torch
 from lockstep.device.base import sent
 from lockstep.kernels.attention.parts import Sections, sections
 
-# A bucket holds sequences down to this share of its longest one: padding stays small, buckets stay few.
+# The shortest sequence of a bucket as a fraction of its longest. It keeps both padding and the number of buckets small.
 BUCKET_SHARE = 0.75
 
 
@@ -28,23 +28,23 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sequences packed along one line, and where each token goes when they are regrouped by length.
+    """Sequences packed into one row, and where each token goes when they are regrouped by length.
 
-    `slots_of_tokens` maps a token of the line to its slot in the regrouped buffer, `tokens_of_slots` the other way;
-    padding slots point at token 0 and nobody reads what comes out of them. Both are None when the line is already
-    a grid (all sequences of one length), so that regrouping is a view. They are made when somebody asks: kernels for
-    whole lines do without.
+    `slots_of_tokens` maps a token of the packed row to its slot in the regrouped buffer, `tokens_of_slots` the other
+    way. Padding slots point at token 0, and their output is never read. Both are None when the packed row is already a
+    grid (all sequences of one length); regrouping is then a view. They are built on first use, because varlen kernels
+    do not need them.
 
-    Where sequences share their beginning, it stands on the line once: see `Sharing`.
+    A prefix that sequences share is stored once in the packed row: see `Sharing`.
     """
 
     kernel: str
     longest: int
     bounds: torch.Tensor
     ends: tuple[int, ...]
-    """Where each sequence ends, as host numbers: some kernels want them so, and nobody should ask the device."""
+    """End of each sequence, as host integers. Some kernels need them, and reading them from the device would sync."""
     line_E: torch.Tensor | None = None
-    """On the host: where the tokens of the whole sequences stand on a line that shares beginnings."""
+    """On the host: packed index of each token of the expanded sequences, where prefixes are shared."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def slots_E(self) -> torch.Tensor | None:
-        """The slot of each token of whole sequences that share beginnings; None where none do."""
+        """Slot of each token of the expanded sequences; None without shared prefixes."""
         return self._regrouped.slots_E
 
     @cached_property
@@ -72,7 +72,7 @@ class Layout:
 
     @cached_property
     def cascade(self) -> Cascade | None:
-        """Attention on the line in two parts; None where nothing is shared, or where a token is shared twice over."""
+        """The two parts of cascade attention; None without shared prefixes, or where a token is shared twice."""
         return None if self.line_E is None else _cascade(self.line_E.numpy(), self.ends, self.bounds.device)
 
     @cached_property
@@ -99,24 +99,24 @@ class _Regrouped:
 
 @dataclass(frozen=True)
 class Sharing:
-    """For a line whose sequences share beginnings. E counts the tokens of the whole sequences, one after another.
+    """Index maps of a packed row with shared prefixes. E counts the tokens of the expanded sequences.
 
-    Attention alone needs them whole; everything else in a layer looks at one token and runs once for a shared one.
+    Only attention needs the expanded sequences. Every other operator works per token and runs once per shared token.
     """
 
     line_E: torch.Tensor
-    """The position on the line of each token of the whole sequences."""
+    """Packed index of each token of the expanded sequences."""
     first_T: torch.Tensor
-    """The first of the whole sequences' tokens that a position of the line stands for."""
+    """For each packed index, the first expanded token that it stands for."""
 
 
 @dataclass(frozen=True)
 class Cascade:
-    """A line whose sequences share beginnings, as two attentions without a copy of a sequence.
+    """A packed row with shared prefixes as two attentions, without copying a prefix.
 
-    `own`: each sequence causally on what stands on the line for itself alone (of the first one, the beginning too).
-    `shared`: the R tokens that follow a beginning of another sequence, at `rows_R`, on that beginning, whose keys, one
-    beginning after another, are at `keys_S`. No key is named twice.
+    `own`: each sequence causally over its unshared tokens (the first sequence also over the prefix).
+    `shared`: the R tokens that follow another sequence's prefix, at `rows_R`, over the keys of that prefix, which are
+    at `keys_S`, one prefix after another. No key occurs twice.
     """
 
     own: Sections
@@ -135,11 +135,11 @@ def _cascade(line_E: np.ndarray, ends: Sequence[int], device: torch.device) -> C
     last: tuple[int, int] | None = None
     for start, end in pairwise((0, *ends)):
         places = line_E[start:end]
-        # What stands on the line already is behind what is written so far.
+        # Indices below the write position belong to a shared prefix.
         share = int(np.searchsorted(places, written))
         length = end - start - share
         if share:
-            # Neighbours that follow the same beginning are one sequence of queries.
+            # Neighbouring sequences with the same prefix form one sequence of queries.
             if last == (places[0], share):
                 queries[-1] += length
             else:
@@ -166,7 +166,7 @@ def make_layout(
 ) -> Layout:
     """Lay sequences of `lengths` out for the attention named `kernel` (a device's `attention`).
 
-    `line_E` says where the tokens of the whole sequences stand on a line that shares beginnings.
+    `line_E`: packed index of each token of the expanded sequences, where prefixes are shared.
     """
     ends = list(accumulate(lengths))
     bounds = sent(torch.tensor([0, *ends], dtype=torch.int32), device)
@@ -179,7 +179,7 @@ def _first_of(line_E: torch.Tensor) -> torch.Tensor:
 
 
 def padded_layout(rows: int, width: int, device: torch.device, kernel: str) -> Layout:
-    """Right-padded rows are a packed line of equal lengths: causal attention never looks right, at the padding."""
+    """A right-padded batch as a packed row of equal lengths: causal attention never sees the padding on the right."""
     return make_layout([width] * rows, device, kernel)
 
 
@@ -196,7 +196,7 @@ def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket,
     for group in groups:
         buckets.append(Bucket(start, len(group), lengths[group[0]]))
         start += len(group) * lengths[group[0]]
-    # Zeros, not whatever was there: a replay compares what operators are given.
+    # Zeros instead of uninitialised memory: a replay compares the inputs of operators.
     slots_of_tokens = torch.zeros(ends[-1], dtype=torch.long)
     tokens_of_slots = torch.zeros(start, dtype=torch.long)
     for bucket, group in zip(buckets, groups, strict=True):
@@ -211,10 +211,10 @@ def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket,
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of a sequence that is computed in one pass: tokens at `start` to `stop`, whose slots are known."""
+    """A span of a sequence that one pass computes: tokens `start` to `stop`, and their slots."""
 
     first: int
-    """Place of its first token in the line of the pass."""
+    """Index of its first token in the pass's packed row."""
     start: int
     stop: int
     slots: torch.Tensor
@@ -234,13 +234,13 @@ class DecodePass:
     _lengths: list[int] = field(default_factory=list)
 
     def lengths(self) -> list[int]:
-        """As host numbers, asked of the device by the first layer that wants them."""
+        """As host integers; the first layer that needs them copies them from the device."""
         if not self._lengths:
             self._lengths.extend(self.lengths_B.tolist())
         return self._lengths
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """The twin's mask, made by the first layer that looks through this window."""
+        """The mask of the reference implementation; built by the first layer with this window."""
         if window not in self._masks:
             width = self.table_BM.shape[1] * self.cache.block
             self._masks[window] = decode_mask(self.lengths_B, width, window, dtype)
@@ -248,29 +248,29 @@ class DecodePass:
 
 
 class KVCache:
-    """Keys and values of every layer by slot. `spare` is a block beyond those that sequences take."""
+    """Keys and values of every layer, indexed by slot. `spare` is a block that no sequence uses."""
 
     def __init__(self, layers: int, blocks: int, block: int, heads: int, size: int, like: torch.Tensor):
         self.blocks, self.block, self.spare = blocks, block, blocks
         shape = (2, layers, (blocks + 1) * block, heads, size)
-        # Zeros, not whatever was there: a masked slot is multiplied by 0, and 0 times infinity is not 0.
+        # Zeros instead of uninitialised memory: a masked slot is multiplied by 0, and 0 * inf is NaN.
         self.slots = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.slots[0, index], self.slots[1, index]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), in every layer."""
-        # Sent without waiting: the device may be a round behind.
+        """Copy blocks, given as (from, to), in every layer."""
+        # Copied without a sync: the device may be one round behind.
         source, target = (sent(torch.tensor(side), self.slots.device) for side in zip(*pairs, strict=True))
         blocks = self.slots.unflatten(2, (self.blocks + 1, self.block))
         blocks[:, :, target] = blocks[:, :, source]
 
 
 def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores (B, 1, 1, width): 0 for a sequence's last `window` tokens, minus infinity else.
+    """Additive mask (B, 1, 1, width): 0 for a sequence's last `window` tokens, minus infinity elsewhere.
 
-    Numbers, not booleans, which attention would turn into numbers in every layer again.
+    Floats, because attention would convert a boolean mask in every layer.
     """
     positions = torch.arange(width, device=lengths_B.device)
     seen = positions[None, :] < lengths_B[:, None]

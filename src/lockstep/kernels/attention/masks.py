@@ -1,7 +1,7 @@
-"""What each layer of a model may see, read off the model's own masks: causal, or causal within a window.
+"""The attention window of each layer, read from the model's masks: causal, or causal within a window.
 
-In transformers a window may reach attention as a keyword, as a mask, or as both. We build no masks, so each attention
-module is told once, at load, what its mask says. A mask that says more than causal and window is refused.
+In transformers a window may reach attention as a keyword, as a mask, or as both. lockstep builds no masks. At load, a
+probe pass sets the window on each attention module. A mask other than causal or sliding-window is rejected.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import torch
 from torch import nn
 
 PROBE = "lockstep_probe"
-# Where on an attention module its window stands, once it is known (None: it sees everything before it), and how its
-# keys and values are shaped: heads, numbers of a key, numbers of a value.
+# Attributes set on an attention module: its window (None: all earlier tokens), and the shape of its keys and values
+# (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
-# How many query heads it has, and where its scores are capped, or None.
+# Number of query heads, and the soft cap of its scores or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
-# A token far from the start: whatever is limited shows there.
+# A token far from the start, where every limited window shows.
 FAR = 10_000_019
 
 
 class BeyondCausal(NotImplementedError):
-    """Attention that looks elsewhere than at the last tokens before each token."""
+    """The attention is neither causal nor causal within a window."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a mask lets a token see: itself and the tokens before it, the last `window` of them where there is one."""
+    """What a mask lets a token see: itself and all earlier tokens, or the last `window` of them."""
 
     window: int | None
 
 
 @dataclass(frozen=True)
 class Mask:
-    """In the place of a mask's numbers, what they would be made from. Read when a layer uses it: models make masks
-    that none of their layers has a use for."""
+    """Stands for a mask tensor. It is evaluated only when a layer uses it, because models build masks that no layer
+    uses."""
 
     function: Callable[..., torch.Tensor]
 
 
 @dataclass
 class MaskProbe:
-    """What a forward pass through the probe told: the modules that called attention."""
+    """The result of a probe pass: the modules that called attention."""
 
     called: list[nn.Module] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class MaskProbe:
 def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
     """The window of a mask function of transformers, `(batch, head, query, key) -> seen`, all index tensors.
 
-    Our attention has one window for all `heads` of a layer, so heads that see different tokens are refused.
+    lockstep has one window for all `heads` of a layer, so heads that see different tokens are rejected.
     """
 
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -70,28 +70,28 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
     window = _window(sees)
     queries = _queries(window)
     steps = torch.arange(-3, 4)
-    # Also far from every edge: the first tokens and the last ones may be seen, and not those between.
+    # Positions far from both ends too: a mask may show the first and last tokens and hide those between.
     between = queries[:, None] * torch.arange(1, 16) // 16
     edges = [steps.clone(), queries[:, None] + steps, between]
     if window is not None:
         edges.append(queries[:, None] - window + steps)
     for keys in edges:
         keys = keys.clamp(min=0).expand(len(queries), -1)
-        wanted = keys <= queries[:, None]
+        expected = keys <= queries[:, None]
         if window is not None:
-            wanted &= keys > queries[:, None] - window
-        differs = sees(queries[:, None], keys) != wanted
+            expected &= keys > queries[:, None] - window
+        differs = sees(queries[:, None], keys) != expected
         if differs.any():
             row, column = (int(index[0]) for index in differs.nonzero(as_tuple=True))
             query, key = int(queries[row]), int(keys[row, column])
             _refuse_chunks(sees)
-            sees_or_not = "does not see" if wanted[row, column] else "sees"
+            sees_or_not = "does not see" if expected[row, column] else "sees"
             raise BeyondCausal(f"it is not causal attention within a window: token {query} {sees_or_not} token {key}")
     return Seen(window)
 
 
 def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """How many tokens a far one sees, itself included; None for all."""
+    """Number of tokens that a far token sees, itself included; None for all."""
     query = torch.tensor([FAR])
     if bool(sees(query, torch.tensor([0]))):
         return None
@@ -108,7 +108,7 @@ def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int |
 
 
 def _refuse_chunks(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """The usual form of a mask beyond a window has a name."""
+    """Report chunked attention, the usual form of a mask beyond a window, by name."""
     queries = torch.arange(1, 2**17)
     alone = (~sees(queries, queries - 1)).nonzero()
     if len(alone):
@@ -117,17 +117,17 @@ def _refuse_chunks(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -
 
 
 def _queries(window: int | None) -> torch.Tensor:
-    """Tokens at which a window, a chunk or a block of any size would show its edge."""
+    """Positions at which a window, chunk or block of any size shows its edge."""
     around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
     if window is not None:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
-        # A block that happens to look like a window at FAR does not a few tokens on.
+        # A block that looks like a window at FAR differs a few tokens later.
         around += [FAR + share * window // 7 for share in range(1, 8)]
     return torch.tensor(sorted({max(0, position) for position in around}))
 
 
 def register_probe() -> None:
-    """Make the probe known to transformers as an attention and as a maker of masks."""
+    """Register the probe with transformers as an attention and as a mask function."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -150,7 +150,7 @@ def _probe_attention(
     probe: MaskProbe | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Notes what the module is shown; gives back the values, as if each token saw only itself."""
+    """Record the module's window and shapes; return the values, as if each token saw only itself."""
     if probe is None:
         raise BeyondCausal(f"{type(module).__name__} is not handed the keywords of the forward pass")
     seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
@@ -182,7 +182,7 @@ def _attending(model: Any, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def _of_its_own() -> Iterator[None]:
-    """A model that computes with its mask trips over what stands in its place."""
+    """Turn the error of a model that computes with its mask into `BeyondCausal`."""
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -193,7 +193,7 @@ def _of_its_own() -> Iterator[None]:
 
 @torch.no_grad()
 def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
-    """Tell every attention module of a model's decoder its window; returns those that use transformers' interface."""
+    """Set the window on every attention module of a decoder; returns those that use transformers' interface."""
     register_probe()
     probe = MaskProbe()
     device = model.get_input_embeddings().weight.device

@@ -14,25 +14,23 @@ from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections,
 from lockstep.kernels.fused_modules import KernelTrial
 from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 
-# Attention through torch_npu's fused operators: packed training, and one query a sequence over the paged cache.
-#
-# What they demand is in `npu_limits.py`. The plain-torch twins are in `varlen.py` and `paged.py`. Contract-tested on
-# an emulated CANN, not yet run on Ascend hardware.
+# Limits of the operators are in `npu_limits.py`, plain-torch references in `varlen.py`, `paged.py` and `partial.py`.
+# Contract-tested on an emulated CANN, not yet run on Ascend hardware.
 
-# A causal mask of any size is given as this corner of it; True is masked out.
+# The operator takes a causal mask of any size as this corner of it; True is masked out.
 CORNER = 2048
-WHOLE, RIGHT_DOWN_CAUSAL, BAND = 0, 3, 4
+NO_MASK, RIGHT_DOWN_CAUSAL, BAND = 0, 3, 4
 UNBOUNDED = 2**31 - 1
 
 
 @cache
 def corner(device: torch.device) -> torch.Tensor:
-    """Made on the host: one copy for each device, whatever the lengths are."""
+    """Built on the host: one copy per device, for all lengths."""
     return torch.ones(CORNER, CORNER, dtype=torch.bool).triu(1).to(device)
 
 
 def wait() -> None:
-    """Until the device has done all that was asked of it."""
+    """Wait until the device has finished all queued work."""
     import torch_npu
 
     torch_npu.npu.synchronize()
@@ -50,7 +48,7 @@ def fusion_attention(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention inside each sequence of a line; `layout.ends` are host numbers, as the operator wants them."""
+    """Causal attention inside each packed sequence. The operator takes `layout.ends` as host integers."""
     import torch_npu
 
     ends = list(layout.ends)
@@ -83,7 +81,7 @@ def infer_decode(
     block: int,
     scale: float,
 ) -> torch.Tensor:
-    """One query a sequence to its blocks of the cache, which lie there as (block, token, head and size)."""
+    """Paged decode attention: one query per sequence. The cache is laid out as (block, token, head * size)."""
     import torch_npu
 
     batch, heads, size = query_BHD.shape
@@ -103,18 +101,13 @@ def infer_decode(
     return out.view(batch, heads, size)
 
 
-# Some queries to some of their keys (`parts.py`) through torch_npu's fused attention and its gradient.
-#
-# The operator gives the largest score and the sum of exponentials below it, so lse = max + log(sum). Its gradient
-# takes them back, with the output: given a maximum of lse and a sum of 1, and the output of the whole, its gradients
-# are shares of the whole's. By default both stand head by head within each sequence, whatever their shape says;
-# `softmax_layout` asks for the order of the queries, forward and backward alike.
-#
-# The plain-torch twin is in `partial.py`, where this is tried against it before it is used. Contract-tested on an
-# emulated CANN, not yet run on Ascend hardware.
+# Partial attention (`parts.py`). The operator returns the row maximum and the sum of exponentials, so
+# lse = max + log(sum). Its backward takes both: with max = lse, sum = 1 and the merged output it returns this part's
+# contribution to the gradients. By default both are ordered by head within each sequence; `softmax_layout` selects the
+# order of the queries. `partial.py` checks this kernel against the reference before it is used.
 
-LINE = "TND"
-# The operator keeps each number of a query and head so many times over.
+PACKED_LAYOUT = "TND"
+# The operator repeats each value of a query and head this often.
 COPIES = 8
 
 
@@ -134,7 +127,7 @@ def fusion_part(
         key_SGD,
         value_SGD,
         query_THD.shape[1],
-        LINE,
+        PACKED_LAYOUT,
         scale=scale,
         actual_seq_qlen=seen.query_ends,
         actual_seq_kvlen=seen.key_ends,
@@ -142,7 +135,7 @@ def fusion_part(
         pre_tockens=seen.before,
         next_tockens=seen.after,
         sparse_mode=seen.mode,
-        softmax_layout=LINE,
+        softmax_layout=PACKED_LAYOUT,
     )
     return out, (largest_TH8[..., 0] + total_TH8[..., 0].log()).t().contiguous()
 
@@ -168,7 +161,7 @@ def fusion_part_backward(
         value_SGD,
         upstream_THD.to(query_THD.dtype).contiguous(),
         query_THD.shape[1],
-        LINE,
+        PACKED_LAYOUT,
         softmax_max=largest_TH8,
         softmax_sum=torch.ones_like(largest_TH8),
         attention_in=out_THD.to(query_THD.dtype).contiguous(),
@@ -179,21 +172,21 @@ def fusion_part_backward(
         pre_tockens=seen.before,
         next_tockens=seen.after,
         sparse_mode=seen.mode,
-        softmax_layout=LINE,
+        softmax_layout=PACKED_LAYOUT,
     )
     return dq, dk, dv
 
 
 class _Seen(NamedTuple):
-    """Which keys each query sees, in the operator's words: the same in both directions."""
+    """Which keys each query sees, as arguments of the operator; the same in forward and backward."""
 
     query_ends: list[int]
     key_ends: list[int]
     mask: torch.Tensor | None = None
-    """Without one, a query sees its whole sequence."""
+    """None: a query sees all keys of its sequence."""
     before: int = UNBOUNDED
     after: int = UNBOUNDED
-    mode: int = WHOLE
+    mode: int = NO_MASK
 
 
 def _seen(where: Sections, window: int | None, device: torch.device) -> _Seen:
@@ -206,7 +199,7 @@ def _seen(where: Sections, window: int | None, device: torch.device) -> _Seen:
 
 
 FUSION_PARTS = PartialKernel(fusion_part, fusion_part_backward)
-# The lse is fp32 in every type. Half types round the weights, and each part's gradients.
+# The lse is fp32 for every dtype. Half dtypes round the weights and each part's gradients.
 TRIAL = KernelTrial(
     {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}, smallest=1.0, gradients=False, wait=wait
 )

@@ -1,6 +1,6 @@
-"""Attention of the rollout engine: keys and values live in blocks of a cache that sequences share.
+"""Paged attention of the rollout engine: keys and values are in blocks of a shared cache.
 
-Shapes: T tokens of a forward pass, B sequences that decode one token each, M blocks of a sequence's table, H query
+Shapes: T tokens of a forward pass, B sequences that decode one token each, M block-table entries per sequence, H query
 heads, G key/value heads, D head size. A slot holds one token: block * block size + position in the block.
 """
 
@@ -21,7 +21,7 @@ from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """Stretches of several sequences in one line: a layout when each begins its sequence, else chunks."""
+    """Spans of several sequences in one packed row: a layout if each starts its sequence, else chunks."""
 
     cache: KVCache
     slots_T: torch.Tensor
@@ -41,12 +41,12 @@ def paged_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Store the pass's keys and values, and attend to everything of each token's own sequence up to itself."""
+    """Store the pass's keys and values, then attend causally within each token's sequence."""
     keys, values = step.cache.layer(layer)
     if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda:
         new = key_TGD, value_TGD
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, new)
-    if step.kernel == "invariant" and _row_by_row(query_THD, softcap, sinks_H):
+    if step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H):
         invariant_store(key_TGD, value_TGD, keys, values, step.slots_T)
     else:
         keys.index_copy_(0, step.slots_T, key_TGD)
@@ -68,7 +68,7 @@ def cached_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `paged_attention`, where the cache holds the pass's keys and values already."""
+    """Same as `paged_attention` when the cache already holds the pass's keys and values."""
     keys, values = step.cache.layer(layer)
     if isinstance(step, DecodePass):
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H)
@@ -76,7 +76,7 @@ def cached_attention(
         return varlen_attention(
             query_THD, key_TGD, value_TGD, step.where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )
-    if step.kernel == "invariant" and _row_by_row(query_THD, softcap, sinks_H):
+    if step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H):
         chunks = (invariant_chunk(query_THD, keys, values, chunk, scale, window) for chunk in step.where)
         return torch.cat(list(chunks))
     chunks = (_chunk_attention(query_THD, keys, values, chunk, scale, window, softcap, sinks_H) for chunk in step.where)
@@ -94,13 +94,13 @@ def decode_attention(
     sinks_H: torch.Tensor | None = None,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """One query a sequence to what the cache holds, by the kernel of the device.
+    """Decode attention over the cache by the device's kernel: one query per sequence.
 
-    One of these kernels writes `new` keys and values to the cache on its way.
+    The Triton kernel also writes the `new` keys and values to the cache.
     """
     plain = softcap is None and sinks_H is None
     block = step.cache.block
-    if step.kernel == "invariant" and _row_by_row(query_BHD, softcap, sinks_H):
+    if step.kernel == "invariant" and _invariant_fits(query_BHD, softcap, sinks_H):
         return invariant_decode(query_BHD, keys, values, step, scale, window)
     if step.kernel in ("triton", "invariant") and query_BHD.is_cuda:
         from lockstep.kernels.attention.paged_triton import paged_decode
@@ -115,8 +115,8 @@ def decode_attention(
     return _masked_decode(query_BHD, keys, values, step.table_BM, block, scale, mask, softcap, sinks_H)
 
 
-def _row_by_row(query_THD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None) -> bool:
-    """Whether there is a kernel for this that does not look at other rows; the line's attention asks the same."""
+def _invariant_fits(query_THD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None) -> bool:
+    """Whether the batch-invariant kernel supports this; same conditions as for packed attention."""
     fits = query_THD.is_cuda and query_THD.dtype in HALVES and query_THD.shape[-1] % 8 == 0
     return fits and query_THD.shape[-1] <= LARGEST_HEAD and softcap is None and sinks_H is None
 
@@ -133,7 +133,7 @@ def gathered_decode(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The twin: every sequence's blocks side by side, then plain attention with a mask."""
+    """The reference: gathers every sequence's blocks, then plain attention with a mask."""
     mask = decode_mask(lengths_B, table_BM.shape[1] * block, window, query_BHD.dtype)
     return _masked_decode(query_BHD, keys, values, table_BM, block, scale, mask, softcap, sinks_H)
 
@@ -159,7 +159,7 @@ def _masked_decode(
     if softcap is not None or sinks_H is not None:
         query = query_BHD[:, :, None]
         return masked_attention(query, k, v, mask[:, 0], sinks_H, scale=scale, softcap=softcap)[:, :, 0]
-    # The query heads that share a key/value head stand as rows of one query: no head is repeated in memory.
+    # Query heads that share a key/value head are stacked as rows of one query, so keys are not repeated in memory.
     query = query_BHD.reshape(batch, groups, heads // groups, size)
     out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, -1)
@@ -175,16 +175,16 @@ def _chunk_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A chunk with what came before it in the cache."""
+    """Attention of a chunk to the cached tokens before it and to itself."""
     query = query_THD[chunk.first : chunk.first + chunk.stop - chunk.start].transpose(0, 1)[None]
     k, v = (cached.index_select(0, chunk.slots).transpose(0, 1)[None] for cached in (keys, values))
     if softcap is not None or sinks_H is not None:
         out = causal_attention(query, k, v, sinks_H, scale=scale, softcap=softcap, window=window, first=chunk.start)
         return out[0].transpose(0, 1)
     positions = torch.arange(chunk.stop, device=keys.device)
-    back = positions[chunk.start :, None] - positions[None, :]
-    seen = back >= 0
+    distance = positions[chunk.start :, None] - positions[None, :]
+    mask = distance >= 0
     if window:
-        seen &= back < window
-    out = scaled_dot_product_attention(query, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        mask &= distance < window
+    out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)

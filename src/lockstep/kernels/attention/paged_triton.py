@@ -1,7 +1,7 @@
-"""Attention of one query a sequence to its blocks of the cache, on an NVIDIA device.
+"""Paged decode attention in Triton: one query token per sequence against its KV-cache blocks, with split-KV.
 
-The plain-torch twin is `gathered_decode` in `paged.py`. B sequences, H query heads, G key/value heads, D head size, S
-splits of a sequence.
+The plain-torch reference is `gathered_decode` in `paged.py`. Shapes: B sequences, H query heads, G key/value heads,
+D head size, S splits of a sequence.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from lockstep.kernels.triton_math import tanh
 
 
 class Launch(NamedTuple):
-    """Of a program: cached tokens that it reads at once, its warps, and how many such reads are under way, with the one
-    that is computed with."""
+    """Launch parameters: KV tokens per tile (BLOCK_N), num_warps and num_stages."""
 
     tile: int
     warps: int
     stages: int
 
 
-# For heads of up to 64, and for wider ones. Reads of like size: more of them do not fit beside those of other programs.
+# For head sizes up to 64, and for larger ones. Larger tiles leave no shared memory for other programs.
 NARROW, WIDE = Launch(64, 2, 3), Launch(32, 4, 3)
-# Programs that keep a multiprocessor busy. Where there are fewer, sequences are split among several, but not into
-# pieces of fewer tokens than pay for putting them together again.
+# BUSY: programs that fill one multiprocessor. With fewer programs a sequence is split, but not into splits of fewer
+# than PIECE tokens, which would cost more to merge than they save.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
 
 
@@ -43,8 +42,8 @@ def _decode(  # type: ignore[no-untyped-def]
     lengths,
     sinks,
     out,
-    peaks,
-    totals,
+    m_parts,
+    l_parts,
     scale,
     softcap,
     window,
@@ -68,11 +67,11 @@ def _decode(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One program for a sequence and a key/value head: the SHARED query heads that read it stand as rows of a tile.
+    """One program per sequence and key/value head. The SHARED query heads of that head are the rows of a tile.
 
-    With SPLITS a program reads a piece of the sequence, and `_merge` puts the pieces together.
+    With SPLITS > 1 a program reads one split of the sequence, and `_merge` combines the splits.
     """
-    # Heads of one token lie side by side, and samples of one prompt beside each other: both are read at the same time.
+    # Neighbouring programs read neighbouring memory: the heads of a token, and the samples of one prompt.
     group = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -82,12 +81,12 @@ def _decode(  # type: ignore[no-untyped-def]
     inside = (rows[:, None] < SHARED) & sized[None, :]
     heads = group * SHARED + rows
     places = sequence * query_stride + heads[:, None] * query_head_stride + columns[None, :]
-    asked = tl.load(query + places, mask=inside, other=0.0)
+    q = tl.load(query + places, mask=inside, other=0.0)
     length = tl.load(lengths + sequence)
     first = tl.maximum(length - window, 0)
-    largest = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, PADDED], tl.float32)
+    m_i = tl.full([ROWS], -float("inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
     cached = length
     if NEW:
         cached = length - 1
@@ -99,29 +98,29 @@ def _decode(  # type: ignore[no-untyped-def]
         stop = tl.minimum(start + share, cached)
     if split == 0:
         if SINKS:
-            # As if a first key had been read: of this logit, and with a value of 0.
-            largest = tl.load(sinks + heads, mask=rows < SHARED, other=0.0).to(tl.float32)
-            total += 1.0
+            # A sink is a key with this logit and a value of 0.
+            m_i = tl.load(sinks + heads, mask=rows < SHARED, other=0.0).to(tl.float32)
+            l_i += 1.0
         if NEW:
-            # The token that is fed: its key and value go to the cache, and are read from where they are.
+            # The new token: its key and value are written to the cache and used from registers.
             place = sequence * new_key_stride + group * new_key_head_stride + columns
-            key = tl.load(new_keys + place, mask=sized, other=0.0)
+            k = tl.load(new_keys + place, mask=sized, other=0.0)
             place = sequence * new_value_stride + group * new_value_head_stride + columns
-            value = tl.load(new_values + place, mask=sized, other=0.0)
+            v = tl.load(new_values + place, mask=sized, other=0.0)
             slot = tl.load(table + sequence * table_stride + cached // BLOCK) * BLOCK + cached % BLOCK
             slot = slot * slot_stride + group * head_stride
-            tl.store(keys + slot + columns, key, mask=sized)
-            tl.store(values + slot + columns, value, mask=sized)
-            logit = tl.sum(asked.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
+            tl.store(keys + slot + columns, k, mask=sized)
+            tl.store(values + slot + columns, v, mask=sized)
+            qk_new = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
             if CAPPED:
-                logit = softcap * tanh(logit / softcap)
-            new = tl.maximum(largest, logit)
-            part = tl.exp(logit - new)
-            total = total * tl.exp(largest - new) + part
-            mixed = part[:, None] * value.to(tl.float32)[None, :]
-            largest = new
-    # The next tile's part of the table is read a tile ahead: keys and values are then loaded several tiles ahead, which
-    # the compiler does not do for loads that wait for another one.
+                qk_new = softcap * tanh(qk_new / softcap)
+            m_new = tl.maximum(m_i, qk_new)
+            p_new = tl.exp(qk_new - m_new)
+            l_i = l_i * tl.exp(m_i - m_new) + p_new
+            acc = p_new[:, None] * v.to(tl.float32)[None, :]
+            m_i = m_new
+    # The next tile's block table entries are loaded one tile ahead, so that the compiler can pipeline the loads of keys
+    # and values, which depend on them.
     row = table + sequence * table_stride
     following = start + tl.arange(0, TILE)
     blocks = tl.load(row + following // BLOCK, mask=following < stop, other=0)
@@ -133,42 +132,42 @@ def _decode(  # type: ignore[no-untyped-def]
         blocks = tl.load(row + following // BLOCK, mask=following < stop, other=0)
         offsets = slots[:, None] * slot_stride + group * head_stride + columns[None, :]
         wanted = seen[:, None] & sized[None, :]
-        key = tl.load(keys + offsets, mask=wanted, other=0.0)
-        value = tl.load(values + offsets, mask=wanted, other=0.0)
-        logits = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
+        k = tl.load(keys + offsets, mask=wanted, other=0.0)
+        v = tl.load(values + offsets, mask=wanted, other=0.0)
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
-            logits = softcap * tanh(logits / softcap)
-        logits = tl.where(seen[None, :], logits, -float("inf"))
-        new = tl.maximum(largest, tl.max(logits, axis=1))
-        shrink = tl.exp(largest - new)
-        shares = tl.exp(logits - new[:, None])
-        mixed = mixed * shrink[:, None] + tl.dot(shares.to(value.dtype), value, input_precision="ieee")
-        total = total * shrink + tl.sum(shares, axis=1)
-        largest = new
+            qk = softcap * tanh(qk / softcap)
+        qk = tl.where(seen[None, :], qk, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, axis=1))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new[:, None])
+        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        m_i = m_new
     place = sequence * tl.num_programs(0) * SHARED + heads
     if SPLITS > 1:
         place = place * SPLITS + split
-        tl.store(peaks + place, largest, mask=rows < SHARED)
-        tl.store(totals + place, total, mask=rows < SHARED)
+        tl.store(m_parts + place, m_i, mask=rows < SHARED)
+        tl.store(l_parts + place, l_i, mask=rows < SHARED)
     else:
-        mixed = mixed / total[:, None]
-    tl.store(out + place[:, None] * SIZE + columns[None, :], mixed.to(out.dtype.element_ty), mask=inside)
+        acc = acc / l_i[:, None]
+    tl.store(out + place[:, None] * SIZE + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]
-    mixed, peaks, totals, out, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
+    acc, m_parts, l_parts, out, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """A head of a sequence from its pieces; a piece of no tokens has a peak of -inf."""
+    """Combine the splits of one head of one sequence. An empty split has m_i = -inf."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, PADDED)
-    peak = tl.load(peaks + row * SPLITS + splits)
-    weight = tl.exp(peak - tl.max(peak, axis=0))
-    total = tl.sum(weight * tl.load(totals + row * SPLITS + splits), axis=0)
+    m_i = tl.load(m_parts + row * SPLITS + splits)
+    alpha = tl.exp(m_i - tl.max(m_i, axis=0))
+    l_i = tl.sum(alpha * tl.load(l_parts + row * SPLITS + splits), axis=0)
     places = (row * SPLITS + splits)[:, None] * SIZE + columns[None, :]
-    pieces = tl.load(mixed + places, mask=columns[None, :] < SIZE, other=0.0)
-    result = tl.sum(weight[:, None] * pieces, axis=0) / total
+    acc_i = tl.load(acc + places, mask=columns[None, :] < SIZE, other=0.0)
+    result = tl.sum(alpha[:, None] * acc_i, axis=0) / l_i
     tl.store(out + row * SIZE + columns, result.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
@@ -186,8 +185,8 @@ def paged_decode(
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """`new` are the keys and values (B, G, D) of each sequence's last token, where the cache does not hold them yet:
-    they are written to it."""
+    """`new`: keys and values (B, G, D) of each sequence's last token that the cache does not hold yet. The kernel
+    writes them to the cache."""
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     shared = heads // groups
@@ -195,10 +194,10 @@ def paged_decode(
     query = query_BHD if query_BHD.stride(2) == 1 else query_BHD.contiguous()
     new_keys, new_values = (query, query) if new is None else (_rows(part) for part in new)
     out = torch.empty(batch, heads, size, dtype=query.dtype, device=query.device)
-    mixed = peaks = totals = out
+    acc = m_parts = l_parts = out
     if splits > 1:
-        mixed = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
-        peaks, totals = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=query.device)
+        acc = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
+        m_parts, l_parts = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=query.device)
     padded = max(16, triton.next_power_of_2(size))
     settings = NARROW if size <= 64 else WIDE
     _decode[(groups, batch, splits)](
@@ -210,9 +209,9 @@ def paged_decode(
         table_BM,
         lengths_B,
         query if sinks_H is None else sinks_H.contiguous(),
-        mixed,
-        peaks,
-        totals,
+        acc,
+        m_parts,
+        l_parts,
         scale,
         1.0 if softcap is None else float(softcap),
         window or 2**30,
@@ -235,7 +234,7 @@ def paged_decode(
         num_stages=settings.stages,
     )
     if splits > 1:
-        _merge[(batch * heads,)](mixed, peaks, totals, out, SIZE=size, PADDED=padded, SPLITS=splits, num_warps=1)
+        _merge[(batch * heads,)](acc, m_parts, l_parts, out, SIZE=size, PADDED=padded, SPLITS=splits, num_warps=1)
     return out
 
 
@@ -244,8 +243,8 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """Into how many pieces a sequence is cut. By the size of the batch and of its tables alone: recorded passes keep
-    their shape."""
+    """Number of splits per sequence. It depends on batch and table size only, because a captured CUDA graph keeps its
+    grid."""
     wanted = BUSY * _processors(device) // programs
     return max(1, min(MOST_SPLITS, _power_below(wanted), _power_below(longest // PIECE)))
 

@@ -15,61 +15,56 @@ from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections,
 from lockstep.kernels.fused_modules import Answers, KernelTrial, drawn
 from lockstep.kernels.npu_limits import part_problem
 
-# Whether a kernel for parts of the keys (`parts.py`) gives what its twin does, tried before it is used.
-#
-# Three sequences, whose queries see some keys causally and others all: outputs and logs are merged, and each part's
-# gradients are asked for with the whole's. A kernel that puts numbers in another order, aligns a causal sequence at
-# its start or computes its gradients from its own part alone gives others.
-
-QUERIES, SEEN_CAUSALLY, SEEN_WHOLE = (3, 1, 70), (5, 1, 90), (4, 9, 33)
+# The trial compares a kernel with the reference before its first use: three sequences, one causal part and one full
+# part, merged, with the gradients of each part. It detects another output order, causal alignment at the start of a
+# sequence, and gradients computed from one part's output alone.
+QUERIES, SEEN_CAUSALLY, SEEN_FULL = (3, 1, 70), (5, 1, 90), (4, 9, 33)
 WINDOW = 7
 
 
 def same_parts(
     name: str,
     kernel: PartialKernel,
-    twin: PartialKernel,
+    reference: PartialKernel,
     trial: KernelTrial,
     like: torch.Tensor,
     shape: tuple[int, int, int],
     windowed: bool,
 ) -> bool:
-    """On the device and in the type of `like`, for a `shape` of query heads, key heads and their size."""
+    """Whether the kernel matches `reference` on the device and dtype of `like`. `shape`: query heads, key heads, D."""
     heads, groups, size = shape
-    causal, whole = (
+    causal, full = (
         sections(QUERIES, keys, is_causal, like.device)
-        for keys, is_causal in ((SEEN_CAUSALLY, True), (SEEN_WHOLE, False))
+        for keys, is_causal in ((SEEN_CAUSALLY, True), (SEEN_FULL, False))
     )
     query, upstream = (drawn(sum(QUERIES), heads, size, like=like, seed=seed) for seed in (0, 1))
-    some, others = (
+    causal_kv, full_kv = (
         [drawn(sum(keys), groups, size, like=like, seed=seed) for seed in seeds]
-        for keys, seeds in ((SEEN_CAUSALLY, (2, 3)), (SEEN_WHOLE, (4, 5)))
+        for keys, seeds in ((SEEN_CAUSALLY, (2, 3)), (SEEN_FULL, (4, 5)))
     )
     window, scale = WINDOW if windowed else None, size**-0.5
 
-    def answers(one: PartialKernel) -> Answers:
-        out, lse_HT = one.forward(query, *some, causal, scale, window)
-        more, more_lse_HT = one.forward(query, *others, whole, scale)
+    def outputs(candidate: PartialKernel) -> Answers:
+        out, lse_HT = candidate.forward(query, *causal_kv, causal, scale, window)
+        more, more_lse_HT = candidate.forward(query, *full_kv, full, scale)
         out, lse_HT = merge(out.float(), lse_HT.float(), more, more_lse_HT.float())
         out = out.to(like.dtype)
         gradients = [
-            *one.backward(upstream, query, *some, out, lse_HT, causal, scale, window),
-            *one.backward(upstream, query, *others, out, lse_HT, whole, scale),
+            *candidate.backward(upstream, query, *causal_kv, out, lse_HT, causal, scale, window),
+            *candidate.backward(upstream, query, *full_kv, out, lse_HT, full, scale),
         ]
         return [out, lse_HT, *(gradient.to(like.dtype) for gradient in gradients)]
 
-    return trial.alike("attention over parallel.context", name, lambda: answers(twin), lambda: answers(kernel))
+    return trial.alike("attention over parallel.context", name, lambda: outputs(reference), lambda: outputs(kernel))
 
 
-# Which kernel attends to a part of the keys (`parts.py`), and its twin in plain torch.
-#
-# Shapes: T queries, S keys, H query heads, G key/value heads, D numbers of a key, E of a value.
+# Shapes: T queries, S keys, H query heads, G key/value heads, D key size, E value size.
 
 
 def partial_kernel(
     name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sections, window: int | None = None
 ) -> PartialKernel:
-    """The kernel of the device whose `attention` is called `name`, where it takes these numbers; else plain torch."""
+    """The kernel of the device whose `attention` is `name`, where it supports these inputs; else plain torch."""
     if name in ("flash_varlen", "invariant") and flash_part_fits(query_THD, value_SGE):
         return FLASH_PARTS
     if name == "npu_fusion" and _fusion_serves(query_THD, value_SGE, where, window):
@@ -80,15 +75,15 @@ def partial_kernel(
 def _fusion_serves(query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sections, window: int | None) -> bool:
     problem = part_problem(query_THD, value_SGE, where.queries, where.keys)
     if problem is not None:
-        _tell(problem)
+        _warn_once(problem)
         return False
     shape = (query_THD.shape[1], value_SGE.shape[1], query_THD.shape[2])
     return _fusion_passes(query_THD.device, query_THD.dtype, shape, window is not None)
 
 
 @cache
-def _tell(problem: str) -> None:
-    """Once for each of them."""
+def _warn_once(problem: str) -> None:
+    """Warn once per problem."""
     warnings.warn(
         f"attention over parallel.context is plain torch: npu_fusion_attention has no {problem}", stacklevel=4
     )
@@ -96,12 +91,12 @@ def _tell(problem: str) -> None:
 
 @cache
 def _fusion_passes(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], windowed: bool) -> bool:
-    """Tried once for each kind of call, on each device."""
+    """Cached: one trial per device, dtype and shape."""
     like = torch.empty(0, dtype=dtype, device=device)
     return same_parts("npu_fusion_attention", FUSION_PARTS, PLAIN, TRIAL, like, shape, windowed)
 
 
-# -- the twin
+# -- reference implementation
 
 
 def plain_part(
@@ -112,7 +107,7 @@ def plain_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """In fp32 at least, sequence by sequence and in blocks of queries: no (heads, T, S) of a long one appears."""
+    """In fp32 or wider, one sequence and block of queries at a time, so that no (heads, T, S) tensor is allocated."""
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     out_THE = query_THD.new_empty(len(query_THD), heads, value_SGE.shape[-1], dtype=wide)
     lse_HT = query_THD.new_empty(heads, len(query_THD), dtype=wide)
@@ -139,16 +134,14 @@ def plain_part_backward(
     wide = torch.promote_types(query_THD.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(tensor, dtype=wide) for tensor in (query_THD, key_SGD, value_SGE))
     for rows, keys, key_GSD, hidden in _blocks(query_THD, key_SGD, where, window):
-        query, upstream, out = (
-            _to_groups(tensor[rows].to(wide), groups) for tensor in (query_THD, upstream_THE, out_THE)
-        )
+        q, do, o = (_to_groups(tensor[rows].to(wide), groups) for tensor in (query_THD, upstream_THE, out_THE))
         lse = lse_HT[:, rows].to(wide).reshape(groups, -1, 1)
-        shares = (_scores(query_THD[rows], key_GSD, scale, hidden) - lse).exp()
-        dv[keys] += (shares.transpose(1, 2) @ upstream).transpose(0, 1)
-        along = upstream @ value_SGE[keys].to(wide).permute(1, 2, 0)
-        scores = shares * (along - (upstream * out).sum(-1, keepdim=True)) * scale
-        dq[rows] = _to_rows(scores @ key_GSD, heads)
-        dk[keys] += (scores.transpose(1, 2) @ query).transpose(0, 1)
+        p = (_scores(query_THD[rows], key_GSD, scale, hidden) - lse).exp()
+        dv[keys] += (p.transpose(1, 2) @ do).transpose(0, 1)
+        dp = do @ value_SGE[keys].to(wide).permute(1, 2, 0)
+        ds = p * (dp - (do * o).sum(-1, keepdim=True)) * scale
+        dq[rows] = _to_rows(ds @ key_GSD, heads)
+        dk[keys] += (ds.transpose(1, 2) @ q).transpose(0, 1)
     return dq, dk, dv
 
 
@@ -158,11 +151,11 @@ PLAIN = PartialKernel(plain_part, plain_part_backward)
 def _blocks(
     query_THD: torch.Tensor, key_SGD: torch.Tensor, where: Sections, window: int | None
 ) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor | None]]:
-    """Blocks of queries, the keys that any of them sees, as (G, S, D), and which of these each does not see."""
+    """Blocks of queries, the keys that the block sees as (G, S, D), and the mask of keys hidden from each query."""
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     for queries, keys in where.spans:
         count = keys.stop - keys.start
-        # The key of the first query's own token; a sequence that is not causal has none.
+        # Index of the first query's own key (causal only).
         first = count - (queries.stop - queries.start)
         step = max(1, SCORE_BYTES // (4 * heads * max(1, count)))
         for start in range(queries.start, queries.stop, step):
@@ -170,16 +163,16 @@ def _blocks(
             if not where.causal:
                 yield slice(start, stop), keys, key_SGD[keys].to(wide).transpose(0, 1), None
                 continue
-            own = torch.arange(first + start - queries.start, first + stop - queries.start)
-            low = max(0, int(own[0]) + 1 - window) if window else 0
-            back = own[:, None] - torch.arange(low, int(own[-1]) + 1)
-            hidden = back < 0 if window is None else (back < 0) | (back >= window)
-            seen = slice(keys.start + low, keys.start + int(own[-1]) + 1)
+            positions = torch.arange(first + start - queries.start, first + stop - queries.start)
+            low = max(0, int(positions[0]) + 1 - window) if window else 0
+            distance = positions[:, None] - torch.arange(low, int(positions[-1]) + 1)
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            seen = slice(keys.start + low, keys.start + int(positions[-1]) + 1)
             yield slice(start, stop), seen, key_SGD[seen].to(wide).transpose(0, 1), hidden.to(query_THD.device)
 
 
 def _scores(query_THD: torch.Tensor, key_GSD: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
-    """(G, H / G x T, S): the query heads that share a key head stand as rows of one query."""
+    """(G, H / G * T, S): query heads that share a key head are stacked as rows."""
     groups = len(key_GSD)
     scores = _to_groups(query_THD.to(key_GSD.dtype), groups) @ key_GSD.transpose(1, 2) * scale
     if hidden is None:

@@ -1,10 +1,10 @@
-"""Attention of some queries to some of their keys, in parts that can be merged: one interface, whatever the kernel.
+"""Partial attention: attention of queries to a part of their keys, in a form that can be merged.
 
-A part gives its output and the log of its sum of exponentials (`lse`). Parts over different keys are merged by these
-(`merge`), and the backward pass of a part is given the output and the lse of the whole, so that its gradients are
-shares of the whole's. A causal sequence is aligned at its end: the last query sees every key.
+A part returns its output and its log-sum-exp (`lse`). `merge` combines parts over different keys by their lse. The
+backward pass of a part takes the merged output and lse, so that the gradients of the parts add up. A causal sequence is
+aligned at its end: the last query sees every key.
 
-Shapes: T queries, S keys, H query heads, G key/value heads, D numbers of a key, E of a value.
+Shapes: T queries, S keys, H query heads, G key/value heads, D key size, E value size.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lockstep.device.base import sent
 
 @dataclass(frozen=True)
 class Sections:
-    """Sequences along two lines, one of queries and one of keys."""
+    """Lengths and cumulative bounds of packed queries and packed keys."""
 
     queries: tuple[int, ...]
-    """Of each sequence, how many stand on the line of queries."""
+    """Number of queries of each sequence."""
     keys: tuple[int, ...]
     causal: bool
     query_bounds: torch.Tensor
@@ -58,14 +58,14 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 class PartialKernel(NamedTuple):
     """`forward(q, k, v, sections, scale, window) -> out_THE, lse_HT` and
-    `backward(dout, q, k, v, out, lse, sections, scale, window) -> dq, dk, dv`, with the whole's `out` and `lse`."""
+    `backward(dout, q, k, v, out, lse, sections, scale, window) -> dq, dk, dv`, with the merged `out` and `lse`."""
 
     forward: Callable[..., Tensors]
     backward: Callable[..., Gradients]
 
 
 def merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, more_THE: torch.Tensor, more_lse_HT: torch.Tensor) -> Tensors:
-    """Two parts over different keys as one, in the precision of the first's output and of the logs."""
-    both_HT = torch.logaddexp(lse_HT, more_lse_HT)
-    weights = ((lse - both_HT).exp().t()[:, :, None] for lse in (lse_HT, more_lse_HT))
-    return out_THE * next(weights) + more_THE.to(out_THE.dtype) * next(weights), both_HT
+    """Merge two parts over different keys, in the precision of the first output and of the lse."""
+    merged_lse_HT = torch.logaddexp(lse_HT, more_lse_HT)
+    weights = ((lse - merged_lse_HT).exp().t()[:, :, None] for lse in (lse_HT, more_lse_HT))
+    return out_THE * next(weights) + more_THE.to(out_THE.dtype) * next(weights), merged_lse_HT

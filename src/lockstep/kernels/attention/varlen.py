@@ -27,9 +27,9 @@ def varlen_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of every token to itself and the tokens before it in its own sequence (the last `window` of them).
+    """Causal attention of every token inside its sequence (over the last `window` tokens).
 
-    With `softcap` c a score s counts as c * tanh(s / c); `sinks_H` are logits that take a share of the probability.
+    `softcap` c replaces a score s by c * tanh(s / c). `sinks_H` are logits that take part of the probability mass.
     """
     run = _fused(query_THD, value_TGD, layout, dropout, softcap, sinks_H)
     if run is None:
@@ -39,8 +39,8 @@ def varlen_attention(
     if shared is not None:
         return shared(query_THD, key_TGD, value_TGD, layout.cascade, scale)
     sharing = layout.sharing
-    whole = (_to_whole(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
-    out = run(*whole, layout, scale, window, *(() if sinks_H is None else (sinks_H,)))
+    qkv = (_expand(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
+    out = run(*qkv, layout, scale, window, *(() if sinks_H is None else (sinks_H,)))
     return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.line_E)
 
 
@@ -55,9 +55,9 @@ def _buckets(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The twin: sequences of like length are padded on the right to a grid, where plain causal attention is exact."""
+    """The reference: sequences of similar length are right-padded to a grid, where plain causal attention is exact."""
     query, key, value = (_to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
-    # One split: its backward joins the buckets' gradients, where slices would each fill and add a whole line.
+    # One split: its backward concatenates the buckets' gradients. Slicing would zero-fill and add a full row each time.
     sizes = [bucket.count * bucket.width for bucket in layout.buckets]
     outputs = []
     for bucket, *parts in zip(layout.buckets, *(rows.split(sizes) for rows in (query, key, value)), strict=True):
@@ -87,17 +87,17 @@ def _grid(rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
 
 
 class Fused(NamedTuple):
-    """A kernel for whole sequences along a line, and what it can take; the twin does the rest."""
+    """A varlen kernel and the inputs it supports. The reference handles the rest."""
 
     run: Callable[..., torch.Tensor]
     fits: Callable[[torch.Tensor, Layout, float], bool]
     with_sinks: Callable[..., torch.Tensor] | None = None
     """The kernel with sinks as one more argument. None of these kernels caps scores."""
     shared: Callable[..., torch.Tensor] | None = None
-    """The kernel for a line with shared beginnings (a `Cascade`); None where every sequence is made whole for it."""
+    """The kernel for shared prefixes (a `Cascade`). None: every sequence is expanded before the kernel runs."""
 
 
-# A device says in its `attention` which of these it uses.
+# By the name in a device's `attention`.
 KERNELS: dict[str, Fused | None] = {
     "sdpa": None,
     "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks, flash_shared),
@@ -114,25 +114,25 @@ def _fused(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> Callable[..., torch.Tensor] | None:
-    """The device's kernel, where there is one for what is asked."""
+    """The device's kernel if it supports these inputs, else None."""
     fused = KERNELS[layout.kernel]
-    # Latent attention has values of another size than its keys; the kernels take one size.
+    # In latent attention (MLA) keys and values differ in size; the kernels support one size.
     if fused is None or query_THD.shape[-1] != value_TGD.shape[-1]:
         return None
     if softcap is not None or not fused.fits(query_THD, layout, dropout):
         return None
     if sinks_H is None:
         return fused.run
-    # Of lines of single tokens, flash attention gives the normalisers in another order.
+    # With sequences of one token, flash attention returns the lse in another order.
     return fused.with_sinks if layout.longest > 1 else None
 
 
 def _shared(layout: Layout) -> Callable[..., torch.Tensor] | None:
-    """The device's kernel for shared beginnings, where there are some that it can take."""
+    """The device's kernel for shared prefixes if it supports these, else None."""
     fused = KERNELS[layout.kernel]
     if fused is None or fused.shared is None or layout.cascade is None:
         return None
-    # As above: the parts are put together by their normalisers.
+    # As above: merging uses the lse.
     return fused.shared if layout.cascade.shared.longest_query > 1 else None
 
 
@@ -142,10 +142,10 @@ def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Rows by index, with a backward that is again rows by index.
+    """Gather rows by index, with a gather as backward.
 
-    Every token has exactly one slot, and what padding slots receive is never read, so the gradient needs no
-    scatter-add: it is the inverse selection (with zeros where the inverse points at padding).
+    Every token has exactly one slot, and the output of padding slots is never read. So the gradient is the inverse
+    gather (zeros where the inverse points at padding) and needs no scatter-add.
     """
 
     @staticmethod
@@ -165,9 +165,9 @@ class _Take(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Rows by index where some are taken several times (shared beginnings): their gradients are added up.
+    """Gather rows by index where rows repeat (shared prefixes); the backward adds up their gradients.
 
-    `slots_E` and `line_E` name the places that are not padding, and the row that each of them was taken from.
+    `slots_E` are the slots that are not padding, `line_E` the source row of each.
     """
 
     @staticmethod
@@ -187,8 +187,8 @@ class _Spread(torch.autograd.Function):
         return back, None, None, None
 
 
-def _to_whole(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
-    """Every sequence with its own copy of what it shares."""
+def _expand(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
+    """Expand shared prefixes: every sequence gets its copy."""
     return rows_T if sharing is None else _Spread.apply(rows_T, sharing.line_E, None, sharing.line_E)
 
 

@@ -13,7 +13,7 @@ _OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_")
 
 
 def serve(connection: int, command: list[str]) -> NoReturn:
-    """Runs below the warden: this process becomes the server. Its environment, with the server's key, comes by the
+    """Runs below the supervisor: this process becomes the server. Its environment, with the server's key, comes by the
     connection as a line of JSON."""
     with os.fdopen(connection, "rb") as told:
         environment: dict[str, str] = json.loads(told.readline())

@@ -34,7 +34,7 @@ _LOOK_SECONDS = 300.0
 
 
 class ServerProcess:
-    """One process with all that it starts, which a warden watches over (`launch/supervisor.py`)."""
+    """One process with all that it starts, which a supervisor watches over (`launch/supervisor.py`)."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, key_file: Path | None = None):
         self._command, self._environment, self.log, self._key_file = command, environment, log, key_file

@@ -1,4 +1,4 @@
-"""Where the rollout worker begins. What it needs is imported in the worker itself, not in the warden above it."""
+"""Where the rollout worker begins. What it needs is imported in the worker itself, not in the supervisor above it."""
 
 from __future__ import annotations
 
