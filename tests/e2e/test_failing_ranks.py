@@ -49,7 +49,7 @@ def test_a_killed_and_a_stopped_rank_cost_the_steps_since_the_last_checkpoint(
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
         if number == signal.SIGKILL:
-            assert "rank 1 was ended by SIGKILL" in done.stderr
+            assert "rank 1 was killed by SIGKILL" in done.stderr
             continue
         assert "the run has stalled: no progress for" in done.stderr
         assert re.search(r"\n  rank 0 has (waited|been) \d+ s at .*step \d", done.stderr)

@@ -83,7 +83,7 @@ def test_a_killed_rank_ends_the_others_and_a_killed_launcher_leaves_none(recipe_
         os.kill(ranks_of(tmp_path / "rank")[1], signal.SIGKILL)
         said, _ = process.communicate(timeout=HANG)
         assert process.returncode == 128 + signal.SIGKILL, said
-        assert "rank 1 was ended by SIGKILL" in said
+        assert "rank 1 was killed by SIGKILL" in said
         assert_none_left(tmp_path / "rank")
     with training(recipe_file, tmp_path / "launcher") as process:
         process.kill()

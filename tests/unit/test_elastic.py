@@ -45,8 +45,8 @@ def test_the_most_that_come_out_even(keys: dict[str, Any], asked: int, there: in
             "no fewer than 4 devices fit parallel.shard=2 and parallel.replicate=2",
             "remove parallel.shard or parallel.replicate",
         ),
-        ({"shard": 4}, "no fewer than 4 devices fit parallel.shard=4", "ask for more"),
-        ({"tensor": 4}, "no fewer than 4 devices fit parallel.tensor=4", "ask for more"),
+        ({"shard": 4}, "no fewer than 4 devices fit parallel.shard=4", "use more devices"),
+        ({"tensor": 4}, "no fewer than 4 devices fit parallel.tensor=4", "use more devices"),
     ],
     ids=str,
 )

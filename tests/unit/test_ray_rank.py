@@ -68,7 +68,7 @@ def test_a_node_without_the_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["nonsense", "head", "head:port", "head:0", "head:70000", "ray://head", "a b:6379"])
 def test_an_address_that_is_none_is_refused_with_what_to_write(address: str) -> None:
-    with pytest.raises(Refusal, match="is no address of a Ray cluster") as caught:
+    with pytest.raises(Refusal, match="is not the address of a Ray cluster") as caught:
         refuse_unreachable(address)
     assert "HOST:PORT" in caught.value.problems[0].remedy
 
@@ -86,7 +86,7 @@ SETTINGS = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 100])
     [
         (None, "Connection refused"),
         (b"", "timed out"),
-        (b"HTTP/1.1 400 Bad Request", "what listens there is no Ray cluster"),
+        (b"HTTP/1.1 400 Bad Request", "is not a Ray cluster"),
         (SETTINGS, None),
     ],
 )

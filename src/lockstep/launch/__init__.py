@@ -1,4 +1,4 @@
 """Starts and supervises processes: the ranks of a run (torchrun, SLURM, Ray) and workers that run user functions.
 
-Nothing heavy is imported here: the workers must start quickly.
+Imports no heavy package: workers must start quickly.
 """

@@ -25,28 +25,26 @@ if TYPE_CHECKING:
     from lockstep.recipe.keys_parallel import Parallel
 
 
-# `parallel.devices`: one command starts a process for each device of this machine, by torch's own launcher.
-
-# Says to a rank which process started it.
+# Environment variable with the PID of the launcher.
 LAUNCHER = "LOCKSTEP_LAUNCHER"
-# After Ctrl-C the ranks finish their step and write a checkpoint; then they are killed.
+# Time after Ctrl-C for the ranks to finish their step and write a checkpoint; then they are killed.
 PATIENCE_SECONDS = 600
-# How soon a rank follows a launcher that was killed.
+# Interval at which a rank checks that its launcher is alive.
 LOOK_SECONDS = 0.5
 
 
 def is_rank() -> bool:
-    """Whether somebody has started this process as one of several already."""
+    """Whether this process was started as a rank."""
     return "RANK" in os.environ
 
 
 def ranks_here(ranks: int) -> int:
-    """Those of so many that are on this machine; all of them where nobody says."""
+    """Number of ranks on this machine; all of them if the launcher does not set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
 
 
 def refuse_other_count(devices: int | None) -> None:
-    """`parallel.devices` and the processes that there are must agree; a lone process may be told by the command."""
+    """Reject a `parallel.devices` that differs from the number of processes."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if devices is not None and devices != ranks:
         remedy = "remove the key, or start as many"
@@ -56,25 +54,24 @@ def refuse_other_count(devices: int | None) -> None:
 
 
 def refuse_unread(settings: Parallel) -> None:
-    """Keys of the process that starts the ranks are not read where another one has started them."""
+    """Reject keys of the launcher when another launcher started this rank."""
     if LAUNCHER in os.environ:
         return
     why = "is for ranks that `lockstep train` starts, and it did not start this one"
     remedy = "remove it; torchrun has --max-restarts" if is_rank() else "use the command `lockstep train`"
-    asked = {"launcher": settings.launcher == "ray", "max_restarts": settings.max_restarts > 0}
-    refuse_all([Problem(f"parallel.{key}", why, remedy) for key, wanted in asked.items() if wanted])
+    launcher_keys = {"launcher": settings.launcher == "ray", "max_restarts": settings.max_restarts > 0}
+    refuse_all([Problem(f"parallel.{key}", why, remedy) for key, is_set in launcher_keys.items() if is_set])
 
 
 def starts_ranks(settings: Parallel) -> bool:
-    """Whether `lockstep train` runs in processes that it starts; a single one too, if it is to be started again."""
+    """Whether `lockstep train` starts the ranks as child processes; also a single one, if it may be restarted."""
     return (settings.devices or 1) > 1 or settings.max_restarts > 0 or settings.launcher == "ray"
 
 
 def start_ranks(recipe: Recipe, words: Sequence[str]) -> int:
-    """Run `lockstep` with these words in the processes that the recipe asks for, until they end well or have been
-    started again as often as it allows; the exit status."""
+    """Run `lockstep` with these arguments in the ranks of the recipe, with restarts; returns the exit status."""
     settings = recipe.parallel
-    # A restart finds the folder of the run, and a checkpoint or none.
+    # The run folder exists at a restart, with or without a checkpoint.
     again = [] if recipe.run.resume == "auto" else ["run.resume=auto"]
     if settings.launcher == "ray":
         from lockstep.launch.ray_launcher import ray_cluster
@@ -86,7 +83,7 @@ def start_ranks(recipe: Recipe, words: Sequence[str]) -> int:
 
 
 def launch(devices: int, words: Sequence[str]) -> int:
-    """Run `lockstep` with these words in so many processes; the exit status of the first that failed, else 0.
+    """Run `lockstep` with these arguments in `devices` processes; returns the first failed exit status, or 0.
 
     Ctrl-C reaches every rank once; a second one, or SIGTERM, ends them. A rank whose launcher is killed ends itself.
     """
@@ -95,13 +92,13 @@ def launch(devices: int, words: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("multiprocessing.api", "agent.server.api"):
-        # What they would say of a rank that ended, it has said itself or is said below.
+        # The rank or the code below reports the end of a rank.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
     share(devices)
-    # Not every version has it; the others wait half a minute.
-    known = {one.name for one in fields(LaunchConfig)}
-    patience: dict[str, Any] = {"shutdown_timeout": PATIENCE_SECONDS} if "shutdown_timeout" in known else {}
+    # Older versions of torch lack it and wait 30 seconds.
+    names = {item.name for item in fields(LaunchConfig)}
+    patience: dict[str, Any] = {"shutdown_timeout": PATIENCE_SECONDS} if "shutdown_timeout" in names else {}
     with tempfile.TemporaryDirectory(prefix="lockstep-launch-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -118,11 +115,11 @@ def launch(devices: int, words: Sequence[str]) -> int:
             elastic_launch(config, sys.executable)("-m", "lockstep", *words)
         except ChildFailedError as error:
             if STALLED in [failure.exitcode for failure in error.failures.values()]:
-                return STALLED  # and those that could not be woken were killed
+                return STALLED  # unresponsive ranks were killed
             rank, failure = error.get_first_failure()
             if failure.exitcode < 0:
                 name = signal.Signals(-failure.exitcode).name
-                print(f"rank {rank} was ended by {name}; the other ranks were stopped", file=sys.stderr, flush=True)
+                print(f"rank {rank} was killed by {name}; the other ranks were stopped", file=sys.stderr, flush=True)
             return status_of(failure.exitcode)
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
@@ -130,12 +127,12 @@ def launch(devices: int, words: Sequence[str]) -> int:
 
 
 def follow_launcher() -> None:
-    """End this rank when the process that started it is gone: nobody else would."""
+    """End this rank when its launcher is gone."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or not is_rank():
         return
 
-    # Also one that is stopped, which cannot look for itself.
+    # Covers a stopped rank, whose thread below does not run.
     die_with_parent()
 
     def watch() -> None:
@@ -146,15 +143,15 @@ def follow_launcher() -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-# SLURM's variables as those of torchrun: `srun lockstep train RECIPE` is a run of as many processes as tasks.
+# SLURM: `srun lockstep train RECIPE` is a run with one rank per task.
 
-# Ports that jobs of one machine spread over.
+# Ports over which jobs on one machine are spread.
 FIRST_PORT, PORTS = 20_000, 20_000
 
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Add the variables of torchrun, from RANK to MASTER_PORT, where `srun` started this process as one of several.
-    What is set already stays, and so does a process of the batch script itself, which is no task of a step."""
+    """Set torchrun's variables, RANK to MASTER_PORT, if `srun` started this process as one of several tasks. Existing
+    values stay. The batch script itself is no task and stays unchanged."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or tasks == "1":
         return
@@ -164,26 +161,26 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
         job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment["SLURM_STEP_ID"])
     except (KeyError, ValueError) as error:
         raise Refusal.at(
-            "SLURM", f"its variables are not those of a step of srun: {error}", "start with srun, or with torchrun"
+            "SLURM", f"its variables are not those of an srun step: {error}", "start with srun, or with torchrun"
         ) from error
     environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"] = rank, local_rank, tasks
-    here = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks_per_node = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = int(environment.get("SLURM_NODEID", "0"))
-    if node < len(here):
-        environment["LOCAL_WORLD_SIZE"] = str(here[node])
+    if node < len(tasks_per_node):
+        environment["LOCAL_WORLD_SIZE"] = str(tasks_per_node[node])
     environment.setdefault("MASTER_ADDR", first_host(nodes))
     environment.setdefault("MASTER_PORT", str(FIRST_PORT + (job + 31 * step) % PORTS))
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Of SLURM's short form, `4(x2),3`: 4, 4 and 3; none where it is not of that form."""
+    """Parse SLURM's short form, `4(x2),3`: 4, 4 and 3; empty if it has another form."""
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
 
 
 def first_host(nodes: str) -> str:
-    """Of SLURM's short form, `gpu[03-05,11],login1`: gpu03."""
-    # The first name ends at a comma outside of brackets; of each bracket the first number counts.
+    """The first host of SLURM's short form, `gpu[03-05,11],login1`: gpu03."""
+    # The first name ends at a comma outside brackets; of each bracket the first number is used.
     name = re.match(r"(?:\[[^\]]*\]|[^,\[\]])*", nodes)
     host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name.group() if name else "")
     if not host:

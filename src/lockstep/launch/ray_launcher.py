@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from lockstep.recipe import Recipe
 
 
-# `parallel.elastic`: with how many devices a run goes on that has lost some.
+# `parallel.elastic`: the number of devices with which a run continues after losing some.
 
 
-def fitting_devices(settings: Parallel, there: int) -> int:
-    """The most devices, of those that are there and no more than were asked for, that the recipe's layout comes out
-    even on; 0 where there are too few for any."""
-    most = min(settings.devices or 1, there)
+def fitting_devices(settings: Parallel, available: int) -> int:
+    """The largest number of devices, up to those available and those in the recipe, that the layout divides evenly; 0
+    if there are too few."""
+    most = min(settings.devices or 1, available)
     return next((devices for devices in range(most, 0, -1) if _fits(settings, devices)), 0)
 
 
 def _fits(settings: Parallel, devices: int) -> bool:
     try:
         grid_of(settings, devices)
-        refuse_ranks(settings.group, devices)  # whole groups of those that work together
+        refuse_ranks(settings.group, devices)  # complete context and tensor groups
         refuse_offload(settings, devices)
     except Refusal:
         return False
@@ -49,8 +49,8 @@ def _fits(settings: Parallel, devices: int) -> bool:
 
 
 def layout_of(settings: Parallel) -> str:
-    """The keys that a number of devices has to fit, in words."""
-    asked = {
+    """The keys that constrain the number of devices, as text."""
+    constraints = {
         "shard": settings.shard is not None,
         "replicate": settings.replicate is not None,
         "tensor": settings.tensor > 1,
@@ -58,43 +58,42 @@ def layout_of(settings: Parallel) -> str:
         "offload": settings.offload in ("params", "all"),
         "offload_critic": settings.offload_critic in ("params", "all"),
     }
-    return " and ".join(f"parallel.{key}={getattr(settings, key)}" for key, said in asked.items() if said)
+    return " and ".join(f"parallel.{key}={getattr(settings, key)}" for key, is_set in constraints.items() if is_set)
 
 
 def refuse_rigid(settings: Parallel) -> None:
-    """A layout that fits no fewer devices would lose the run with the first of them, hours from now."""
-    asked = settings.devices or 1
-    if not settings.elastic or asked == 1 or fitting_devices(settings, asked - 1):
+    """Reject `parallel.elastic` with a layout that fits no fewer devices: losing one device would end the run."""
+    requested = settings.devices or 1
+    if not settings.elastic or requested == 1 or fitting_devices(settings, requested - 1):
         return
     both = settings.shard is not None and settings.replicate is not None
-    way = "remove parallel.shard or parallel.replicate, which is then found from the other" if both else "ask for more"
+    way = "remove parallel.shard or parallel.replicate; the other then determines it" if both else "use more devices"
     raise Refusal.at(
         "parallel.elastic",
-        f"no fewer than {asked} devices fit {layout_of(settings)}",
+        f"no fewer than {requested} devices fit {layout_of(settings)}",
         f"{way}, or remove parallel.elastic: a restart then waits for the lost devices",
     )
 
 
-# `parallel.launcher: ray`: the ranks of a run on a Ray cluster, or on one that is started here for the run alone.
-#
-# A placement group with a bundle a device, an actor in each bundle, and each actor runs the same `lockstep train` as
-# one rank. Which of them run where is Ray's to say; what they compute, torch.distributed's.
+# The ranks run on an existing Ray cluster, or on one that is started for the run: one placement group with one bundle
+# per device, one actor per bundle, and each actor runs `lockstep train` as one rank. Ray places the ranks;
+# torch.distributed connects them.
 
-# What the ranks are told of the driver's environment; all of it would be that of another machine.
+# Prefixes of the driver's environment variables that are passed to the ranks; other variables are specific to its host.
 PASSED_ON = (
     *("LOCKSTEP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_", "PYTHONPATH", "TRITON_"),
     *("WANDB_", "MLFLOW_", "SWANLAB_"),
     *(f"{kind.collective.upper()}_" for kind in DEVICES.values()),
 )
 _KILLED = 128 + signal.SIGKILL
-# An actor answers that often, with or without news.
+# Interval of an actor's replies, with or without output.
 _BEAT_SECONDS = 1.0
-# After the first rank has failed, for the others to say what they saw.
+# Time after the first failure for the other ranks to report.
 _GRACE_SECONDS = 5.0
-# For a cluster to put what it has where it is asked for, and after a failure to come back as it was.
+# Time for one placement attempt, for the first placement, and for lost devices to return after a failure.
 _TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 
-# For a cluster that RAY_ADDRESS names to take a connection.
+# Time for the cluster of RAY_ADDRESS to accept a connection.
 _CONNECT_SECONDS = 60.0
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
 _SETTINGS_FRAME, _FRAME_HEAD = 4, 9
@@ -105,10 +104,10 @@ Start = Callable[[Sequence[str], int], int]
 
 @contextmanager
 def ray_cluster(recipe: Recipe) -> Iterator[Start]:
-    """Connected to the cluster that RAY_ADDRESS names or that `ray start` has started on this machine; else one for
-    this run is started.
+    """Connect to the cluster of RAY_ADDRESS or one started on this machine with `ray start`; else start one for this
+    run.
 
-    Yields the function that runs `lockstep` with given words in all ranks, and returns the exit status.
+    Yields the function that runs `lockstep` with given arguments in all ranks and returns the exit status.
     """
     try:
         import ray
@@ -124,11 +123,11 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
     try:
         with log_wait(f"{where} to answer"):
             try:
-                # More ranks than processors are slow and no error, as with the other launchers.
+                # More ranks than processors are slow but allowed, as with the other launchers.
                 ray.init(num_cpus=max(devices, os.cpu_count() or 1), include_dashboard=False, **quiet)
             except ValueError:
-                ray.init(**quiet)  # there is a cluster, which knows what it has
-    except Exception as error:  # a node that does not come up in time is a bare one
+                ray.init(**quiet)  # an existing cluster does not accept num_cpus
+    except Exception as error:  # Ray raises a bare Exception if a node does not start in time
         raise Refusal.at(where, first_line(error), _START_REMEDY) from error
     try:
         yield Cluster(recipe, ray).run
@@ -137,42 +136,42 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
 
 
 def refuse_unreachable(address: str | None) -> None:
-    """An address at which no cluster takes a connection for a minute: Ray itself would try for many, without a word.
-    What Ray finds by itself (`auto`, `local`, other schemes) is left to it."""
+    """Reject an address at which no cluster accepts a connection within a minute: Ray would retry for many minutes
+    without output. Addresses that Ray resolves itself (`auto`, `local`, other schemes) are not checked."""
     if not address or address in ("auto", "local") or ("://" in address and not address.startswith("ray://")):
         return
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found["port"]) < 2**16:
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match["port"]) < 2**16:
         raise Refusal.at(
             "RAY_ADDRESS",
-            f"{address!r} is no address of a Ray cluster",
-            "write HOST:PORT of its head node (6379 unless it says otherwise), ray://HOST:10001, or auto",
+            f"{address!r} is not the address of a Ray cluster",
+            "write HOST:PORT of its head node (default port 6379), ray://HOST:10001, or auto",
         )
-    given_up = time.monotonic() + _CONNECT_SECONDS
+    deadline = time.monotonic() + _CONNECT_SECONDS
     with log_wait(f"a connection to RAY_ADDRESS={address}"):
         while True:
             try:
-                _meet(found["host"].strip("[]"), int(found["port"]), max(1.0, given_up - time.monotonic()))
+                _meet(match["host"].strip("[]"), int(match["port"]), max(1.0, deadline - time.monotonic()))
                 return
             except OSError as error:
-                if time.monotonic() + _BEAT_SECONDS >= given_up:
+                if time.monotonic() + _BEAT_SECONDS >= deadline:
                     why = f"no cluster answers for {_CONNECT_SECONDS:g} s: {error.strerror or error}"
                     raise Refusal.at(f"RAY_ADDRESS={address}", why, _START_REMEDY) from error
             time.sleep(_BEAT_SECONDS)
 
 
 def _meet(host: str, port: int, seconds: float) -> None:
-    """OSError where nobody takes a connection, or who takes it does not speak gRPC: it answers the beginning of HTTP/2
-    with a frame of its settings. A cluster with TLS is only connected to."""
-    with socket.create_connection((host, port), timeout=seconds) as line:
+    """Raise OSError if nothing accepts a connection or it is not a gRPC server, which answers the HTTP/2 preface with a
+    SETTINGS frame. With TLS only the connection is tested."""
+    with socket.create_connection((host, port), timeout=seconds) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
-        line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0]))
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0]))
         head = b""
-        while len(head) < _FRAME_HEAD and (piece := line.recv(_FRAME_HEAD - len(head))):
+        while len(head) < _FRAME_HEAD and (piece := connection.recv(_FRAME_HEAD - len(head))):
             head += piece
         if len(head) < _FRAME_HEAD or head[3] != _SETTINGS_FRAME:
-            raise OSError("what listens there is no Ray cluster")
+            raise OSError("the server at this address is not a Ray cluster")
 
 
 class Cluster:
@@ -184,7 +183,7 @@ class Cluster:
         self.visible = DEVICES[self.device].visible_variable
 
     def _working_folder(self) -> str | None:
-        """Where the ranks run: here, in a folder that all nodes have; None in their own copy of a job's files."""
+        """Working directory of the ranks: the current one, which all nodes share; None: the job's copy of its files."""
         context = self.ray.get_runtime_context()
         if not context.runtime_env.working_dir():
             return os.getcwd()
@@ -192,78 +191,78 @@ class Cluster:
         if not folder.is_absolute():
             raise Refusal.at(
                 "run.folder",
-                f"{folder} would be made in the job's copy of its working directory, which goes with the job",
+                f"{folder} would be created in the job's copy of its working directory, which is deleted with the job",
                 "give an absolute path that all nodes share",
             )
         return None
 
     def _device(self) -> str:
-        """The device of the ranks, which the driver's machine need not have."""
+        """The device of the ranks; the driver's machine may lack it."""
         if self.recipe.device == "auto":
-            there = self.ray.cluster_resources()
-            return next(name for name, kind in DEVICES.items() if there.get(kind.ray_resource or "CPU", 0) >= 1)
+            resources = self.ray.cluster_resources()
+            return next(name for name, kind in DEVICES.items() if resources.get(kind.ray_resource or "CPU", 0) >= 1)
         if self.recipe.device not in DEVICES:
-            select(self.recipe.device)  # which says what there is
+            select(self.recipe.device)  # raises an error that lists the devices
         return self.recipe.device
 
     def run(self, words: Sequence[str], turn: int) -> int:
-        """All ranks once; `turn` counts restarts."""
+        """Run all ranks once; `turn` counts restarts."""
         from ray.exceptions import RayActorError
 
         with self._placed(turn) as (group, devices):
-            told = [*words, f"device={self.device}", f"parallel.devices={devices}"]
+            arguments = [*words, f"device={self.device}", f"parallel.devices={devices}"]
             try:
                 with self._actors(group, devices) as actors:
                     ranks = Ranks(self.ray, actors, self.recipe.parallel.stall_seconds)
-                    return ranks.run(told, self._environments(actors), self.folder)
+                    return ranks.run(arguments, self._environments(actors), self.folder)
             except RayActorError as error:
-                say(f"an actor is lost before its rank began: {first_line(error)}")
+                say(f"an actor was lost before its rank started: {first_line(error)}")
                 return _KILLED
 
     @contextmanager
     def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
-        """A placement group and its number of devices: as many as asked for; after a failure fewer, where that is
-        allowed and some are gone."""
+        """A placement group and its number of devices: that of the recipe, or fewer after a failure with
+        `parallel.elastic`."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        asked, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
-        tell_at = time.monotonic() + TELL_SECONDS
-        given_up = time.monotonic() + (_RETURN_SECONDS if turn else _PLACE_SECONDS)
+        requested, elastic = self.recipe.parallel.devices or 1, turn > 0 and self.recipe.parallel.elastic
+        log_at = time.monotonic() + TELL_SECONDS
+        deadline = time.monotonic() + (_RETURN_SECONDS if turn else _PLACE_SECONDS)
         while True:
-            there = int(self.ray.cluster_resources().get(self.resource, 0))
-            devices = fitting_devices(self.recipe.parallel, there) if elastic else asked
-            if 0 < devices <= there:
+            available = int(self.ray.cluster_resources().get(self.resource, 0))
+            devices = fitting_devices(self.recipe.parallel, available) if elastic else requested
+            if 0 < devices <= available:
                 bundles = [{"CPU": 1.0, self.resource: 1.0}] * devices
                 group = placement_group(bundles, strategy="PACK", name=self.recipe.run.name)
                 try:
                     if group.wait(_TRY_SECONDS):
-                        if devices < asked:
-                            said = f"the cluster has {there} {self.resource} of {asked}: the run goes on with {devices}"
-                            rounded = devices < min(asked, there)
-                            why = f", the most that {layout_of(self.recipe.parallel)} leaves even" if rounded else ""
-                            say(said + why)
+                        if devices < requested:
+                            have = f"the cluster has {available} {self.resource} of {requested}"
+                            rounded = devices < min(requested, available)
+                            why = f", the most that {layout_of(self.recipe.parallel)} allows" if rounded else ""
+                            say(f"{have}: the run continues with {devices}{why}")
                         yield group, devices
                         return
                 finally:
                     remove_placement_group(group)
             elif turn == 0:
-                given_up = 0
-            if time.monotonic() >= given_up:
+                deadline = 0
+            if time.monotonic() >= deadline:
                 free = int(self.ray.available_resources().get(self.resource, 0))
                 raise Refusal.at(
                     "parallel.devices",
-                    f"is {asked}, and the nodes of the Ray cluster have {there} {self.resource} together, {free} free",
-                    "start more nodes (`ray start --address=...`), wait for what else runs there, or ask for fewer",
+                    f"is {requested}; the Ray cluster's nodes have {available} {self.resource} in total, {free} free",
+                    "start more nodes (`ray start --address=...`), wait for other jobs to end, or use fewer",
                 )
-            if time.monotonic() >= tell_at:
-                tell_at = time.monotonic() + TELL_AGAIN_SECONDS
-                say(f"waiting for {asked} {self.resource} of the Ray cluster, which has {there}")
-            # The cluster notices a lost node after a while, and another one may come in its place.
+            if time.monotonic() >= log_at:
+                log_at = time.monotonic() + TELL_AGAIN_SECONDS
+                say(f"waiting for {requested} {self.resource} of the Ray cluster, which has {available}")
+            # The cluster notices a lost node after a while, and a new one may replace it.
             time.sleep(_BEAT_SECONDS)
 
     @contextmanager
     def _actors(self, group: Any, devices: int) -> Iterator[list[Any]]:
-        """An actor on each device, those of a node side by side."""
+        """One actor per device, ordered by node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         kind = self.ray.remote(RankProcess)
@@ -288,18 +287,18 @@ class Cluster:
                 self.ray.kill(actor)
 
     def _environments(self, actors: list[Any]) -> list[dict[str, str]]:
-        """What torchrun would tell each rank."""
+        """The environment variables that torchrun would set for each rank."""
         places: list[RankSeat] = self.ray.get([actor.place.remote() for actor in actors])
         nodes, address = [place.node for place in places], places[0].address
         port = self.ray.get(actors[0].hold_store.remote(address))
         named = variables(self.recipe.model_dump(mode="json"))
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in named}
-        found = []
+        environments = []
         for rank, place in enumerate(places):
-            # A rank sees its own accelerator and no other one, also where Ray was told not to see to it.
+            # A rank sees only its accelerator, even if Ray is configured not to restrict it.
             seen = {self.visible: ",".join(place.devices)} if self.visible else {}
             local = 0 if self.visible else nodes[:rank].count(place.node)
-            found.append(
+            environments.append(
                 {
                     **passed,
                     **seen,
@@ -312,23 +311,23 @@ class Cluster:
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }
             )
-        return found
+        return environments
 
 
 class Ranks:
-    """The ranks of one turn, as the driver sees them."""
+    """The ranks of one attempt, seen from the driver."""
 
     def __init__(self, ray: Any, actors: list[Any], stall_seconds: float | None):
         self.ray, self.actors = ray, actors
-        # An actor that is stopped, or whose node is cut off, says nothing at all.
+        # A stopped actor, or one whose node is disconnected, does not reply.
         self.silence = None if stall_seconds is None else max(60.0, stall_seconds)
         self.status: dict[int, int] = {}
-        self.asked: list[int] = []
+        self.signals: list[int] = []
 
     def run(self, words: list[str], environments: list[dict[str, str]], folder: str | None) -> int:
-        with _signals(self.asked):
+        with _signals(self.signals):
             try:
-                # One by one: of a refusal there is one to tell.
+                # One by one, so that one problem is reported, not one per rank.
                 for actor, environment in zip(self.actors, environments, strict=True):
                     with log_wait(f"rank {environment['RANK']} to start"):
                         problem = self.ray.get(actor.start.remote(words, environment, folder))
@@ -344,10 +343,10 @@ class Ranks:
         failed_at: float | None = None
         passed_on = False
         while waiting:
-            # Ctrl-C is passed on once; a second one, and every other signal, is the end.
-            if self.asked and self.asked != [signal.SIGINT]:
-                return 128 + self.asked[-1]
-            if self.asked and not passed_on:
+            # The first Ctrl-C is forwarded; a second one, or any other signal, ends the run.
+            if self.signals and self.signals != [signal.SIGINT]:
+                return 128 + self.signals[-1]
+            if self.signals and not passed_on:
                 passed_on = True
                 for actor in self.actors:
                     actor.send.remote(signal.SIGINT)
@@ -366,7 +365,7 @@ class Ranks:
                     self.status[rank] = heard.status
             for reference, rank in list(waiting.items()):
                 if self.silence is not None and now - heard_at[rank] > self.silence:
-                    say(f"rank {rank}: its actor has not answered for {now - heard_at[rank]:.0f} s")
+                    say(f"rank {rank}: its actor has not responded for {now - heard_at[rank]:.0f} s")
                     del waiting[reference]
                     self.status[rank] = _KILLED
             if failed_at is None and any(self.status.values()):
@@ -379,14 +378,14 @@ class Ranks:
         try:
             heard: RankHeard = self.ray.get(reference)
         except RayActorError as error:
-            say(f"rank {rank} is lost with its actor: {first_line(error)}")
+            say(f"rank {rank} was lost with its actor: {first_line(error)}")
             return RankHeard([], _KILLED)
         if heard.status is not None and heard.status > 128 and heard.status - 128 in list(signal.Signals):
-            say(f"rank {rank} was ended by {signal.Signals(heard.status - 128).name}")
+            say(f"rank {rank} was killed by {signal.Signals(heard.status - 128).name}")
         return heard
 
     def _show(self, rank: int, heard: RankHeard) -> None:
-        """Rank 0 as it is; of the others each line begins with the rank."""
+        """Print rank 0's output unchanged; prefix the lines of other ranks with the rank."""
         for number, line in heard.lines:
             stream = sys.stdout if number == 1 else sys.stderr
             stream.flush()
@@ -394,16 +393,16 @@ class Ranks:
             stream.buffer.flush()
 
     def _end(self) -> None:
-        """No rank is left, also where the actor that would end it has gone: then it has ended with it."""
+        """End all ranks. A rank whose actor is gone has ended with it."""
         ending = [actor.end.remote() for actor in self.actors]
         with suppress(self.ray.exceptions.RayError):
             self.ray.wait(ending, num_returns=len(ending), timeout=_GRACE_SECONDS)
 
 
 @contextmanager
-def _signals(asked: list[int]) -> Iterator[None]:
+def _signals(received: list[int]) -> Iterator[None]:
     def caught(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        received.append(number)
 
     before = {number: signal.signal(number, caught) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

@@ -1,7 +1,7 @@
-"""One rank under Ray: an actor on the rank's machine that runs it as a process of its own, and hands on what it says.
+"""One rank under Ray: an actor that runs the rank as a child process and forwards its output.
 
-A process beside the actor's: what kills or stops the rank leaves somebody who can tell, the rank has its main thread
-and its signals to itself, and its exit status is its own.
+With a separate process, an actor remains to report when the rank is killed or stopped, the rank has its main thread and
+signals, and its exit status is available.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from lockstep.errors import Problem
 from lockstep.launch.launcher import LAUNCHER
 from lockstep.launch.restarts import status_of
 
-# What a process that has ended left in its pipes; a child of its own may keep them open.
+# Time to drain the pipes of an ended process; a child of it may keep them open.
 _DRAIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class RankHeard:
-    """What a rank wrote (1 is stdout, 2 is stderr), and the status it ended with; None while it runs."""
+    """Output of a rank (1: stdout, 2: stderr) and its exit status; None while it runs."""
 
     lines: list[tuple[int, bytes]]
     status: int | None
 
 
 class RankSeat(NamedTuple):
-    """Ray's name of a node, its address, and the numbers of the accelerators there that are this actor's."""
+    """Ray's node id, the node's address, and the indices of this actor's accelerators."""
 
     node: str
     address: str
@@ -43,7 +43,7 @@ class RankSeat(NamedTuple):
 
 
 class RankProcess:
-    """The actor. Its methods run beside each other: one waits for output while another sends a signal."""
+    """The actor. Its methods run concurrently: one waits for output while another sends a signal."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -59,24 +59,24 @@ class RankProcess:
         return RankSeat(context.get_node_id(), ray.util.get_node_ip_address(), devices)
 
     def hold_store(self, address: str) -> int:
-        """Hold the store where the ranks meet, so that it outlives each of them; the port."""
+        """Host the rendezvous store, so that it outlives the ranks; returns the port."""
         from torch.distributed import TCPStore
 
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def start(self, words: list[str], environment: dict[str, str], folder: str | None) -> Problem | None:
-        """Run `lockstep` with these words in a folder; None is that of the job's working directory. What is in the way
-        is returned: an exception would come to the driver as another one."""
+        """Run `lockstep` with these arguments in a folder; None: the job's working directory. A problem is returned,
+        because Ray would wrap an exception."""
         if folder is not None and not Path(folder).is_dir():
             return Problem(
                 f"folder {folder}",
                 f"the run was started there, and node {os.uname().nodename} does not have it",
                 "start it in a folder that all nodes share",
             )
-        # By lines also where the rank is killed.
-        own = {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
-        # Ray blocks Ctrl-C in its workers, and a child has the mask of the thread that makes it.
+        # Unbuffered, so that output is complete if the rank is killed.
+        extra = {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
+        # Ray blocks SIGINT in its workers, and a child inherits the signal mask of its thread.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
@@ -84,9 +84,9 @@ class RankProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, **environment, **own},
+                env={**os.environ, **environment, **extra},
                 cwd=folder,
-                start_new_session=True,  # Ctrl-C comes from the driver, once
+                start_new_session=True,  # Ctrl-C is forwarded once, by the driver
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -103,7 +103,7 @@ class RankProcess:
             self._lines.put((number, line))
 
     def read(self, seconds: float) -> RankHeard:
-        """What has come since the last time; waits so long where nothing has."""
+        """Output since the last call; waits up to `seconds` for some."""
         assert self._process is not None
         given_up, status = time.monotonic() + seconds, self._process.poll()
         while self._lines.empty() and status is None and time.monotonic() < given_up:
@@ -124,7 +124,7 @@ class RankProcess:
             self._process.send_signal(number)
 
     def end(self) -> None:
-        """The rank, and what it has started in its session."""
+        """Kill the rank and its session."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):

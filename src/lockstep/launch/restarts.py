@@ -1,4 +1,4 @@
-"""`parallel.max_restarts`: the ranks of a run started again after a failure; they go on from the last checkpoint."""
+"""`parallel.max_restarts`: restarts the ranks of a run after a failure; they resume from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from signal import SIGHUP, SIGINT, SIGTERM
 
 from lockstep.errors import STALLED
 
-# Input that would be refused again.
+# Configuration errors: a restart would fail again.
 _REFUSED = 2
-# Somebody asked for the end.
+# A requested end.
 _ASKED = {128 + number for number in (SIGHUP, SIGINT, SIGTERM)}
 
 
 def status_of(code: int) -> int:
-    """As a shell tells it: a signal as 128 and its number."""
+    """A shell's exit status: 128 + N for signal N."""
     return code if code >= 0 else 128 - code
 
 
 def worst(statuses: Iterable[int]) -> int:
-    """What a run ends with whose ranks end with these: a stall, a kill and an error tell more than what follows."""
+    """The exit status of a run from those of its ranks: a stall, a kill and an error matter more than what follows."""
     order = [0, *sorted(_ASKED), _REFUSED]
 
     def weight(status: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def worst(statuses: Iterable[int]) -> int:
 
 
 def with_restarts(start: Callable[[int], int], restarts: int) -> int:
-    """The exit status of the last turn; `start` is told which turn it is, from 0."""
+    """Calls `start` with the attempt number, from 0; returns the exit status of the last attempt."""
     for turn in count():
         status = start(turn)
         if status in {0, _REFUSED, *_ASKED} or turn >= restarts:

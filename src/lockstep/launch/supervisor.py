@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from lockstep.run.files import write_private, written_aside
 
-# What becomes of a process whose parent ends, as Linux lets one say it; elsewhere nothing is said.
+# Linux's process controls for parent death; no effect on other systems.
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -27,18 +27,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent ends becomes a child of this process, not of the system's first."""
+    """Make orphaned descendants children of this process instead of init (subreaper)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Get this process killed when the thread that made it ends."""
+    """Kill this process when its parent thread ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def go_on_without_parent() -> None:
-    """Get this process woken when the thread that made it ends: one that was stopped could not do what is to be done
-    then."""
+def wake_without_parent() -> None:
+    """Resume this process (SIGCONT) when its parent thread ends: a stopped supervisor could not clean up."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
@@ -47,23 +46,20 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-# Every process that came from another one, also those that left its group, its session or its parent.
-#
-# Two traces are followed, and each catches what the other loses: the parents, which `adopt_orphans` keeps within
-# reach of one process, and a variable of the environment, which stays with a child whose parents are gone. Only a
-# process that drops its environment and whose adoptive parent was killed leaves neither. Without /proc none can be
-# found.
+# The process tree of a worker, including processes that left its group, session or parent. Two traces are combined: the
+# parent PIDs, which `adopt_orphans` keeps below one process, and an environment variable that children inherit. Only a
+# process that clears its environment and whose subreaper was killed escapes both. Requires /proc.
 
 MARK = "LOCKSTEP_FUNCTION_PROCESS"
-# In place of a process that is gone, whose number may be another's now.
+# Instead of the PID of an ended process, which may be reused.
 NOBODY = -1
 _PROC = Path("/proc")
-# A killed process may take a moment to go; one that hangs in the kernel may take for ever.
+# A killed process may take a moment to end; one that hangs in the kernel may never end.
 _PASSES, _PAUSE = 500, 0.01
 
 
 def kill_tree(root: int, mark: str) -> bool:
-    """Kill all that came from process `root`, until there are none; False where some do not end."""
+    """Kill all descendants of `root` until none is left; False if some do not end."""
     for _ in range(_PASSES):
         living = descendants(root, mark)
         if not living:
@@ -76,23 +72,23 @@ def kill_tree(root: int, mark: str) -> bool:
 
 
 def any_stopped(root: int, mark: str) -> bool:
-    """Whether `root` or what came from it was stopped by a signal and waits to go on."""
+    """Whether `root` or a descendant is stopped by a signal."""
     for pid in (root, *descendants(root, mark)):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended
             if _parent_and_state((_PROC / str(pid) / "stat").read_bytes())[1] in (b"T", b"t"):
                 return True
     return False
 
 
 def descendants(root: int, mark: str) -> list[int]:
-    """Living processes below `root`, or with its mark in their environment; not `root` itself, nor this process."""
+    """Live descendants of `root`, or processes with its mark in their environment; without `root` and this process."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
     ended: set[int] = set()
     trace = f"{MARK}={mark}".encode()
     for folder in _PROC.glob("[0-9]*"):
         pid = int(folder.name)
-        with suppress(OSError):  # it ended while it was looked at, or it is somebody else's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             parents[pid], state = _parent_and_state((folder / "stat").read_bytes())
             if state in (b"Z", b"X"):
                 ended.add(pid)
@@ -106,21 +102,19 @@ def descendants(root: int, mark: str) -> list[int]:
 
 
 def _parent_and_state(stat: bytes) -> tuple[int, bytes]:
-    """Fields 4 and 3 of /proc/PID/stat. The second, the name, stands in brackets and may hold anything."""
+    """Fields 4 and 3 of /proc/PID/stat. Field 2, the name, is in brackets and may contain anything."""
     fields = stat[stat.rindex(b")") + 2 :].split()
     return int(fields[1]), fields[0]
 
 
-# The last lines that a process printed, kept in a file that does not grow.
-
-# In the file. As much again may wait in memory before it is cut.
+# Size of the file. In memory the output may grow to twice this before it is cut.
 KEPT_BYTES = 64 * 2**10
 _DROPPED = b"[earlier lines were dropped]\n"
 
 
 class OutputTail:
-    """Goes on with what the file holds. Nothing is written before the folder above the file's own is there: it is the
-    run's to make."""
+    """The last lines that a process printed, in a file of bounded size. Continues an existing file. Nothing is written
+    until the run has created the run folder."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -137,7 +131,7 @@ class OutputTail:
             self._cut()
 
     def write(self) -> None:
-        """Bring the file up to date. A disk that takes nothing now is tried again at the next time."""
+        """Update the file. After a write error the next call tries again."""
         self.written_at = time.monotonic()
         if not self._file.parent.parent.is_dir():
             return
@@ -150,25 +144,23 @@ class OutputTail:
             self.waiting = False
 
     def _cut(self) -> None:
-        """Keep the end, from the beginning of a line where there is one."""
+        """Keep the end, from the start of a line if there is one."""
         kept = self._kept[len(_DROPPED) - KEPT_BYTES :]
-        line = kept.find(b"\n") + 1
-        self._kept = bytearray(_DROPPED) + (kept[line:] if line < len(kept) else kept)
+        line_start = kept.find(b"\n") + 1
+        self._kept = bytearray(_DROPPED) + (kept[line_start:] if line_start < len(kept) else kept)
 
 
-# The process between the run and the worker that calls a user's function: nothing that the function starts stays.
-#
-# It forks the worker, adopts whatever loses its parent, keeps the last lines that are printed, and when the worker or
-# the run ends it kills all that is left. It ends the way the worker ended, so that the run can tell why.
+# The supervisor forks the worker, adopts orphans, keeps the last lines of output, and kills all descendants when the
+# worker or the run ends. It exits with the worker's status, so that the run can report the cause.
 
-# What is printed is written to its file when there is a pause, and at times when there is none.
+# Output is written to the file when there is a pause, and every `_SOMETIMES` seconds otherwise.
 _IDLE, _SOMETIMES = 0.05, 1.0
 _SELDOM = 5.0
 _ENDING = {signal.SIGTERM, signal.SIGHUP}
 
 
 def started(words: int) -> NoReturn:
-    """`main` with the arguments that are written in the open file `words`."""
+    """Call `main` with the arguments stored in the open file `words`."""
     with open(words, "rb") as file:
         main(*ast.literal_eval(file.read().decode()))
 
@@ -176,13 +168,13 @@ def started(words: int) -> NoReturn:
 def main(
     connection: int, parent_pipe: int, run: int, serve: str, arguments: tuple[Any, ...], mark: str, output: str | None
 ) -> NoReturn:
-    """The worker calls `serve` (`module:function`) with its `connection` and the arguments. `parent_pipe` is the reading end
-    of a pipe: what comes there, a word or its end, is the end of all; so is the end of process `run`."""
+    """The worker calls `serve` (`module:function`) with its `connection` and the arguments. `parent_pipe` is the read
+    end of a pipe from the run: data or end-of-file there ends the worker, and so does the end of process `run`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, name = serve.partition(":")
     work = getattr(importlib.import_module(module), name)
     adopt_orphans()
-    go_on_without_parent()
+    wake_without_parent()
     printed, printing = os.pipe()
     worker = _fork(lambda: work(connection, *arguments), [parent_pipe, printed], printing)
     os.close(connection)
@@ -191,7 +183,7 @@ def main(
     if tail is not None:
         tail.add(f"[process {worker} started at {time.strftime('%Y-%m-%d %H:%M:%S')}]\n".encode())
     status = _watch(worker, parent_pipe, run, printed, tail)
-    # The group: where there is no /proc, it is all that can be found.
+    # Without /proc only the process group can be found.
     with suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)
     all_ended = kill_tree(os.getpid(), mark)
@@ -203,7 +195,7 @@ def main(
 
 
 def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
-    """A child in a session of its own that does the work; it dies with this process."""
+    """Fork a child in a new session that does the work; it dies with this process."""
     supervisor = os.getpid()
     child = os.fork()
     if child:
@@ -219,19 +211,19 @@ def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
         for descriptor in (1, 2):
             os.dup2(printing, descriptor)
         os.close(printing)
-        # By lines: what was printed before a kill must be there.
+        # Line buffered: output before a kill must not be lost.
         sys.stdout = os.fdopen(1, "w", 1, encoding="utf-8", errors="backslashreplace")
         sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace")
         work()
         status = 0
-    except BaseException:  # noqa: BLE001 - the child must not go on as a second supervisor
+    except BaseException:  # noqa: BLE001 - the child must not continue as a second supervisor
         traceback.print_exc()
     finally:
         os._exit(status)
 
 
 def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTail | None) -> int | None:
-    """Until the worker ends, which gives its status, or the parent_pipe does."""
+    """Wait for the worker to end and return its status, or for the parent pipe and return None."""
     woken, waking = os.pipe()
     for descriptor in (waking, woken, printed):
         os.set_blocking(descriptor, False)
@@ -241,7 +233,7 @@ def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTa
     watched = [parent_pipe, woken, printed]
     pause = _IDLE
     while True:
-        # The worker may have ended before the handler was there.
+        # The worker may have ended before the handler was installed.
         if (status := _reaped(worker)) is not None:
             return status
         waiting = tail is not None and tail.waiting
@@ -249,31 +241,31 @@ def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTa
         if parent_pipe in ready or (woken in ready and _ENDING & set(os.read(woken, 2**16))):
             return None
         if os.getppid() != run:
-            return None  # somebody that the run has forked holds the parent_pipe
+            return None  # a forked child of the run keeps the parent pipe open
         if printed in ready and _read(printed, tail):
             watched.remove(printed)
         if tail is not None and tail.waiting:
             if printed not in ready or time.monotonic() - tail.written_at > _SOMETIMES:
                 tail.write()
-            # Not written: its folder is not there yet.
+            # Not written: the run folder does not exist yet.
             pause = _SOMETIMES if tail.waiting and printed not in ready else _IDLE
 
 
 def _reaped(worker: int, *, wait: bool = False) -> int | None:
-    """Take note of all children that have ended, or wait until all have; the worker's status if it is among them."""
-    found = None
+    """Reap ended children, or wait for all; returns the worker's status if it is among them."""
+    worker_status = None
     with suppress(ChildProcessError):
         while True:
             child, status = os.waitpid(-1, 0 if wait else os.WNOHANG)
             if child == 0:
                 break
             if child == worker:
-                found = status
-    return found
+                worker_status = status
+    return worker_status
 
 
 def _read(printed: int, tail: OutputTail | None) -> bool:
-    """Take what is there to read, up to a limit; True where nothing can come any more."""
+    """Read available output, up to a limit; True at end-of-file."""
     with suppress(BlockingIOError):
         for _ in range(64):
             piece = os.read(printed, 2**16)

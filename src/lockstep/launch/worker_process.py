@@ -17,42 +17,38 @@ from typing import Any
 
 from lockstep.launch.supervisor import MARK, NOBODY, any_stopped, kill_tree
 
-# A limit of memory for a process that runs a function of the user's.
-
 
 def limit_memory(memory_bytes: int) -> None:
-    """Bound the address space to what the loaded file has mapped and `memory_bytes` more.
+    """Limit the address space to the current mapping plus `memory_bytes`.
 
-    Libraries reserve far more addresses than they use memory; counting those would forbid to import them.
-    A system that does not tell what is mapped (no /proc) has no limit.
+    Libraries reserve far more addresses than they use memory; limiting those would prevent imports. No limit without
+    /proc.
     """
     told_by = Path("/proc/self/statm")
     if not told_by.exists():
         return
     mapped = int(told_by.read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = mapped + memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    limit = mapped + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-# A process that runs a user's function, as the run sees it: started, connected, killed with all that it started.
-
-# For a supervisor to end all that the function started.
+# Time for a supervisor to kill everything that the function started.
 ENDING_SECONDS = 10.0
 
-# What stands behind it is for whoever looks at the list of processes.
+# The arguments after it are for people who read the process list.
 _START = (
     "import sys; sys.path[:] = {path!r}; from lockstep.launch.supervisor import started; started({words})  # {shown!r}"
 )
 
 
 class FunctionProcess:
-    """One process and the connection to it. Any thread may kill it."""
+    """One worker process and the connection to it. Any thread may kill it."""
 
     def __init__(self, serve: str, arguments: tuple[Any, ...], log: Path | None = None):
         """Runs `serve` (`module:function`) with a connection and the arguments, which are plain values.
 
-        The last lines that it prints are kept in `log`; without one they are thrown away.
+        The last lines of its output are kept in `log`; without one they are discarded.
         """
         self._mark = secrets.token_hex(16)
         self._leashing, self._killing = threading.Lock(), threading.Lock()
@@ -61,10 +57,10 @@ class FunctionProcess:
         end, parent_pipe = os.pipe()
         self._parent_pipe: int | None = parent_pipe
         output = None if log is None else str(log.absolute())
-        # The arguments may hold secrets, and everybody sees a command line: that has the user's file and the log alone.
+        # Arguments may contain secrets, and command lines are public: that contains only the user's file and the log.
         file = arguments[0] if arguments and isinstance(arguments[0], str) else None
         shown = " ".join(filter(None, [serve, file, output]))
-        words = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the other ends
+        words = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the pipe ends
         words.write(repr((childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)).encode())
         words.seek(0)
         try:
@@ -73,9 +69,9 @@ class FunctionProcess:
                 pass_fds=[childs.fileno(), end, words.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # Out of reach of the terminal's Ctrl-C.
+                # A new session: the terminal's Ctrl-C does not reach it.
                 start_new_session=True,
-                # The order of a set must not depend on which process looks at it.
+                # The order of a set must be the same in every process.
                 env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
             )
         except BaseException:
@@ -93,22 +89,22 @@ class FunctionProcess:
 
     @property
     def disturbed(self) -> bool:
-        """Whether somebody has killed or stopped it, as one who lacks memory does: no fault of the function's."""
+        """Whether it was killed or stopped from outside, e.g. by the OOM killer: not an error of the function."""
         ended = self._process.poll()
         return ended == -signal.SIGKILL if ended is not None else any_stopped(self._process.pid, self._mark)
 
     def release(self) -> None:
-        """Ask for the end, without waiting for it."""
+        """Request the end without waiting for it."""
         with self._leashing:
             if self._parent_pipe is not None:
-                # A word besides: a process that the run has forked may hold the pipe open.
+                # Also write a byte: a forked child of the run may keep the pipe open.
                 with suppress(BrokenPipeError):
                     os.write(self._parent_pipe, b".")
                 os.close(self._parent_pipe)
                 self._parent_pipe = None
 
     def kill(self) -> None:
-        """End the process and everything it started. Safe to call twice, and from another thread."""
+        """Kill the process and everything it started. Safe to call twice, and from another thread."""
         self.release()
         with self._killing:
             if self._gone:
@@ -135,5 +131,5 @@ class FunctionProcess:
 def _signal(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # those between SIGRTMIN and SIGRTMAX have no name
+    except ValueError:  # signals between SIGRTMIN and SIGRTMAX have no name
         return f"signal {number}"
