@@ -90,7 +90,7 @@ class Recorder(Cpu):
     def __init__(self) -> None:
         self.captured = 0
 
-    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
+    def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
         self.captured += 1
         step()
         step()

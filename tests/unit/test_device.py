@@ -342,7 +342,7 @@ def test_cuda_reason_is_what_torch_says(monkeypatch: pytest.MonkeyPatch, message
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert Cuda().unavailable() == f"torch {torch.__version__} (CUDA 13.0) says: {kept}"
+    assert Cuda().unavailable() == f"torch {torch.__version__} (CUDA 13.0) reports: {kept}"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert (Cuda().unavailable() or "").endswith(f"{kept} (CUDA_VISIBLE_DEVICES='7')")
 
@@ -498,7 +498,7 @@ def test_a_named_device_is_that_device(monkeypatch: pytest.MonkeyPatch) -> None:
     _availability(monkeypatch, npu=None, cuda=None)
     for name, kind in DEVICES.items():
         assert type(select(name)) is kind
-        assert explain(name)[1] == f"device {name}, as asked for"
+        assert explain(name)[1] == f"device {name}, as requested"
 
 
 @pytest.mark.parametrize("name", ["cuda", "npu"])
@@ -508,7 +508,7 @@ def test_an_absent_device_is_refused_and_not_replaced(monkeypatch: pytest.Monkey
         select(name)
     [problem] = caught.value.problems
     assert problem.where == "device"
-    assert problem.why == f"{name} was asked for and is not available: gone"
+    assert problem.why == f"{name} was requested and is not available: gone"
     assert problem.remedy.endswith("what can be used here: cpu (or auto)")
 
 

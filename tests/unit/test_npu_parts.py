@@ -34,10 +34,10 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FusionModel]:
     model = FusionModel()
     monkeypatch.setitem(sys.modules, "torch_npu", model)  # type: ignore[arg-type]
     partial._fusion_passes.cache_clear()
-    partial._tell.cache_clear()
+    partial._warn_once.cache_clear()
     yield model
     partial._fusion_passes.cache_clear()
-    partial._tell.cache_clear()
+    partial._warn_once.cache_clear()
 
 
 @settings(max_examples=30)

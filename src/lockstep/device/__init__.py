@@ -1,8 +1,8 @@
-"""The devices and the facts about each. For `kernels` and all above; importing it is cheap and pulls in no torch."""
+"""The devices and their facts. For `kernels` and all above; importing it is cheap and does not import torch."""
 
 from lockstep.device import process_setup
 
-# Before the first `import torch`, which is the only moment at which they help.
+# Must run before the first `import torch`.
 process_setup.defer()
 process_setup.wait_asleep()
 process_setup.follow_quota()

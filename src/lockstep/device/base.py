@@ -14,15 +14,13 @@ import torch
 
 from lockstep.errors import Refusal
 
-# What a device must say about itself. All that differs between devices outside the kernels is in these classes.
-
-# Set to a device's name by whoever stands in for it, so that no run on an emulator passes for one on hardware.
+# Set to a device's name by an emulator of it, so that an emulated run is not mistaken for one on hardware.
 EMULATED = "LOCKSTEP_EMULATED"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `total` is the device's, `free` what this process can still take; `allocated` and `peak` are its own."""
+    """Bytes. `total`: the device's; `free`: available to this process; `allocated` and `peak`: of this process."""
 
     total: int
     free: int
@@ -31,50 +29,50 @@ class Memory:
 
 
 class Device(ABC):
-    """One kind of device. Each fact is an attribute or a small method; nothing else asks which kind it is."""
+    """One kind of device. Everything that differs between devices, except kernels, is an attribute or method here."""
 
     name: ClassVar[str]
     collective: ClassVar[str]
     """Name of the torch.distributed backend."""
     visible_variable: ClassVar[str | None]
-    """Environment variable that says which devices a process sees."""
+    """Environment variable that selects the visible devices."""
     ray_resource: ClassVar[str | None] = None
-    """What Ray calls a device of this kind; None where it only counts processors."""
+    """Ray's resource name of the device; None if Ray only counts processors."""
     fused_optimizer: ClassVar[bool]
-    """Whether torch.optim.AdamW takes `fused=True`, with the learning rate as a number (not a tensor)."""
+    """Whether torch.optim.AdamW supports `fused=True` with a float learning rate (not a tensor)."""
     adamw: ClassVar[str] = "torch"
-    """Name of the step of AdamW with fp32 masters; see `train/optim.py`."""
+    """Name of the AdamW step with fp32 master weights; see `train/optim.py`."""
     lean_layers: ClassVar[bool] = False
-    """Whether its fused norms and feed-forwards (`kernels/fused.py`) keep only what the memory plan counts for them."""
+    """Whether its fused norms and feed-forwards (`kernels/fused.py`) save only what the memory plan counts."""
     graph_capture: ClassVar[bool]
     attention: str
-    """Name of the attention kernel for packed rows; `kernels/attention/varlen.py` maps it to a function."""
+    """Name of the attention kernel for packed rows; see `kernels/attention/varlen.py`."""
     paged_attention: str = "gather"
-    """Name of the attention kernel for one token of each of many cached sequences; see `kernels/attention/paged.py`."""
+    """Name of the paged decode attention kernel; see `kernels/attention/paged.py`."""
     sampler: ClassVar[str] = "plain"
-    """Name of the kernel that draws tokens from logits; see `rollout/native/sampler.py`."""
+    """Name of the sampling kernel; see `rollout/native/sampler.py`."""
     generating_layers: str = "modules"
-    """Name of what runs the decoder layers when the engine generates; see `kernels/decode_layers.py`."""
+    """Name of the decoder layers used in generation; see `kernels/decode_layers.py`."""
     scored_by: str = "sampler"
-    """Whether a drawn token's log-probability comes from the sampler on its way, or from the trainer's own kernel."""
+    """Where the log-prob of a sampled token comes from: the sampler, or the trainer's kernel."""
     generates_beside: ClassVar[bool] = False
-    """Whether a second process may generate on it while the run trains on it."""
+    """Whether a second process may generate on the device while the run trains on it."""
     meets_itself: ClassVar[bool] = False
-    """Whether its collective joins two processes that are on one device."""
+    """Whether its collective backend supports two processes on one device."""
     shares_memory: ClassVar[bool] = False
-    """Whether another process of this machine opens a tensor where it is, in the device's own memory."""
+    """Whether another process of this machine can open a tensor in device memory (IPC)."""
     prefill_tokens: ClassVar[int] = 8192
-    """Prompt tokens that the engine gives to one forward pass, where the recipe does not say and memory allows."""
+    """Prompt tokens per prefill pass, unless the recipe sets it or memory is too small."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Environment variables of deterministic runs, each with its accepted values; the first is the one we set."""
+    """Environment variables of deterministic runs with their accepted values; the first one is set by default."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """Why this device cannot be used here; None when it can."""
+        """The reason why this device cannot be used here; None if it can."""
 
     @abstractmethod
     def count(self) -> int:
-        """How many devices this process sees."""
+        """Number of visible devices."""
 
     @abstractmethod
     def torch_device(self, index: int = 0) -> torch.device: ...
@@ -85,32 +83,32 @@ class Device(ABC):
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:
-        """State of the current device's own random generator, as a tensor on the CPU."""
+        """State of the current device's random generator, as a CPU tensor."""
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
     @abstractmethod
     def synchronise(self) -> None:
-        """Wait until everything given to the current device is done."""
+        """Wait until the current device has finished all queued work."""
 
     @contextmanager
     def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
-        """Counts the operators that this device does not have and that run on the CPU instead, by name.
+        """Counts operators that fall back to the CPU, by name.
 
-        Slow, so meant for one step. Without `allow_fallback` the first one is an error.
+        Slow, so intended for one step. Without `allow_fallback` the first one raises an error.
         """
         yield {}
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds what is known of the device's own error codes to errors that hold them."""
+        """Adds explanations of the device's error codes to exceptions."""
         yield
 
-    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
-        """Record what `step` gives to the device; calling the result repeats it on the same tensors.
+    def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
+        """Capture `step` as a graph; calling the result replays it on the same tensors.
 
-        `beside` is an earlier recording, which is never repeated at the same time: they share their working memory.
+        `pool_of` is an earlier graph that never replays at the same time; both use its memory pool.
         """
         raise NotImplementedError(f"{self.name} does not capture graphs")
 
@@ -123,15 +121,15 @@ class Device(ABC):
     @property
     @abstractmethod
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The reduced precisions this device really computes in."""
+        """The reduced precisions that the device computes in natively."""
 
     @abstractmethod
     def chip(self) -> str:
-        """The chip's name as the device gives it."""
+        """The chip's name as reported by the device."""
 
     @abstractmethod
     def versions(self) -> dict[str, str | None]:
-        """Driver and runtime versions; None for one that cannot be read here."""
+        """Driver and runtime versions; None if unavailable."""
 
     def seed(self, seed: int) -> None:
         """Seed torch's generators: the CPU's and those of every visible device."""
@@ -141,18 +139,18 @@ class Device(ABC):
         return dtype == torch.float32 or dtype in self.autocast_dtypes
 
     def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
-        """What makes a model with such matrices slower here than it need be, in words; measured in milliseconds."""
+        """Warnings about settings that slow down a model with matrices of this size, measured in milliseconds."""
         return []
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Dense matrix FLOP/s that the maker promises for this chip; None where we do not know it."""
+        """The vendor's dense matrix FLOP/s of this chip; None if unknown."""
         return None
 
     def deterministic(self, on: bool) -> dict[str, str]:
-        """Switch deterministic computation on or off; returns every switch with its value, for the run's record.
+        """Switch deterministic computation on or off; returns all switches with their values, for the run's record.
 
-        To be called before the first tensor reaches the device and before the process group is made: the libraries
-        read their variables once.
+        Call before the first tensor is on the device and before the process group is created: libraries read their
+        variables once.
         """
         torch.use_deterministic_algorithms(on)
         switches = {"torch.use_deterministic_algorithms": str(on)}
@@ -164,7 +162,7 @@ class Device(ABC):
         return switches
 
     def facts(self) -> dict[str, Any]:
-        """What the run's env.json records of the device."""
+        """The device section of the run's env.json."""
         return {
             "name": self.name,
             "chip": self.chip(),
@@ -178,12 +176,12 @@ class Device(ABC):
         }
 
 
-# What the variables were before `deterministic(True)`; None for unset.
+# Values of the variables before `deterministic(True)`; None for unset.
 _before: dict[str, str | None] = {}
 
 
 def _ensure_variable(variable: str, accepted: tuple[str, ...]) -> str:
-    """The user's own value stays when it is deterministic too."""
+    """Keep the user's value if it is deterministic too."""
     present = os.environ.get(variable)
     if present is not None and present.lower() in accepted:
         return present
@@ -203,16 +201,13 @@ def _restore_variables(variables: Mapping[str, tuple[str, ...]]) -> None:
             os.environ[variable] = before
 
 
-# What the accelerators have in common: torch gives each a module with the same function names.
-
-
 class Accelerator(Device):
-    """A device behind a torch module such as `torch.cuda`."""
+    """A device behind a torch module such as `torch.cuda`; all of them have the same function names."""
 
     @property
     @abstractmethod
     def api(self) -> Any:
-        """The torch module of this device. To be asked for only when `unavailable()` is None."""
+        """The torch module of this device. Use it only if `unavailable()` is None."""
 
     def count(self) -> int:
         return int(self.api.device_count())
@@ -224,8 +219,8 @@ class Accelerator(Device):
         if index >= self.count():
             raise Refusal.at(
                 "device",
-                f"{self.name} device {index} was asked for and {self.count()} are visible",
-                f"start no more processes on a machine than it has devices, or show more of them in "
+                f"{self.name} device {index} was requested and {self.count()} are visible",
+                f"start no more processes on a machine than it has devices, or make more of them visible in "
                 f"{self.visible_variable}",
             )
         self.api.set_device(index)
@@ -257,25 +252,22 @@ class Accelerator(Device):
 
 
 def first_sentence(error: BaseException) -> str:
-    """A library's message without the advice, log lines and colour codes that follow it."""
+    """First sentence of a library's message, without advice, log lines and colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
     line = text.splitlines()[0].strip()
     return re.split(r"(?<=[a-z)])\. ", line, maxsplit=1)[0].rstrip(".")
 
 
-# Numbers on their way between host and device, without a wait for what the device still does.
-
-
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device. An ordinary copy waits until the device has done all that was asked of it before."""
+    """Copy a host tensor to the device without waiting for queued work, as an ordinary copy would."""
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
-    # Other memory may be used again before a copy has read it.
+    # Pageable memory may be reused before an asynchronous copy has read it.
     return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to bring a tensor to the host; the result waits for it, not for what the device is asked to do later."""
+    """Start a copy to the host; calling the result waits for it, but not for work queued later."""
     if tensor.device.type != "cuda":
         return lambda: tensor.cpu()
     host = tensor.to("cpu", non_blocking=True)

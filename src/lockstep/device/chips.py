@@ -1,7 +1,7 @@
-"""What is known of devices that need not be here: memory, arithmetic, links, and how much of it our code reaches.
+"""Facts of devices that need not be present: memory, FLOP/s, links, and the shares of them that our code reaches.
 
-Figures are the makers' unless a comment says that they were measured; each row names its sources. A device is what
-torch counts as one: of an Ascend 910C, which holds two dies, a die. Links are bytes a second in one direction, of one
+Figures are the vendors' unless a comment says that they were measured; each row names its sources. A device is what
+torch counts as one: a die of an Ascend 910C, which holds two. Links are bytes per second in one direction, of one
 device.
 """
 
@@ -13,24 +13,24 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Reached:
-    """What our kernels make of a chip, as measured."""
+    """Measured efficiency of our kernels on a chip."""
 
     attention: float
-    """Share of the speed of large products that attention over packed rows has, forward and backward."""
+    """Speed of attention over packed rows, forward and backward, as a share of that of large matmuls."""
     layer_passes: float
-    """How often an update goes over what the layers keep for the backward pass, at the speed of memory."""
+    """Passes of an update over the activations saved for backward, at memory speed."""
     head_passes: float
     """The same over the logits in fp32."""
     optimizer_passes: float
-    """Times of an AdamW step over that of its bytes."""
+    """Time of an AdamW step relative to that of reading its bytes."""
     decoding: float
-    """Share of the speed of large products in a decoding step."""
+    """Speed of matmuls in a decoding step, as a share of that of large matmuls."""
     reading: float
-    """Speed of reading the KV cache over that of a copy."""
+    """Speed of reading the KV cache relative to a copy."""
     layer_seconds: float
-    """Of a decoding step, besides arithmetic and memory, for each layer."""
+    """Overhead per layer of a decoding step, besides arithmetic and memory."""
     micro_batch_seconds: float = 0.0
-    """The same of a micro-batch's forward and backward pass."""
+    """Overhead per layer of a micro-batch's forward and backward pass."""
 
 
 # On one H200 with bf16. Decoding: the three numbers are a fit to six rows of bench/results/engine_h200_*.json, which it
@@ -55,45 +55,45 @@ CORE_REACHED = Reached(
     reading=1.0,
     layer_seconds=4.36e-3,
 )
-# Large products and copies on that card, 790 TFLOP/s and 4.3 TB/s, as shares of the maker's 989 and 4.8. Taken for
-# every chip whose own were not measured.
+# Large matmuls and copies on that card, 790 TFLOP/s and 4.3 TB/s, as shares of the vendor's 989 and 4.8. Used for every
+# chip without a measurement.
 PRODUCTS, COPIES = 790 / 989, 4.3 / 4.8
-# Of a link in a large collective. Not measured by us.
+# Share of a link's speed in a large collective. Not measured by us.
 LINKS = 0.75
 
 
 @dataclass(frozen=True)
 class ChipFacts:
-    """A device of the table."""
+    """A row of the table."""
 
     name: str
     kind: str
     """Name of its class in `device/select.py`."""
     memory: int | None
-    """Bytes; None for the machine at hand, whose processes share it."""
+    """Bytes; None for the current machine, whose processes share its memory."""
     half: float | None
-    """Dense matrix FLOP/s in bfloat16; None where we do not know it."""
+    """Dense matrix FLOP/s in bfloat16; None if unknown."""
     single: float | None
     """The same in float32, as torch computes it by default."""
     bandwidth: float
-    """Bytes a second of its memory."""
+    """Memory bandwidth in bytes per second."""
     inside: float
-    """Link to the devices of its node."""
+    """Link to the other devices of its node."""
     between: float
     """Link to other nodes."""
     host: float
     """Link to the host's memory."""
     reached: Reached = H200_REACHED
     measured: bool = False
-    """Whether `reached`, the speed of products and that of memory were measured on it."""
+    """Whether `reached` and the speeds of matmuls and memory were measured on it."""
     most_devices: int | None = None
-    """Of a node: between more of them `inside` does not hold."""
+    """Devices per node: `inside` holds up to this many."""
     most_nodes: int | None = None
-    """Up to how many nodes `between` holds: the largest cluster of the kind that somebody has told of."""
+    """Number of nodes up to which `between` holds: the largest published cluster of the kind."""
 
     @property
     def products(self) -> float:
-        """Share of the maker's FLOP/s that a large product reaches."""
+        """Share of the vendor's FLOP/s that a large matmul reaches."""
         return 1.0 if self.measured else PRODUCTS
 
     @property
@@ -101,7 +101,7 @@ class ChipFacts:
         return 1.0 if self.measured else COPIES
 
     def flops(self, size: int) -> float | None:
-        """Of large products of numbers of that many bytes; None where it is not known."""
+        """FLOP/s of large matmuls of numbers of that many bytes; None if unknown."""
         peak = self.single if size == 4 else self.half
         return None if peak is None else peak * self.products
 

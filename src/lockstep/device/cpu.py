@@ -1,4 +1,4 @@
-"""The CPU device: the reference for the other devices; host memory; what slows a CPU down."""
+"""The CPU device, the reference for the other devices; host memory; checks for slow CPU settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from lockstep.device.base import Device, Memory
 
-# Memory of the host: what the machine has, what a container may use of it, and what this process takes.
+# Host memory: total, the container's limit, and this process's use.
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -33,7 +33,7 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 class Group(NamedTuple):
-    """A control group's limit, and what its processes use of it (file cache that can be dropped not counted)."""
+    """A control group's memory limit and use (without file cache that can be dropped)."""
 
     limit: int
     used: int
@@ -42,10 +42,10 @@ class Group(NamedTuple):
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
     page = os.sysconf("SC_PAGE_SIZE")
     physical = os.sysconf("SC_PHYS_PAGES") * page
-    own = _kilobytes(proc / "self" / "status")
-    peak = own.get("VmHWM", _peak_from_rusage())
-    allocated = own.get("VmRSS", peak)
-    # Systems without /proc do not say what is free; what we have not taken ourselves is the nearest figure.
+    status = _kilobytes(proc / "self" / "status")
+    peak = status.get("VmHWM", _peak_from_rusage())
+    allocated = status.get("VmRSS", peak)
+    # Without /proc the free memory is unavailable; total minus our use is the best estimate.
     available = _kilobytes(proc / "meminfo").get("MemAvailable", physical - allocated)
     limited = list(groups(proc, cgroups))
     total = min([physical, *(group.limit for group in limited)])
@@ -54,9 +54,9 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
 
 
 def reset_host_peak(proc: Path = PROC) -> bool:
-    """Start the peak of this process anew; False where the kernel does not offer that, and the old peak stays."""
+    """Reset this process's peak; False if the kernel does not support it."""
     try:
-        # 5 resets the peak resident size and nothing else (proc(5)).
+        # 5 resets only the peak resident size (proc(5)).
         (proc / "self" / "clear_refs").write_text("5")
     except OSError:
         return False
@@ -64,7 +64,7 @@ def reset_host_peak(proc: Path = PROC) -> bool:
 
 
 def groups(proc: Path, cgroups: Path) -> Iterator[Group]:
-    """Every control group with a memory limit that this process is in, innermost first."""
+    """Every control group of this process with a memory limit, innermost first."""
     membership = proc / "self" / "cgroup"
     if not membership.exists():
         return
@@ -76,8 +76,8 @@ def groups(proc: Path, cgroups: Path) -> Iterator[Group]:
             base, names = cgroups / "memory", _V1
         else:
             continue
-        # A container often sees its own group mounted as the root while the path is the host's: the walk up to the
-        # mount finds it in either case.
+        # A container often sees its group mounted as the root while the path is the host's: walking up to the mount
+        # works in both cases.
         folder = base / path.lstrip("/")
         for candidate in [folder, *folder.parents][: len(folder.parts) - len(base.parts) + 1]:
             group = _group(candidate, names)
@@ -101,7 +101,7 @@ def _group(folder: Path, names: _Names) -> Group | None:
 
 
 def _kilobytes(file: Path) -> dict[str, int]:
-    """The `Name:   123 kB` lines of a /proc file, in bytes; empty where the file does not exist."""
+    """The `Name:   123 kB` lines of a /proc file, in bytes; empty if the file does not exist."""
     if not file.exists():
         return {}
     rows = (row.split() for row in file.read_text().splitlines())
@@ -113,22 +113,22 @@ def _peak_from_rusage() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# What slows a CPU down: a dtype that it has no arithmetic for, and more threads than there are free cores. Both are
-# measured on a product of the model's own sizes, in milliseconds; no table knows all processors and their neighbours.
+# Slow CPU settings: a dtype without native arithmetic, and more threads than free cores. Both are measured on a matmul
+# of the model's sizes, in milliseconds; no table covers all processors and their load.
 
 ROUNDS = 5
-# Of one product, which takes a few milliseconds where there is arithmetic for it; no side of it is longer.
+# Operations of one matmul, a few milliseconds with native arithmetic, and its longest side.
 OPERATIONS, LONGEST = 1e7, 512
-# Seconds after which one round more is not made: what is so slow needs no second look.
+# No further round after this many seconds.
 PATIENCE = 0.05
-# Ratios that are worth a word. Threads are told later: two that wait for each other are a matter of the moment.
+# Ratios from which a warning is given. That of threads is higher, because contention may be momentary.
 SLOWER_DTYPE, SLOWER_THREADS = 1.1, 1.5
 Call = Callable[[], object]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def ratio(one: Call, other: Call, clock: Callable[[], float] = time.perf_counter) -> float:
-    """How much longer `one` takes than `other`: the best of some rounds, in turns, after one that is not counted."""
+    """How much longer `one` takes than `other`: the best of some alternating rounds after a warm-up."""
     best, first = [float("inf"), float("inf")], clock()
     for turn in range(ROUNDS + 1):
         for which, call in enumerate((one, other)):
@@ -142,7 +142,7 @@ def ratio(one: Call, other: Call, clock: Callable[[], float] = time.perf_counter
 
 
 def slow_dtype(dtype: torch.dtype, inner: int, outer: int) -> str | None:
-    """In words, where products in `dtype` take longer than in fp32."""
+    """A warning if matmuls in `dtype` are slower than in fp32."""
     if dtype == torch.float32:
         return None
     sizes = _sizes(inner, outer)
@@ -156,20 +156,20 @@ def slow_dtype(dtype: torch.dtype, inner: int, outer: int) -> str | None:
 
 
 def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
-    """In words, where all threads together take longer than one of them alone."""
+    """A warning if all threads together are slower than one."""
     threads = torch.get_num_threads()
     if threads == 1:
         return None
     product = _product(_sizes(inner, outer), dtype)
 
-    def alone() -> None:
+    def single_threaded() -> None:
         torch.set_num_threads(1)
         try:
             product()
         finally:
             torch.set_num_threads(threads)
 
-    times = ratio(product, alone)
+    times = ratio(product, single_threaded)
     if times < SLOWER_THREADS:
         return None
     load = f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)" if hasattr(os, "getloadavg") else ""
@@ -180,23 +180,20 @@ def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
 
 
 def _sizes(inner: int, outer: int) -> tuple[int, int, int]:
-    """Rows, so many that a product is short and no less than a small micro-batch, and the sides of the matrix."""
+    """Rows, as many as keep a matmul short and at least a small micro-batch, and the sides of the matrix."""
     inner, outer = min(inner, LONGEST), min(outer, LONGEST)
     return max(8, int(OPERATIONS / (2 * inner * outer))), inner, outer
 
 
 def _product(sizes: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     rows, inner, outer = sizes
-    # No random numbers: the run's own generator must not move.
+    # No random numbers: the run's generator must not advance.
     left, right = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((outer, inner), 0.25, dtype=dtype)
     return lambda: torch.nn.functional.linear(left, right)
 
 
-# The CPU: always there, and the reference that the other devices are held against.
-
-
 def _arm_chip(listing: str) -> str | None:
-    """Arm's cores have numbers in the place of a name, as `Arm 0x41 part 0xd0c` for Neoverse N1."""
+    """Arm cores have numbers instead of a name: `Arm 0x41 part 0xd0c` for Neoverse N1."""
     numbers = dict(re.findall(r"^CPU (implementer|part)\s*: (\S+)$", listing, re.MULTILINE))
     return f"Arm {numbers['implementer']} part {numbers['part']}" if len(numbers) == 2 else None
 
@@ -221,7 +218,7 @@ class Cpu(Device):
         return torch.device("cpu")
 
     def use(self, index: int) -> None:
-        """Nothing to choose: all processes of a machine share the one CPU."""
+        """No effect: all processes of a machine share the CPU."""
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -230,24 +227,24 @@ class Cpu(Device):
         torch.set_rng_state(state)
 
     def synchronise(self) -> None:
-        """Nothing to wait for: operators return when they are done."""
+        """No effect: operators are synchronous."""
 
     def memory(self) -> Memory:
         return host_memory()
 
     def reset_peak(self) -> None:
-        """Where the kernel cannot reset it, the peak stays that of the whole process."""
+        """No effect if the kernel cannot reset the peak."""
         reset_host_peak()
 
     @property
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        # float16 is complete (forward and backward) but saves only memory: most CPUs have no arithmetic for it.
+        # float16 is complete (forward and backward) but only saves memory: most CPUs have no arithmetic for it.
         return (torch.bfloat16, torch.float16)
 
     def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
-        # One word at a time: threads that wait on arithmetic that is not there tell nothing of the cores.
-        said = slow_dtype(dtype, inner, outer) or slow_threads(dtype, inner, outer)
-        return [] if said is None else [said]
+        # One warning at a time: a dtype without native arithmetic makes the thread check meaningless.
+        warning = slow_dtype(dtype, inner, outer) or slow_threads(dtype, inner, outer)
+        return [] if warning is None else [warning]
 
     def chip(self) -> str:
         listing = Path("/proc/cpuinfo")
@@ -259,7 +256,7 @@ class Cpu(Device):
         return platform.processor() or platform.machine()
 
     def versions(self) -> dict[str, str | None]:
-        # Vector unit and thread count decide the order of sums, hence the last bits of a result.
+        # Vector unit and thread count determine the order of sums, hence the last bits of a result.
         return {
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),

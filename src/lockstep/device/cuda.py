@@ -1,4 +1,4 @@
-"""NVIDIA devices, through torch's own CUDA module."""
+"""NVIDIA devices through torch.cuda."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class _Peak(NamedTuple):
     """float32 proper, without TF32: torch's default."""
 
 
-# From NVIDIA's data sheets; figures "with sparsity" there are halved. Looked up as whole words of the device's name,
-# the more specific name first.
+# From NVIDIA's data sheets; figures "with sparsity" are halved. Matched as complete words of the device's name, the
+# more specific name first.
 PEAKS: dict[str, _Peak] = {
     "H100 PCIe": _Peak(756e12, 51e12),
     "H100 NVL": _Peak(835e12, 60e12),
@@ -81,12 +81,12 @@ class Cuda(Accelerator):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None and visible.strip() in ("", "-1"):
             return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device"
-        # is_available() keeps its reason to itself; initialising tells it: no driver, driver too old, no device.
+        # is_available() gives no reason; init() raises it: no driver, driver too old, no device.
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-            return f"torch {torch.__version__} (CUDA {torch.version.cuda}) says: {first_sentence(error)}{shown}"
+            return f"torch {torch.__version__} (CUDA {torch.version.cuda}) reports: {first_sentence(error)}{shown}"
         return f"torch {torch.__version__} sees no NVIDIA device"
 
     @property
@@ -97,7 +97,7 @@ class Cuda(Accelerator):
         return (torch.float16,)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """For float32 without TF32, as torch computes unless told otherwise."""
+        """For float32 without TF32, torch's default."""
         peak = peak_of(self.chip())
         if peak is None:
             return None
@@ -105,37 +105,37 @@ class Cuda(Accelerator):
             return peak.single
         return peak.half if self.supports(dtype) else None
 
-    def capture(self, step: Callable[[], None], beside: Callable[[], None] | None = None) -> Callable[[], None]:
-        # Libraries set themselves up in the first calls, which a graph must not record.
+    def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
+        # Warm-up: libraries initialise in the first calls, which must not be captured.
         side = _trial_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2 if beside is None else 1):
+            for _ in range(2 if pool_of is None else 1):
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        pool = beside.graph.pool() if isinstance(beside, _Recording) else None
+        pool = pool_of.graph.pool() if isinstance(pool_of, _CapturedGraph) else None
         with torch.cuda.graph(graph, pool=pool):
             step()
-        return _Recording(graph)
+        return _CapturedGraph(graph)
 
     def memory(self) -> Memory:
-        found = super().memory()
-        # What torch holds and nobody uses is there for this process: it is given back where other sizes are asked for.
-        return replace(found, free=found.free + torch.cuda.memory_reserved() - found.allocated)
+        memory = super().memory()
+        # Memory that torch caches is available to this process.
+        return replace(memory, free=memory.free + torch.cuda.memory_reserved() - memory.allocated)
 
     def deterministic(self, on: bool) -> dict[str, str]:
         switches = super().deterministic(on)
         torch.utils.deterministic.fill_uninitialized_memory = not on  # type: ignore[attr-defined]
         if on:
-            # Trying kernels out picks by time, so differently from run to run.
+            # Benchmarking selects kernels by time, so differently from run to run.
             torch.backends.cudnn.benchmark = False
             switches["torch.backends.cudnn.benchmark"] = "False"
-            # Every new tensor would be filled with NaN first, to show who reads what nobody wrote: a pass of its own
-            # for each of them, 6 of 40 ms of a decoding round.
+            # Torch would fill every new tensor with NaN to expose reads of uninitialised memory. The extra pass costs
+            # 6 of 40 ms of a decoding round.
             switches["torch.utils.deterministic.fill_uninitialized_memory"] = "False"
         if on and importlib.util.find_spec("triton") is not None:
-            # Kernels that give a token the same bits whatever stands beside it: while generating as while training.
+            # Batch-invariant kernels: a token gets the same bits in generation and in training.
             self.attention = self.paged_attention = "invariant"
             self.generating_layers, self.scored_by = "modules", "trainer"
             switches["kernels"] = "invariant"
@@ -153,7 +153,7 @@ class Cuda(Accelerator):
 
 
 @dataclass(frozen=True)
-class _Recording:
+class _CapturedGraph:
     graph: torch.cuda.CUDAGraph
 
     def __call__(self) -> None:
@@ -162,7 +162,7 @@ class _Recording:
 
 @cache
 def _trial_stream(index: int) -> torch.cuda.Stream:
-    """One for each device: libraries keep a workspace for every stream they have seen."""
+    """One per device: libraries keep a workspace for every stream they have used."""
     return torch.cuda.Stream(index)
 
 
@@ -174,6 +174,6 @@ def peak_of(chip: str) -> _Peak | None:
 
 
 def driver_version(text: str) -> str | None:
-    """The version in /proc/driver/nvidia/version, of the closed and of the open kernel module."""
-    found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s", text, re.MULTILINE)
-    return found.group(1) if found else None
+    """The version in /proc/driver/nvidia/version, of the closed or the open kernel module."""
+    match = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s", text, re.MULTILINE)
+    return match.group(1) if match else None

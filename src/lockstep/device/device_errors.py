@@ -9,12 +9,12 @@ import torch
 
 from lockstep.errors import Refusal, first_line
 
-# What the codes in errors of CANN, HCCL and torch_npu mean, and what helps. To extend it, add a row.
+# Errors of CANN, HCCL and torch_npu. To extend the table, add a row.
 
 
-class Known(NamedTuple):
+class KnownError(NamedTuple):
     pattern: str
-    """Regular expression that the message holds; codes stand alone, so that 207001 is not found in 1207001."""
+    """Regular expression for the message; codes match as complete numbers, so 207001 does not match 1207001."""
     cause: str
     remedy: str
 
@@ -23,68 +23,68 @@ def _code(*codes: str) -> str:
     return rf"(?<![0-9A-Za-z])(?:{'|'.join(codes)})(?![0-9])"
 
 
-NPU_ERRORS: tuple[Known, ...] = (
-    Known(
+NPU_ERRORS: tuple[KnownError, ...] = (
+    KnownError(
         _code("EI0006"),
         "HCCL could not connect the processes: a socket to another rank timed out",
         "check that every rank started and none died first (look at the other logs), that HCCL_SOCKET_IFNAME names the "
         "right network card, that the ports from HCCL_IF_BASE_PORT (60000) on are free, and raise HCCL_CONNECT_TIMEOUT",
     ),
-    Known(
+    KnownError(
         _code("EI0002"),
         "a rank waited too long for another one inside a collective",
         "one rank is slow, hangs or died: look at the other logs; raise HCCL_EXEC_TIMEOUT if the work is that long",
     ),
-    Known(
+    KnownError(
         _code("EI0001", "EI0004"),
         "HCCL does not accept an environment variable or the rank table",
         "check the HCCL_* variables and RANK_TABLE_FILE (torchrun needs none) named in the message",
     ),
-    Known(
+    KnownError(
         _code("507015", "507018", "507035"),
         "a kernel stopped with an exception on the device (AI Core, AI CPU or vector core)",
         "often an index out of range or a shape the operator does not take: set ASCEND_LAUNCH_BLOCKING=1 to find the "
         "operator, and look for the first EZ9999 line of the log (ASCEND_PROCESS_LOG_PATH)",
     ),
-    Known(
+    KnownError(
         _code("507014", "507017", "507034", "507046"),
         "a kernel did not finish in time",
         "too much work in one call, or a device in trouble: lower batch.tokens, and look at `npu-smi info`",
     ),
-    Known(
+    KnownError(
         _code("207001", "207018") + "|NPU out of memory",
         "the device has no memory left",
         "lower batch.tokens or rollout.cache_gb, set model.gradient_checkpointing, train an adapter (model.lora.rank), "
         "or use more devices; `npu-smi info` shows whether another process holds memory",
     ),
-    Known(
+    KnownError(
         _code("107001"),
         "there is no device of that number",
         "ASCEND_RT_VISIBLE_DEVICES must name existing devices in ascending order, and torchrun must start no more "
         "processes than devices are visible",
     ),
-    Known(
+    KnownError(
         _code("107002", "107003"),
         "the call reached no device context, or a stream of another one",
         "set the device before anything else in a process, and do not fork after the device was used: spawn",
     ),
-    Known(
+    KnownError(
         _code("EZ9999", "EZ1001", "EZ3003"),
         "an operator failed inside CANN",
         "the lines after the code name the operator and the shape it refused; where torch, torch_npu and CANN do not "
         "belong together this is the usual symptom: run `lockstep doctor`",
     ),
-    Known(
+    KnownError(
         _code("E19999", "E40021", "EE9999", "EE1001"),
         "CANN failed inside its runtime or graph engine",
         "run `lockstep doctor`: driver, CANN and torch_npu must belong together; the device log has the first cause",
     ),
-    Known(
+    KnownError(
         r"libhccl\.so|libascendcl\.so",
         "the CANN libraries are not found",
         "install the CANN toolkit and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to do without",
     ),
-    Known(
+    KnownError(
         r"fall back to run on the CPU",
         "an operator without a kernel for this device ran on the CPU",
         "use another version of torch_npu, or accept it: run.allow_fallback",
@@ -93,40 +93,38 @@ NPU_ERRORS: tuple[Known, ...] = (
 
 
 def explanation(message: str) -> str | None:
-    """Cause and remedy of every row that the message holds; None where nothing is known of it."""
-    found = [known for known in NPU_ERRORS if re.search(known.pattern, message)]
-    if not found:
+    """Cause and remedy of every row that matches the message; None if there is none."""
+    rows = [row for row in NPU_ERRORS if re.search(row.pattern, message)]
+    if not rows:
         return None
-    return "\n".join(f"what it means: {known.cause}\n-> {known.remedy}" for known in found)
+    return "\n".join(f"what it means: {row.cause}\n-> {row.remedy}" for row in rows)
 
 
-# Errors of a device, told from errors of what was asked of it: what each means and what helps.
-
-MEMORY = Known(
+MEMORY = KnownError(
     r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
     "the device has no memory left",
     "lower batch.tokens or rollout.cache_gb, set model.gradient_checkpointing, train an adapter (model.lora.rank), or "
     "use more devices; while a model is loaded it is often another process that holds the memory: look with nvidia-smi "
     "or npu-smi",
 )
-# The first row that fits is told. What names an operator comes before what only names a device.
-DEVICE_ERRORS: tuple[Known, ...] = (
+# The first matching row is used. Rows that name an operator come before those that only name a device.
+DEVICE_ERRORS: tuple[KnownError, ...] = (
     MEMORY,
-    Known(
+    KnownError(
         r"no kernel image is available|driver version is insufficient|forward compatibility was attempted|"
         r"provided PTX was compiled with an unsupported toolchain|system not yet initialized|no CUDA-capable device|"
         r"driver initialization failed|Found no NVIDIA driver",
         "this build of torch and the driver or the chip do not belong together",
         "run `lockstep doctor`, and install the torch that it names, or a newer driver",
     ),
-    Known(
+    KnownError(
         r"Could not run '[^']+' with arguments from the|not implemented for '\w+'|"
         r"is not currently (?:implemented|supported) (?:for|on) the|No available kernel|no kernel found to dispatch",
         "torch has no kernel for this operator on this device, or not in this dtype",
         "set model.attention=sdpa where the message names an attention, another model.dtype where it names a type; "
         "otherwise use another version of torch (and torch_npu), which `lockstep doctor` knows",
     ),
-    Known(
+    KnownError(
         r"CUDA error|CUDA driver error|device-side assert|CUBLAS_STATUS_|CUDNN_STATUS_|cuDNN error",
         "a call failed on the device",
         "set CUDA_LAUNCH_BLOCKING=1 to see which operator it was, and run `lockstep doctor`",
@@ -134,33 +132,33 @@ DEVICE_ERRORS: tuple[Known, ...] = (
 )
 
 
-def trouble(error: BaseException) -> Known | None:
-    """What is known of an error of the device; None for one that is not the device's."""
+def trouble(error: BaseException) -> KnownError | None:
+    """The table row of a device error; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         return MEMORY
     if not isinstance(error, RuntimeError | ImportError):
         return None
     text = str(error)
-    return next((known for known in (*NPU_ERRORS, *DEVICE_ERRORS) if re.search(known.pattern, text)), None)
+    return next((row for row in (*NPU_ERRORS, *DEVICE_ERRORS) if re.search(row.pattern, text)), None)
 
 
-# What collectives say when a process at the other end is gone or silent.
+# Messages of collectives whose peer is gone or does not respond.
 LOST_PEER = (
     r"gloo[/\\].*(?:Connection|Timed out|timeout)|Connection (?:closed|reset) by peer|ncclRemoteError|Socket Timeout"
 )
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because of another process: the error of a run that may be started again."""
+    """Whether a collective failed because of another process. Such a run may be restarted."""
     collective = isinstance(error, torch.distributed.DistError) if torch.distributed.is_available() else False
     return collective or (isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error)) is not None)
 
 
 def refuse_trouble(error: BaseException, device: torch.device) -> None:
-    """Refuse an error of the device with its own text, so that nobody takes it for one of the model. One of another
-    process is raised as it is."""
+    """Raise a device error as a `Refusal` with its text, so that it is not mistaken for one of the model. Errors caused
+    by another process are re-raised unchanged."""
     if is_lost_peer(error):
         raise error
-    known = trouble(error)
-    if known is not None:
-        raise Refusal.at(f"device {device}", f"{first_line(error)} ({known.cause})", known.remedy) from error
+    row = trouble(error)
+    if row is not None:
+        raise Refusal.at(f"device {device}", f"{first_line(error)} ({row.cause})", row.remedy) from error

@@ -21,38 +21,36 @@ from lockstep.device.base import Accelerator, first_sentence
 from lockstep.device.device_errors import explanation
 from lockstep.errors import Refusal
 
-# Operators that do not run on the device's cores: found and counted.
-#
-# One without a kernel runs on the CPU, with a copy there and back. One whose kernel takes another type on the cores
-# (AI Core) runs on the AI CPU, the device's own processor, which is slow too.
+# Operators that do not run on the device's AI Cores. One without a kernel falls back to the CPU, with a copy there and
+# back. One whose kernel does not support the dtype on the AI Cores runs on the AI CPU, which is slow too.
 
 KEY = "PrivateUse1"
-# Kernels made of other operators: those are looked at when they run.
+# Composite kernels: the operators they call are checked when they run.
 COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-# Made of the operator's own variant that writes into a given tensor, which nobody sees run.
+# Implemented by the operator's `out=` variant, which is not dispatched separately.
 BY_OUT = "CompositeExplicitAutogradNonFunctional"
 
 
 def has_kernel(name: str) -> bool:
-    """Whether the operator runs on the device: by a kernel of its own, or by others that it is made of."""
-    known = torch._C._dispatch_has_kernel_for_dispatch_key
-    if any(known(name, key) for key in (KEY, *COMPOSITE)):
+    """Whether the operator runs on the device: with a kernel, or composed of other operators."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if any(has(name, key) for key in (KEY, *COMPOSITE)):
         return True
     out = f"{name.split('.')[0].rstrip('_')}.out"
-    exists = known(name, BY_OUT) and torch._C._dispatch_has_kernel(out)
-    return exists and any(known(out, key) for key in (KEY, *COMPOSITE))
+    exists = has(name, BY_OUT) and torch._C._dispatch_has_kernel(out)
+    return exists and any(has(out, key) for key in (KEY, *COMPOSITE))
 
 
-# What runs on the AI CPU: torch_npu 2.13.0 says it itself of integers that are sorted, Ascend's profiler of float64.
+# Operators on the AI CPU: torch_npu 2.13.0 reports sorting of integers, Ascend's profiler float64.
 WIDE = (torch.float64, torch.complex128)
 SORTS = ("aten::sort", "aten::argsort", "aten::msort")
 INTEGERS = (torch.int32, torch.int64)
-# Nothing is computed by these, whatever the type.
+# Operators that compute nothing.
 MOVES = ("aten::empty", "aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach")
 
 
 def on_ai_cpu(name: str, views: bool, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether an operator on the device's tensors of these types is known to run on the AI CPU."""
+    """Whether an operator on device tensors of these dtypes runs on the AI CPU."""
     if views or name.startswith(MOVES):
         return False
     if any(dtype in WIDE for dtype in dtypes):
@@ -61,7 +59,7 @@ def on_ai_cpu(name: str, views: bool, dtypes: Sequence[torch.dtype]) -> bool:
 
 
 class FallbackWatch(TorchDispatchMode):
-    """Counts what is called on the device's tensors, while it is entered, and does not run on its cores."""
+    """Counts operators on device tensors, while entered, that do not run on the AI Cores."""
 
     def __init__(self, device: str, *, allow: bool):
         super().__init__()
@@ -75,11 +73,11 @@ class FallbackWatch(TorchDispatchMode):
         name = func.name()
         if name not in self._known:
             self._known[name] = has_kernel(name)
-        here = [tensor.dtype for tensor in _tensors([*args, kwargs]) if tensor.device.type == self.device]
-        if here and not self._known[name]:
+        dtypes = [tensor.dtype for tensor in _tensors([*args, kwargs]) if tensor.device.type == self.device]
+        if dtypes and not self._known[name]:
             self._count(name, f"the operator {name} has no kernel on this device and would run on the CPU")
-        elif here and on_ai_cpu(name, func.is_view, here):
-            words = f"the operator {name} runs on the device's AI CPU for {here[0]}, not on its cores"
+        elif dtypes and on_ai_cpu(name, func.is_view, dtypes):
+            words = f"the operator {name} runs on the device's AI CPU for {dtypes[0]}, not on its cores"
             self._count(f"{name} (AI CPU)", words)
         return func(*args, **(kwargs or {}))
 
@@ -89,7 +87,7 @@ class FallbackWatch(TorchDispatchMode):
             raise Refusal.at(
                 "run.allow_fallback",
                 why,
-                "set it to true to accept that, or use a version of the device's package that has the operator",
+                "set it to true to accept this, or use a version of the device's package that has the operator",
             )
 
 
@@ -103,12 +101,12 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-# Huawei Ascend devices, through torch_npu. Contract-tested on an emulated CANN, not yet run on Ascend hardware.
+# Contract-tested on an emulated CANN, not yet run on Ascend hardware.
 
 DRIVER_NODE = Path("/dev/davinci_manager")
 
-# FLOP/s of the matrix unit in float16 and bfloat16: cores x 8192 x clock. The data sheets' totals (376T for a 910B2)
-# add the vector unit, which multiplies no matrices.
+# FLOP/s of the matrix unit in float16 and bfloat16: cores x 8192 x clock. Totals of data sheets (376T for a 910B2)
+# include the vector unit, which computes no matmuls.
 PEAKS: dict[str, float] = {
     "Ascend910B1": 373.9e12,
     "Ascend910B2": 353.9e12,
@@ -127,9 +125,9 @@ class Npu(Accelerator):
     collective = "hccl"
     visible_variable = "ASCEND_RT_VISIBLE_DEVICES"
     ray_resource = "NPU"
-    # torch_npu registers torch's own fused AdamW for a learning rate that is a number, not for one that is a tensor.
+    # torch_npu registers torch's fused AdamW for a float learning rate, not for a tensor.
     fused_optimizer = True
-    # torch_npu.npu.NPUGraph exists and calls itself beta; eager until a capture has been seen to work.
+    # torch_npu.npu.NPUGraph is marked beta; eager until a capture is verified on hardware.
     graph_capture = False
     attention = "npu_fusion"
     paged_attention = "npu_infer"
@@ -149,8 +147,8 @@ class Npu(Accelerator):
 
     def use(self, index: int) -> None:
         super().use(index)
-        # Weights stay in the plain layout: in the private one (FRACTAL_NZ) updates in place and copies to an engine
-        # read and write other elements than they name.
+        # Weights stay in the plain layout: with the private one (FRACTAL_NZ), in-place updates and copies to an engine
+        # access the wrong elements.
         self.api.config.allow_internal_format = False
 
     @contextmanager
@@ -163,9 +161,9 @@ class Npu(Accelerator):
         try:
             yield
         except (RuntimeError, ImportError) as error:
-            known = explanation(str(error))
-            if known is not None and error.args:
-                error.args = (f"{error.args[0]}\n{known}", *error.args[1:])
+            explained = explanation(str(error))
+            if explained is not None and error.args:
+                error.args = (f"{error.args[0]}\n{explained}", *error.args[1:])
             raise
 
     def unavailable(self) -> str | None:
@@ -185,7 +183,7 @@ class Npu(Accelerator):
     def versions(self) -> dict[str, str | None]:
         from torch_npu.npu.utils import get_cann_version
 
-        # An installation without version files answers with an empty text.
+        # An installation without version files returns an empty string.
         return {
             "torch_npu": installed_version(),
             "cann": get_cann_version("CANN") or None,
@@ -196,7 +194,7 @@ class Npu(Accelerator):
 
 def peak_of(chip: str) -> float | None:
     for name, flops in PEAKS.items():
-        # A suffix letter is a variant of the same die (910B2C); a further digit would be another chip.
+        # A suffix letter is a variant of the same die (910B2C); a further digit is another chip.
         if re.match(rf"{name}(?!\d)", chip):
             return flops
     return None
@@ -212,8 +210,8 @@ def installed_version() -> str | None:
 
 def _release(version: str) -> str:
     """2.13.0 of 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: the part in which torch and torch_npu must agree."""
-    found = re.match(r"\d+\.\d+\.\d+", version)
-    return found.group(0) if found else version
+    match = re.match(r"\d+\.\d+\.\d+", version)
+    return match.group(0) if match else version
 
 
 def _package_problem() -> str | None:
@@ -233,10 +231,10 @@ def _package_problem() -> str | None:
 
 @cache
 def _load_problem() -> str | None:
-    """Cached: a second import after a failed one runs on half-initialised modules, and its error says less."""
+    """Cached: a second import after a failed one uses half-initialised modules and gives a worse error."""
     try:
         import torch_npu  # noqa: F401
-    except Exception as error:  # noqa: BLE001  a broken installation raises whatever it likes; each is a reason
+    except Exception as error:  # noqa: BLE001  a broken installation may raise anything
         return f"torch_npu {installed_version()} does not load: {first_sentence(error)}{_load_hint(str(error))}"
     autoload.restore()
     return None

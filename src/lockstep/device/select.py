@@ -1,4 +1,4 @@
-"""From the recipe's `device` to a device. An absent device is refused with the reason, never replaced."""
+"""Selects the device of the recipe's `device`. An absent device is an error with the reason; there is no fallback."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lockstep.errors import Refusal
 # In the order in which `auto` tries them.
 DEVICES: dict[str, type[Device]] = {"npu": Npu, "cuda": Cuda, "cpu": Cpu}
 
-# What people write, where the nearest spelling would be the wrong device ("gpu" is one letter from "npu").
+# Common names whose nearest spelling is the wrong device ("gpu" is one letter from "npu").
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"}
 
 
 def select(name: str) -> Device:
-    """The device for `auto`, `npu`, `cuda` or `cpu`; refused when it cannot be used."""
+    """The device for `auto`, `npu`, `cuda` or `cpu`; an error if it cannot be used."""
     return explain(name)[0]
 
 
 def explain(name: str) -> tuple[Device, str]:
-    """The device, and the sentence that says which it is and why not another."""
+    """The device, and a sentence that explains the choice."""
     if name == "auto":
         return _first_available()
     if name not in DEVICES:
@@ -34,10 +34,10 @@ def explain(name: str) -> tuple[Device, str]:
         usable = [other for other, kind in DEVICES.items() if other != name and kind().unavailable() is None]
         raise Refusal.at(
             "device",
-            f"{name} was asked for and is not available: {reason}",
-            f"put that right, or set device to what can be used here: {', '.join(usable)} (or auto)",
+            f"{name} was requested and is not available: {reason}",
+            f"fix that, or set device to one that is available here: {', '.join(usable)} (or auto)",
         )
-    return device, f"device {name}, as asked for"
+    return device, f"device {name}, as requested"
 
 
 def _first_available() -> tuple[Device, str]:

@@ -1,6 +1,6 @@
-"""Serving engines on each device: how they are installed there, and the flags and variables that they start with.
+"""Serving engines per device: how to install them, and the flags and variables they start with.
 
-What stands here for Ascend devices is from the guides of vllm-ascend and SGLang; nobody here has run it on hardware.
+The entries for Ascend devices are from the guides of vllm-ascend and SGLang; they have not been run on hardware here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of the engine's environment, and why it has this value; None leaves it as it is in the run's."""
+    """An environment variable of the engine and its reason; None keeps the value of the run's environment."""
 
     value: str | None
     why: str
     asleep: str | None = None
-    """Its value with `rollout.sleep`, where that is another one."""
+    """Its value with `rollout.sleep`, if different."""
 
     def at(self, sleep: bool) -> str | None:
         return self.asleep if sleep and self.asleep is not None else self.value
@@ -24,14 +24,14 @@ class Variable:
 
 @dataclass(frozen=True)
 class Serving:
-    """An engine on a device."""
+    """A serving engine on a device."""
 
     install: str = ""
-    """The command that installs it, into an environment of its own: these engines pin a torch."""
+    """The command that installs it into a separate environment: these engines pin a torch version."""
     unusable: str | None = None
-    """Why there is no such engine for the device."""
+    """Why the engine is not available on the device."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """Further words of the command line (`--name value`), each with why."""
+    """Additional command-line flags (`--name value`) with their reasons."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
 
     @property
@@ -42,7 +42,7 @@ class Serving:
         return {name: value for name, each in self.variables.items() if (value := each.at(sleep)) is not None}
 
     def settings(self, *, sleep: bool) -> list[tuple[str, str]]:
-        """Flags and variables with their reasons, for people."""
+        """Flags and variables with their reasons, for display."""
         set_here = self.environment(sleep=sleep)
         return [
             *self.flags.items(),
@@ -54,7 +54,7 @@ def _environment(name: str, packages: str) -> str:
     return f"python3 -m venv {name} && {name}/bin/pip install {packages}"
 
 
-# The memory pool that an engine sleeps by takes and gives whole segments.
+# The memory pool of sleep mode does not work with expandable segments.
 _SEGMENTS = Variable(
     "expandable_segments:True",
     "segments that grow break memory up less, and do not go with an engine that sleeps",
@@ -75,7 +75,7 @@ _VLLM_ASCEND = Serving(
             "0", "weights that are loaded again lose precision in the private layout FRACTAL_NZ"
         ),
         "VLLM_WORKER_MULTIPROC_METHOD": Variable("spawn", "sleep mode needs it"),
-        "TASK_QUEUE_ENABLE": Variable("1", "operators are given to the device by a queue of their own"),
+        "TASK_QUEUE_ENABLE": Variable("1", "operators are dispatched to the device by a separate queue"),
         "PYTORCH_NPU_ALLOC_CONF": _SEGMENTS,
     },
 )
@@ -86,13 +86,13 @@ _SGLANG_ASCEND = Serving(
         "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": Variable(
             "1", "weights stay in the plain layout, in which an update writes them"
         ),
-        "TASK_QUEUE_ENABLE": Variable("1", "operators are given to the device by a queue of their own"),
+        "TASK_QUEUE_ENABLE": Variable("1", "operators are dispatched to the device by a separate queue"),
         "STREAMS_PER_DEVICE": Variable("32", "the guide's size of the pool of streams"),
         "PYTORCH_NPU_ALLOC_CONF": _SEGMENTS,
     },
 )
 
-# Of each device class (`device/`), by the names of `rollout.engine`.
+# By device class (`device/`) and `rollout.engine`.
 SERVING: dict[str, dict[str, Serving]] = {
     "npu": {"vllm": _VLLM_ASCEND, "sglang": _SGLANG_ASCEND},
     "cuda": {
@@ -114,5 +114,5 @@ SERVING: dict[str, dict[str, Serving]] = {
 
 
 def serving_on(device: str, engine: str) -> Serving:
-    """What is known of the engine on the device class; nothing for an engine that is no server."""
+    """The entry of an engine on a device class; empty for an engine that is no server."""
     return SERVING[device].get(engine, Serving())

@@ -220,7 +220,7 @@ class Runner:
         state.copy_(board.idle(width))
         others = next(iter(self._graphs.values()), None)
         try:
-            self._graphs[width] = self.device.capture(lambda: self._pass(state), beside=others)
+            self._graphs[width] = self.device.capture(lambda: self._pass(state), pool_of=others)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
