@@ -5,7 +5,7 @@
 Rows: flash over the packed line as we run it, and torch's cuDNN attention on the same line and on the same rows as a
 dense batch, where it takes them. Groups, three ways: every sequence whole on the line, prompts once with every sequence
 made whole for the kernel, and prompts once in two parts (`flash.py`), which is what a device with flash
-attention does. All are held against the plain twin in fp32 first.
+attention does. All are first compared with the plain-torch reference in fp32.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Ways = dict[str, tuple[Attention, int]]
 
 def rows(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str, Ways, dict[str, float]]:
     torch_device, tokens = device.torch_device(), args.rows * args.length
-    layout, twin = (
+    layout, reference = (
         make_layout([args.length] * args.rows, torch_device, kernel) for kernel in (device.attention, "sdpa")
     )
     ways: Ways = {"packed": (lambda q, k, v: varlen_attention(q, k, v, layout, scale=shape.head**-0.5), tokens)}
@@ -81,7 +81,7 @@ def rows(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str, W
     if device.name == "cuda":
         ways |= {"packed cuDNN": (ragged, tokens), "dense cuDNN": (dense, tokens)}
     inputs = drawn(device, shape, tokens)
-    exact = in_single(lambda q, k, v: varlen_attention(q, k, v, twin, scale=shape.head**-0.5), inputs)
+    exact = in_single(lambda q, k, v: varlen_attention(q, k, v, reference, scale=shape.head**-0.5), inputs)
     return f"{args.rows} x {args.length}", *_taken(ways, inputs, exact)
 
 
@@ -107,7 +107,7 @@ def groups(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str,
             used += args.response
     line_E = torch.tensor(line)
     lengths = [args.prompt + args.response] * (args.groups * args.n)
-    twin, shared = (make_layout(lengths, torch_device, kernel, line_E) for kernel in ("sdpa", device.attention))
+    reference, shared = (make_layout(lengths, torch_device, kernel, line_E) for kernel in ("sdpa", device.attention))
     apart = make_layout(lengths, torch_device, device.attention)
     spread = line_E.to(torch_device)
     fused = KERNELS[device.attention]
@@ -127,7 +127,7 @@ def groups(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str,
     if fused is not None:
         ways["prompts once, made whole"] = copied, used
     inputs = drawn(device, shape, used)
-    exact = in_single(lambda q, k, v: varlen_attention(q, k, v, twin, scale=scale), inputs)
+    exact = in_single(lambda q, k, v: varlen_attention(q, k, v, reference, scale=scale), inputs)
     errors = {name: off(ways[name][0], inputs, exact) for name in ways if name != "every sequence whole"}
     assert shared.sharing is not None
     first = shared.sharing.first_T

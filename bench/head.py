@@ -3,8 +3,8 @@
     python bench/head.py --out bench/results/head_h200.json
 
 The bare products are logits = hidden W^T, d hidden = d logits W and dW = d logits^T hidden, over all positions at once
-where memory allows it. Extra memory is what the peak holds beside inputs and their gradients. *Foreseen* is a loss
-whose gradient at a token depends on no other token, as in most policy losses: it is taken while the logits are there.
+where memory allows it. Extra memory is the peak without inputs and their gradients. *Foreseen*: a loss with
+`token_grads`, whose gradient at a token depends on no other token; it is computed in the forward pass.
 """
 
 from __future__ import annotations

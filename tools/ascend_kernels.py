@@ -4,7 +4,7 @@ python tools/ascend_kernels.py [--repeat 20] [--keys 32768] prints a line for ea
 with 1 where an operator is wrong. The CPU computes in float32 on the same rounded inputs. Errors are those of the
 Ascend documents: the mean of abs(found - wanted), x 100 %; next to it the sum of the same relative to the sum of
 abs(wanted). A row fails where the relative error or the largest single one is over the bound of its type, or a number
-is not finite. Times are medians in milliseconds, of the fused operator and of its plain-torch twin on the device,
+is not finite. Times are medians in milliseconds, of the fused operator and of its plain-torch reference on the device,
 forward only, each waited for. Attention of generated tokens is swept from 128 to 32,768 keys, with and without a mask:
 this operator has been reported wrong beyond 512 keys.
 """

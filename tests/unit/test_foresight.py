@@ -79,17 +79,17 @@ def stepped(folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch, **keys: An
 
 @pytest.mark.parametrize("entropy", [0.0, 0.05])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
-def test_a_foreseen_update_is_the_same_update(
+def test_an_update_with_token_grads_is_the_same_update(
     loss: str, entropy: float, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"batch__tokens": 40, "algorithm__entropy": entropy}
     if loss == "policy_gradient":
         keys["algorithm__kl__where"] = "none"
     plain = stepped(tiny_folder, loss, monkeypatch, **keys)
-    foreseen = FusedScores()
-    monkeypatch.setattr(policies, "token_scores", foreseen)
+    fused = FusedScores()
+    monkeypatch.setattr(policies, "token_scores", fused)
     ours = stepped(tiny_folder, loss, monkeypatch, **keys)
-    assert bool(foreseen.asked) == (loss not in SEQUENCES)
+    assert bool(fused.asked) == (loss not in SEQUENCES)
     assert ours.keys() == plain.keys()
     for name, wanted in plain.items():
         assert wanted.norm() > 0

@@ -157,7 +157,7 @@ def test_gradients_taken_in_the_forward_pass_equal_plain_ones(positions, with_bi
 
 @pytest.mark.parametrize("positions", [1, 7, 1000])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_a_loss_is_foreseen_token_by_token(positions, softcap):
+def test_token_grads_of_a_tokenwise_loss(positions, softcap):
     """Factors that depend on each log-probability, and on the entropies; the whole loss has one more factor."""
     torch.manual_seed(1)
     hidden, weight = torch.randn(50, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
@@ -181,7 +181,7 @@ def test_a_loss_is_foreseen_token_by_token(positions, softcap):
         strict=True,
     ):
         assert (a - b).norm() <= 5e-6 * b.norm()
-    # Without the entropies it is another loss than was foreseen.
+    # Without the entropies the loss differs from its token_grads.
     for gradient in torch.autograd.grad((given * ours.logprobs_K.exp()).sum(), [hidden, weight], retain_graph=True):
         assert gradient.isnan().all()
     # One token alone that differs by more than a rounding is seen too.

@@ -15,18 +15,18 @@ from hang import HANG, wait_until
 from lockstep.errors import Refusal
 from lockstep.launch import ray_launcher
 from lockstep.launch.ray_launcher import refuse_unreachable
-from lockstep.launch.ray_rank import RankHeard, RankProcess
+from lockstep.launch.ray_rank import RankOutput, RankProcess
 from lockstep.parallel.rendezvous import log_wait
 from ranks import assert_none_left, ranks_of
 
 
-def all_of(rank: RankProcess) -> RankHeard:
+def all_of(rank: RankProcess) -> RankOutput:
     lines = []
     while True:
         heard = rank.read(1)
         lines += heard.lines
         if heard.status is not None:
-            return RankHeard(lines, heard.status)
+            return RankOutput(lines, heard.status)
 
 
 def test_what_a_rank_says_and_how_it_ends(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ class FallbackWatch(TorchDispatchMode):
         if dtypes and not self._known[name]:
             self._count(name, f"the operator {name} has no kernel on this device and would run on the CPU")
         elif dtypes and on_ai_cpu(name, func.is_view, dtypes):
-            words = f"the operator {name} runs on the device's AI CPU for {dtypes[0]}, not on its cores"
-            self._count(f"{name} (AI CPU)", words)
+            why = f"the operator {name} runs on the device's AI CPU for {dtypes[0]}, not on its cores"
+            self._count(f"{name} (AI CPU)", why)
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, why: str) -> None:

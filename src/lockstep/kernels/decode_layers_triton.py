@@ -229,8 +229,8 @@ def _looks_alike(decoder: Any) -> bool:
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)]
     alike = all(is_rms_norm(norm) and norm.weight.dtype == _like(decoder).dtype for norm in norms)
-    heard = nn.modules.module._has_any_global_hook()
-    return alike and not heard and all(_silent(module) for module in (*plain, *norms))
+    has_global_hooks = nn.modules.module._has_any_global_hook()
+    return alike and not has_global_hooks and all(_silent(module) for module in (*plain, *norms))
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -54,8 +54,8 @@ def _bare(module: nn.Module, x: torch.Tensor) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    heard = any(hooks) or nn.modules.module._has_any_global_hook()
-    return not heard and type(module.weight.data) is torch.Tensor and module.weight.dtype == x.dtype
+    has_hooks = any(hooks) or nn.modules.module._has_any_global_hook()
+    return not has_hooks and type(module.weight.data) is torch.Tensor and module.weight.dtype == x.dtype
 
 
 def _rotate(

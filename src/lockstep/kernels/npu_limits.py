@@ -31,7 +31,7 @@ MOST_DIMENSIONS = 8
 
 
 def _first(*problems: tuple[bool, str]) -> str | None:
-    return next((words for wrong, words in problems if wrong), None)
+    return next((text for wrong, text in problems if wrong), None)
 
 
 def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float) -> str | None:

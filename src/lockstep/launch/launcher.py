@@ -68,7 +68,7 @@ def starts_ranks(settings: Parallel) -> bool:
     return (settings.devices or 1) > 1 or settings.max_restarts > 0 or settings.launcher == "ray"
 
 
-def start_ranks(recipe: Recipe, words: Sequence[str]) -> int:
+def start_ranks(recipe: Recipe, arguments: Sequence[str]) -> int:
     """Run `lockstep` with these arguments in the ranks of the recipe, with restarts; returns the exit status."""
     settings = recipe.parallel
     # The run folder exists at a restart, with or without a checkpoint.
@@ -77,12 +77,14 @@ def start_ranks(recipe: Recipe, words: Sequence[str]) -> int:
         from lockstep.launch.ray_launcher import ray_cluster
 
         with ray_cluster(recipe) as start:
-            return with_restarts(lambda turn: start([*words, *(again if turn else [])], turn), settings.max_restarts)
+            return with_restarts(
+                lambda turn: start([*arguments, *(again if turn else [])], turn), settings.max_restarts
+            )
     devices = settings.devices or 1
-    return with_restarts(lambda turn: launch(devices, [*words, *(again if turn else [])]), settings.max_restarts)
+    return with_restarts(lambda turn: launch(devices, [*arguments, *(again if turn else [])]), settings.max_restarts)
 
 
-def launch(devices: int, words: Sequence[str]) -> int:
+def launch(devices: int, arguments: Sequence[str]) -> int:
     """Run `lockstep` with these arguments in `devices` processes; returns the first failed exit status, or 0.
 
     Ctrl-C reaches every rank once; a second one, or SIGTERM, ends them. A rank whose launcher is killed ends itself.
@@ -112,7 +114,7 @@ def launch(devices: int, words: Sequence[str]) -> int:
             **patience,
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "lockstep", *words)
+            elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)
         except ChildFailedError as error:
             if STALLED in [failure.exitcode for failure in error.failures.values()]:
                 return STALLED  # unresponsive ranks were killed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.select import DEVICES, select
 from lockstep.errors import Refusal, first_line, missing_extra
-from lockstep.launch.ray_rank import RankHeard, RankProcess, RankSeat
+from lockstep.launch.ray_rank import RankOutput, RankPlace, RankProcess
 from lockstep.launch.restarts import worst
 from lockstep.masking import variables
 from lockstep.parallel.context import refuse_ranks
@@ -67,7 +67,11 @@ def refuse_rigid(settings: Parallel) -> None:
     if not settings.elastic or requested == 1 or fitting_devices(settings, requested - 1):
         return
     both = settings.shard is not None and settings.replicate is not None
-    way = "remove parallel.shard or parallel.replicate; the other then determines it" if both else "use more devices"
+    way = (
+        "remove parallel.shard or parallel.replicate, which is then derived from the other"
+        if both
+        else "use more devices"
+    )
     raise Refusal.at(
         "parallel.elastic",
         f"no fewer than {requested} devices fit {layout_of(settings)}",
@@ -205,16 +209,16 @@ class Cluster:
             select(self.recipe.device)  # raises an error that lists the devices
         return self.recipe.device
 
-    def run(self, words: Sequence[str], turn: int) -> int:
+    def run(self, arguments: Sequence[str], turn: int) -> int:
         """Run all ranks once; `turn` counts restarts."""
         from ray.exceptions import RayActorError
 
         with self._placed(turn) as (group, devices):
-            arguments = [*words, f"device={self.device}", f"parallel.devices={devices}"]
+            rank_arguments = [*arguments, f"device={self.device}", f"parallel.devices={devices}"]
             try:
                 with self._actors(group, devices) as actors:
                     ranks = Ranks(self.ray, actors, self.recipe.parallel.stall_seconds)
-                    return ranks.run(arguments, self._environments(actors), self.folder)
+                    return ranks.run(rank_arguments, self._environments(actors), self.folder)
             except RayActorError as error:
                 say(f"an actor was lost before its rank started: {first_line(error)}")
                 return _KILLED
@@ -288,7 +292,7 @@ class Cluster:
 
     def _environments(self, actors: list[Any]) -> list[dict[str, str]]:
         """The environment variables that torchrun would set for each rank."""
-        places: list[RankSeat] = self.ray.get([actor.place.remote() for actor in actors])
+        places: list[RankPlace] = self.ray.get([actor.place.remote() for actor in actors])
         nodes, address = [place.node for place in places], places[0].address
         port = self.ray.get(actors[0].hold_store.remote(address))
         named = variables(self.recipe.model_dump(mode="json"))
@@ -324,13 +328,13 @@ class Ranks:
         self.status: dict[int, int] = {}
         self.signals: list[int] = []
 
-    def run(self, words: list[str], environments: list[dict[str, str]], folder: str | None) -> int:
+    def run(self, arguments: list[str], environments: list[dict[str, str]], folder: str | None) -> int:
         with _signals(self.signals):
             try:
                 # One by one, so that one problem is reported, not one per rank.
                 for actor, environment in zip(self.actors, environments, strict=True):
                     with log_wait(f"rank {environment['RANK']} to start"):
-                        problem = self.ray.get(actor.start.remote(words, environment, folder))
+                        problem = self.ray.get(actor.start.remote(arguments, environment, folder))
                     if problem is not None:
                         raise Refusal([problem])
                 return self._follow()
@@ -356,13 +360,13 @@ class Ranks:
             ready, _ = self.ray.wait(list(waiting), num_returns=1, timeout=_BEAT_SECONDS / 2)
             for reference in ready:
                 rank = waiting.pop(reference)
-                heard = self._heard(rank, reference)
+                output = self._read_output(rank, reference)
                 heard_at[rank] = time.monotonic()
-                self._show(rank, heard)
-                if heard.status is None:
+                self._show(rank, output)
+                if output.status is None:
                     waiting[self.actors[rank].read.remote(_BEAT_SECONDS)] = rank
                 else:
-                    self.status[rank] = heard.status
+                    self.status[rank] = output.status
             for reference, rank in list(waiting.items()):
                 if self.silence is not None and now - heard_at[rank] > self.silence:
                     say(f"rank {rank}: its actor has not responded for {now - heard_at[rank]:.0f} s")
@@ -372,21 +376,21 @@ class Ranks:
                 failed_at = time.monotonic()
         return worst(self.status.values())
 
-    def _heard(self, rank: int, reference: Any) -> RankHeard:
+    def _read_output(self, rank: int, reference: Any) -> RankOutput:
         from ray.exceptions import RayActorError
 
         try:
-            heard: RankHeard = self.ray.get(reference)
+            output: RankOutput = self.ray.get(reference)
         except RayActorError as error:
             say(f"rank {rank} was lost with its actor: {first_line(error)}")
-            return RankHeard([], _KILLED)
-        if heard.status is not None and heard.status > 128 and heard.status - 128 in list(signal.Signals):
-            say(f"rank {rank} was killed by {signal.Signals(heard.status - 128).name}")
-        return heard
+            return RankOutput([], _KILLED)
+        if output.status is not None and output.status > 128 and output.status - 128 in list(signal.Signals):
+            say(f"rank {rank} was killed by {signal.Signals(output.status - 128).name}")
+        return output
 
-    def _show(self, rank: int, heard: RankHeard) -> None:
+    def _show(self, rank: int, output: RankOutput) -> None:
         """Print rank 0's output unchanged; prefix the lines of other ranks with the rank."""
-        for number, line in heard.lines:
+        for number, line in output.lines:
             stream = sys.stdout if number == 1 else sys.stderr
             stream.flush()
             stream.buffer.write(f"rank {rank}: ".encode() + line if rank else line)

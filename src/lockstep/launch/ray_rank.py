@@ -27,14 +27,14 @@ _DRAIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class RankHeard:
+class RankOutput:
     """Output of a rank (1: stdout, 2: stderr) and its exit status; None while it runs."""
 
     lines: list[tuple[int, bytes]]
     status: int | None
 
 
-class RankSeat(NamedTuple):
+class RankPlace(NamedTuple):
     """Ray's node id, the node's address, and the indices of this actor's accelerators."""
 
     node: str
@@ -51,12 +51,12 @@ class RankProcess:
         self._readers: list[threading.Thread] = []
         self._store: Any = None
 
-    def place(self) -> RankSeat:
+    def place(self) -> RankPlace:
         import ray
 
         context = ray.get_runtime_context()
         devices = [one for ids in context.get_accelerator_ids().values() for one in ids]
-        return RankSeat(context.get_node_id(), ray.util.get_node_ip_address(), devices)
+        return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), devices)
 
     def hold_store(self, address: str) -> int:
         """Host the rendezvous store, so that it outlives the ranks; returns the port."""
@@ -65,7 +65,7 @@ class RankProcess:
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def start(self, words: list[str], environment: dict[str, str], folder: str | None) -> Problem | None:
+    def start(self, arguments: list[str], environment: dict[str, str], folder: str | None) -> Problem | None:
         """Run `lockstep` with these arguments in a folder; None: the job's working directory. A problem is returned,
         because Ray would wrap an exception."""
         if folder is not None and not Path(folder).is_dir():
@@ -80,7 +80,7 @@ class RankProcess:
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep", *words],
+                [sys.executable, "-m", "lockstep", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -102,7 +102,7 @@ class RankProcess:
         for line in pipe:
             self._lines.put((number, line))
 
-    def read(self, seconds: float) -> RankHeard:
+    def read(self, seconds: float) -> RankOutput:
         """Output since the last call; waits up to `seconds` for some."""
         assert self._process is not None
         given_up, status = time.monotonic() + seconds, self._process.poll()
@@ -117,7 +117,7 @@ class RankProcess:
         with suppress(queue.Empty):
             while True:
                 lines.append(self._lines.get_nowait())
-        return RankHeard(lines, None if status is None else status_of(status))
+        return RankOutput(lines, None if status is None else status_of(status))
 
     def send(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:

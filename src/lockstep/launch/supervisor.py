@@ -159,9 +159,9 @@ _SELDOM = 5.0
 _ENDING = {signal.SIGTERM, signal.SIGHUP}
 
 
-def started(words: int) -> NoReturn:
-    """Call `main` with the arguments stored in the open file `words`."""
-    with open(words, "rb") as file:
+def started(arguments_fd: int) -> NoReturn:
+    """Call `main` with the arguments stored in the open file descriptor."""
+    with open(arguments_fd, "rb") as file:
         main(*ast.literal_eval(file.read().decode()))
 
 

@@ -38,7 +38,7 @@ ENDING_SECONDS = 10.0
 
 # The arguments after it are for people who read the process list.
 _START = (
-    "import sys; sys.path[:] = {path!r}; from lockstep.launch.supervisor import started; started({words})  # {shown!r}"
+    "import sys; sys.path[:] = {path!r}; from lockstep.launch.supervisor import started; started({fd})  # {shown!r}"
 )
 
 
@@ -60,13 +60,13 @@ class FunctionProcess:
         # Arguments may contain secrets, and command lines are public: that contains only the user's file and the log.
         file = arguments[0] if arguments and isinstance(arguments[0], str) else None
         shown = " ".join(filter(None, [serve, file, output]))
-        words = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the pipe ends
-        words.write(repr((childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)).encode())
-        words.seek(0)
+        arguments_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the pipe ends
+        arguments_file.write(repr((childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)).encode())
+        arguments_file.seek(0)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(path=sys.path, words=words.fileno(), shown=shown)],
-                pass_fds=[childs.fileno(), end, words.fileno()],
+                [sys.executable, "-c", _START.format(path=sys.path, fd=arguments_file.fileno(), shown=shown)],
+                pass_fds=[childs.fileno(), end, arguments_file.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 # A new session: the terminal's Ctrl-C does not reach it.
@@ -81,7 +81,7 @@ class FunctionProcess:
         finally:
             os.close(end)
             childs.close()
-            words.close()
+            arguments_file.close()
 
     @property
     def alive(self) -> bool:

@@ -211,7 +211,7 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
             raise Refusal.at(
                 "parallel.shard",
                 f"{shard} x parallel.replicate={replicate} is {shard * replicate}, and there are {ranks} {groups}",
-                "remove one of the two, which is then found from the other, or start as many processes",
+                "remove one of the two, which is then derived from the other, or start as many processes",
             )
         return Grid(replicate, shard, tensor)
     if ranks % size:
@@ -229,7 +229,7 @@ def refuse_offload(settings: Parallel, ranks: int) -> None:
         if value in ("params", "all") and ranks == 1:
             raise Refusal.at(
                 f"parallel.{key}",
-                f"{value} needs several processes, and there is one",
+                f"{value} needs several processes, and only one was started",
                 "use optimizer, which frees more, or start several processes",
             )
 

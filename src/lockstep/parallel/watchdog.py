@@ -332,13 +332,13 @@ def _say(text: str) -> None:
 
 
 def wait_log_seconds() -> float:
-    given = os.environ.get(VARIABLE, "")
+    value = os.environ.get(VARIABLE, "")
     try:
-        seconds = float(given) if given else SECONDS
+        seconds = float(value) if value else SECONDS
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise Refusal.at(VARIABLE, f"{given!r} is not a number of seconds", "set it to 60, or leave it out")
+        raise Refusal.at(VARIABLE, f"{value!r} is not a number of seconds", "set it to 60, or unset it")
     return seconds
 
 

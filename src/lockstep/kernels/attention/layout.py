@@ -67,8 +67,8 @@ class Layout:
     def sharing(self) -> Sharing | None:
         if self.line_E is None:
             return None
-        line, device = self.line_E, self.bounds.device
-        return Sharing(sent(line, device), sent(_first_of(line), device))
+        packed_E, device = self.line_E, self.bounds.device
+        return Sharing(sent(packed_E, device), sent(_first_of(packed_E), device))
 
     @cached_property
     def cascade(self) -> Cascade | None:

@@ -131,9 +131,9 @@ def _decode(  # type: ignore[no-untyped-def]
         following = positions + TILE
         blocks = tl.load(row + following // BLOCK, mask=following < stop, other=0)
         offsets = slots[:, None] * slot_stride + group * head_stride + columns[None, :]
-        wanted = seen[:, None] & sized[None, :]
-        k = tl.load(keys + offsets, mask=wanted, other=0.0)
-        v = tl.load(values + offsets, mask=wanted, other=0.0)
+        kv_mask = seen[:, None] & sized[None, :]
+        k = tl.load(keys + offsets, mask=kv_mask, other=0.0)
+        v = tl.load(values + offsets, mask=kv_mask, other=0.0)
         qk = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             qk = softcap * tanh(qk / softcap)
@@ -245,8 +245,8 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 def _splits(programs: int, longest: int, device: torch.device) -> int:
     """Number of splits per sequence. It depends on batch and table size only, because a captured CUDA graph keeps its
     grid."""
-    wanted = BUSY * _processors(device) // programs
-    return max(1, min(MOST_SPLITS, _power_below(wanted), _power_below(longest // PIECE)))
+    target = BUSY * _processors(device) // programs
+    return max(1, min(MOST_SPLITS, _power_below(target), _power_below(longest // PIECE)))
 
 
 def _power_below(count: int) -> int:
