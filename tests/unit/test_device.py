@@ -509,7 +509,7 @@ def test_an_absent_device_is_refused_and_not_replaced(monkeypatch: pytest.Monkey
     [problem] = caught.value.problems
     assert problem.where == "device"
     assert problem.why == f"{name} was requested and is not available: gone"
-    assert problem.remedy.endswith("what can be used here: cpu (or auto)")
+    assert problem.remedy.endswith("available here: cpu (or auto)")
 
 
 @pytest.mark.parametrize(
