@@ -219,8 +219,8 @@ import lockstep
 
 lockstep.train("grpo-arithmetic", **{
     "run": {"steps": 2}, "model": {"path": "model"}, "data": {"train": "carry/train.parquet"},
-    "batch": {"prompts": 4}, "rollout": {"n": 2, "max_tokens": 8}, "val": {"questions": None, "at_start": False, "every": None},
-    "checkpoint": {"every": None},
+    "batch": {"prompts": 4}, "rollout": {"n": 2, "max_tokens": 8}, "checkpoint": {"every": None},
+    "val": {"questions": None, "at_start": False, "every": None},
 })
 sys.setprofile(None)
 print(json.dumps({name: sorted(found) for name, found in files.items()}))
