@@ -37,7 +37,7 @@ def alone(model: Any, ids: list[int]) -> torch.Tensor:
     """transformers' own, with no memory of what was run before."""
     for module in model.modules():
         if isinstance(module.forward, OwnPositions):
-            module.forward = module.forward.together
+            module.forward = module.forward.original_forward
         if hasattr(module, "original_inv_freq"):
             module.inv_freq = module.original_inv_freq
             module.max_seq_len_cached = module.original_max_seq_len

@@ -57,12 +57,12 @@ def _environment(name: str, packages: str) -> str:
 # The memory pool of sleep mode does not work with expandable segments.
 _SEGMENTS = Variable(
     "expandable_segments:True",
-    "segments that grow break memory up less, and do not go with an engine that sleeps",
+    "expandable segments reduce fragmentation, but do not work with sleep mode",
     asleep="expandable_segments:False",
 )
 _NO_SEGMENTS = {
     "PYTORCH_CUDA_ALLOC_CONF": Variable(
-        None, "segments that grow do not go with an engine that sleeps", asleep="expandable_segments:False"
+        None, "expandable segments do not work with sleep mode", asleep="expandable_segments:False"
     )
 }
 _VLLM_ASCEND = Serving(

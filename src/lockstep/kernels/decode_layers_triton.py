@@ -90,7 +90,7 @@ class Layer:
         )
 
     @property
-    def together(self) -> list[Sequence[nn.Linear]]:
+    def fused_projections(self) -> list[Sequence[nn.Linear]]:
         """Projections that share one input."""
         attention, mlp = self.module.self_attn, self.module.mlp
         return [(attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)]
@@ -118,12 +118,12 @@ class Layer:
         normed = _add_norm(
             stream_TW, linear(attn_out.flatten(1), out.weight, out.bias), module.post_attention_layernorm
         )
-        _, feeds = self.together
+        _, feeds = self.fused_projections
         return _add_norm(stream_TW, linear(swiglu_(_product(normed, feeds)), module.mlp.down_proj.weight), after)
 
     def place(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
         """Fused QKV of the tokens; keys and values are also written to the cache."""
-        projections, _ = self.together
+        projections, _ = self.fused_projections
         qkv = _product(normed_TW, projections)
         place_heads_(qkv, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
         return qkv
@@ -152,7 +152,7 @@ class FusedLayers:
 
     def _together(self) -> Iterator[list[nn.Parameter]]:
         for layer in self.layers:
-            for projections in layer.together:
+            for projections in layer.fused_projections:
                 yield from _parameters(projections)
 
     def decode(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DecodePass) -> torch.Tensor:

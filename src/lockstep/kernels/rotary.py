@@ -45,7 +45,7 @@ class OwnPositions:
     """
 
     def __init__(self, rope: nn.Module):
-        self.rope, self.together = rope, rope.forward
+        self.rope, self.original_forward = rope, rope.forward
         self.fixed = fixed_length(rope.config)
         self.dynamic = any(DYNAMIC in str(kind) for kind in _kinds(rope).values())
         self.lengths_NT: torch.Tensor | None = None
@@ -57,7 +57,7 @@ class OwnPositions:
             # transformers passes one row of positions for all rows.
             position_ids = position_ids.expand(self.lengths_NT.shape)
         if position_ids.shape != self.lengths_NT.shape:
-            raise NotImplementedError("positions that move with the length, in several dimensions, are not supported")
+            raise NotImplementedError("length-dependent positions in several dimensions are not supported")
         parts: tuple[torch.Tensor, ...] | None = None
         for length in self.lengths_NT.unique().tolist():
             chosen = self.lengths_NT == length
@@ -79,7 +79,7 @@ class OwnPositions:
                 prefix = f"{layers}_" if layers is not None else ""
                 setattr(rope, f"{prefix}inv_freq", getattr(rope, f"{prefix}original_inv_freq").to(x.device))
                 setattr(rope, f"{prefix}max_seq_len_cached", rope.original_max_seq_len)
-        return self.together(x, position_ids, *more, **named)
+        return self.original_forward(x, position_ids, *more, **named)
 
 
 def _kinds(module: nn.Module) -> dict[str | None, Any]:

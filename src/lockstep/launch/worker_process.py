@@ -51,7 +51,7 @@ class FunctionProcess:
         The last lines of its output are kept in `log`; without one they are discarded.
         """
         self._mark = secrets.token_hex(16)
-        self._leashing, self._killing = threading.Lock(), threading.Lock()
+        self._pipe_lock, self._kill_lock = threading.Lock(), threading.Lock()
         self._gone = False
         self.connection, childs = socket.socketpair()
         end, parent_pipe = os.pipe()
@@ -95,7 +95,7 @@ class FunctionProcess:
 
     def release(self) -> None:
         """Request the end without waiting for it."""
-        with self._leashing:
+        with self._pipe_lock:
             if self._parent_pipe is not None:
                 # Also write a byte: a forked child of the run may keep the pipe open.
                 with suppress(BrokenPipeError):
@@ -106,7 +106,7 @@ class FunctionProcess:
     def kill(self) -> None:
         """Kill the process and everything it started. Safe to call twice, and from another thread."""
         self.release()
-        with self._killing:
+        with self._kill_lock:
             if self._gone:
                 return
             try:

@@ -57,7 +57,7 @@ class GatheredLayout(DividedLayout):
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         if dropout or softcap is not None or len(query_THD) != self.count:
-            raise NotImplementedError("gathered attention is of this rank's tokens, without a soft cap or dropout")
+            raise NotImplementedError("all-gather attention takes this rank's tokens; no soft cap, no dropout")
         return _GatheredAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale, window)
 
     def gathered(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -40,7 +40,7 @@ class Division:
         self.batch, self.group = batch, group
         lengths, place = batch.lengths, PLACES[group.layout]
         if min(len(part) for part in place(lengths, group.size)) == 0:
-            # Every rank needs a token: an empty sequence is appended.
+            # Every rank needs a token: a dummy sequence is appended, which no other token sees.
             lengths = (*lengths, 2 * group.size)
         self.lengths = lengths
         self.places = place(lengths, group.size)

@@ -86,9 +86,7 @@ class RingLayout(DividedLayout):
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         if window is not None or dropout or softcap is not None or len(query_THD) != self.counts[self.group.rank]:
-            raise NotImplementedError(
-                "ring attention is of this rank's tokens, without a window, a soft cap or dropout"
-            )
+            raise NotImplementedError("ring attention takes this rank's tokens; no window, no soft cap, no dropout")
         return _RingAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale)
 
 
