@@ -142,15 +142,15 @@ class FusedLayers:
     def lay(self) -> None:
         """Place the weights of fused projections in one buffer, also if they were moved since the last call."""
         if _looks_alike(self.decoder):
-            for parts in self._together():
+            for parts in self._fused_parameters():
                 lay_side_by_side(parts)
 
     @property
     def ready(self) -> bool:
         """Whether the layers are unchanged since the trial and their modules have no hooks."""
-        return _looks_alike(self.decoder) and all(joined(parts) is not None for parts in self._together())
+        return _looks_alike(self.decoder) and all(joined(parts) is not None for parts in self._fused_parameters())
 
-    def _together(self) -> Iterator[list[nn.Parameter]]:
+    def _fused_parameters(self) -> Iterator[list[nn.Parameter]]:
         for layer in self.layers:
             for projections in layer.fused_projections:
                 yield from _parameters(projections)
