@@ -166,7 +166,7 @@ def test_layers_that_share_no_weight_get_theirs() -> None:
         (APART, {"targets": ["mlp"]}, "model.lora.targets", "name linear layers"),
         (APART, {"exclude": ["down_prj"]}, "model.lora.exclude", "did you mean down_proj?"),
         (APART, {"exclude": "layers.0.*"}, "model.lora.exclude", "it must match a whole name"),
-        (APART, {"exclude": "(down"}, "model.lora.exclude", "mend it"),
+        (APART, {"exclude": "(down"}, "model.lora.exclude", "fix it"),
     ],
 )
 def test_a_name_that_matches_nothing_is_refused_with_the_nearest(

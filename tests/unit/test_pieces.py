@@ -307,7 +307,7 @@ def test_what_is_known_is_bounded_and_follows_the_tokenizer(monkeypatch: pytest.
     monkeypatch.setattr("lockstep.data.encode.tokenizer_cache.MOST_WORDS", 5)
     agrees(" ".join(f"word{number}" for number in range(300)))
     assert len(pieces) < 10
-    assert len(pieces._known_words) <= 5
+    assert len(pieces._word_tokens) <= 5
     agrees("a" * 1000 + " b")
     assert max(map(len, pieces)) < 256
     # Tokens that are added later; also one that is a word of the vocabulary, before many rows are read.

@@ -235,7 +235,7 @@ def run_on(module: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
 
 # Responses to one prompt in micro-batches: on a packed line the prompt stands once before all of its responses.
 #
-# What goes where is settled from lengths alone (`lay_groups`), so that it is known before the responses are here.
+# What goes where is settled from lengths alone (`pack_groups`), so that it is known before the responses are here.
 
 # Attention may need every sequence whole, the prompt with it: a micro-batch holds no more of them than fill its budget
 # so many times, however much they share. Memory then stays what the budget says.
@@ -252,7 +252,7 @@ class Outline:
     """Tokens that stand on the line already where another response to the prompt is on it."""
 
 
-class Laid(NamedTuple):
+class PackedSequence(NamedTuple):
     """A response on a line: its number, and how many of its tokens stand there already."""
 
     number: int
@@ -260,12 +260,12 @@ class Laid(NamedTuple):
 
 
 # A micro-batch before it is made.
-LaidLine = list[Laid]
+PackedRow = list[PackedSequence]
 
 
-def lay_groups(
+def pack_groups(
     responses: Sequence[Outline], shares: int, *, tokens: int, alike_up_to: int | None = None
-) -> list[list[LaidLine]]:
+) -> list[list[PackedRow]]:
     """For each share its lines of at most `tokens` tokens. A group may be cut: every part has the prompt once.
 
     Up to `alike_up_to` tokens (None: always) a beginning is the same whatever follows it; groups with a longer sequence
@@ -302,11 +302,11 @@ def _untrained(example: Example) -> int:
 _Numbered = tuple[int, Outline]
 
 
-def _line(members: Sequence[_Numbered]) -> Iterator[Laid]:
+def _line(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
     """A group's first response on the line brings the prompt."""
     before: Outline | None = None
     for number, one in members:
-        yield Laid(number, one.shared if before is not None and before.prompt == one.prompt else 0)
+        yield PackedSequence(number, one.shared if before is not None and before.prompt == one.prompt else 0)
         before = one
 
 

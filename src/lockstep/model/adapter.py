@@ -112,7 +112,7 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
         try:
             pattern = re.compile(exclude)
         except re.error as error:
-            yield Problem(key, f"{exclude!r} is no regular expression: {first_line(error)}", "mend it, or list names")
+            yield Problem(key, f"{exclude!r} is no regular expression: {first_line(error)}", "fix it, or list names")
             return
         if not any(pattern.fullmatch(name) for name in modules):
             why = f"{exclude!r} matches no module of {type(model).__name__}: it would exclude nothing"

@@ -64,7 +64,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
     for number, row in enumerate(rows):
         wrong = _wrong(row)
         if wrong:
-            problems.append(Problem(str(rows.origin(number)), wrong, "mend or remove the row"))
+            problems.append(Problem(str(rows.origin(number)), wrong, "fix or remove the row"))
             continue
         key = row["question"], json.dumps(row["prompt"], ensure_ascii=False, sort_keys=True)
         group = groups.setdefault(key, ScoredQuestion(row["prompt"]))
@@ -379,7 +379,7 @@ def _remedy(counts: SelectionCounts) -> str:
         TOO_FEW: "sample more responses (--n), or at a higher temperature",
         BELOW: "lower --min-reward, or sample more responses (--n)",
         CLOSE: "lower --min-margin, or sample more responses (--n)",
-        NO_SCORE: "mend the reward and sample again; the column `failure` says what went wrong",
+        NO_SCORE: "fix the reward and sample again; the column `failure` says what went wrong",
         CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
         EMPTY: "sample from a model that answers",
     }[reason]

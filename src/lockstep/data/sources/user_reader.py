@@ -58,7 +58,7 @@ def read_own(path: str, reader: OwnReader) -> RowSet:
     """All rows, before anything else is done with them; the content's checksum stands for that of a file.
 
     A process that was killed or stopped from outside is started once more. A second time is `LostProcess`: no fault of
-    the function's, as where a machine lacks memory, so a restart of the run may mend it.
+    the function's, as where a machine lacks memory, so a restart of the run may fix it.
     """
     if given(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
@@ -166,11 +166,11 @@ def _failure(
         remedy = f"yield the rows one by one, or raise {MEMORY}"
         return reader.refuse(f"raised {said}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy)
     if how == RAISED:
-        return reader.refuse(f"raised {said}, for {path}", "mend the function")
+        return reader.refuse(f"raised {said}, for {path}", "fix the function")
     if late:
         why = f"had not given all rows of {path} in {reader.seconds:g} s ({TIME})"
         return reader.refuse(why, f"let it end sooner, or raise {TIME}")
-    remedy = "mend the function, or see who has ended it: a machine that lacks memory does so"
+    remedy = "fix the function, or see who has ended it: a machine that lacks memory does so"
     return reader.refuse(f"{status}, before it had given all rows of {path}", remedy)
 
 
