@@ -16,7 +16,7 @@ from small_models import SIZES, load, write_model
 from transformers import LlamaConfig, MistralConfig
 
 from hand_rollouts import plans_of, recipe_of, rollout
-from lockstep.data.batching import MOST_WHOLE, Outline, PackedRow, common_prompt, pack_groups, target_starts
+from lockstep.data.batching import MAX_FULL_LENGTHS, Outline, PackedRow, common_prompt, pack_groups, target_starts
 from lockstep.data.updates import arrange
 from lockstep.device.select import select
 from lockstep.parallel.world import World
@@ -91,7 +91,7 @@ def test_lines_are_equally_long_and_as_many_on_every_device() -> None:
 def test_long_prompts_do_not_fill_a_line_with_more_than_its_budget_bears_whole() -> None:
     group = answered(range(1, 51), *[[g] for g in range(20)])
     batches = lines([group], 100)
-    assert MOST_WHOLE == 2
+    assert MAX_FULL_LENGTHS == 2
     # Three whole sequences of 51 are within 200 tokens, four are not.
     assert [len(batch.lengths) for batch in batches] == [3, 3, 3, 3, 3, 3, 2]
 

@@ -83,7 +83,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"messages": TOOL_CHAT},
             "chatml",
-            "the chat template drops the call of 'get_weather' from what is trained of assistant turn 1",
+            "the chat template drops the call of 'get_weather' from the trained text of assistant turn 1",
         ),
         (
             {"messages": [{"role": "system", "content": "Be brief."}, user("a"), bot("b")]},
@@ -104,16 +104,16 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"messages": [user("a"), bot("b") | {"reasoning_content": "Because."}]},
             "auto",
-            "the chat template drops the reasoning_content from what is trained of assistant turn 1",
+            "the chat template drops the reasoning_content from the trained text of assistant turn 1",
         ),
         (
             {"messages": [{"role": "user", "content": [PICTURE, {"type": "text", "text": "?"}]}, bot("b")]},
             "auto",
-            "message 1 (user) holds a part of type 'image_url', and text alone is trained here",
+            "message 1 (user) has a part of type 'image_url', but only text is trained",
         ),
-        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "auto", "the row holds something in images, and text"),
-        ({"text": "<image> a", "image": "x.png"}, "auto", "the row holds something in image, and text alone"),
-        ({"messages": [user("a") | {"images": ["x"]}, bot("b")]}, "auto", "message 1 (user) holds something in images"),
+        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "auto", "the row has a value in images, but only text"),
+        ({"text": "<image> a", "image": "x.png"}, "auto", "the row has a value in image, but only text"),
+        ({"messages": [user("a") | {"images": ["x"]}, bot("b")]}, "auto", "message 1 (user) has a value in images"),
         ({"conversations": [share("human", "a"), share("narrator", "b")]}, "auto", "message 2 is from 'narrator'"),
         (
             {"messages": [user("a"), bot("b") | {"tool_calls": [{"id": "1"}]}]},
@@ -130,11 +130,15 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"messages": [user("a"), bot("b") | {"weight": 0.5}]}, "auto", "message 2 has a weight of 0.5"),
         ({"messages": [user("a"), bot("b") | {"weight": 0}]}, "auto", "no token of the row is trained"),
         ({"messages": [user("a"), bot("b") | {"train": "yes"}]}, "auto", "message 2 has a train of 'yes'"),
-        ({"messages": [user("a") | {"train": True}, bot("b")]}, "auto", "message 1 (user) is to be trained (train)"),
+        (
+            {"messages": [user("a") | {"train": True}, bot("b")]},
+            "auto",
+            "message 1 (user) is marked as trained (train)",
+        ),
         (
             {"messages": [user("a"), bot("b") | {"train": True, "weight": 0}]},
             "auto",
-            "weight and train of message 2 say different things",
+            "weight and train of message 2 contradict each other",
         ),
         (
             {
@@ -144,7 +148,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
                 ]
             },
             "auto",
-            "message 2 says with train_detail which part of it is trained",
+            "message 2 selects trained characters with train_detail",
         ),
         ({"messages": [user("a"), {"role": "robot", "content": "b"}]}, "auto", "the chat has no assistant turn"),
         (
@@ -155,7 +159,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"messages": [user("a"), bot("b")]},
             "thinks.jinja",
-            "the chat template opens the assistant's turn with '<think>\\n' when the model speaks, and message 2 is",
+            "the generation prompt of the chat template ends with '<think>\\n', but message 2 is",
         ),
         # Without a template there is no place for more than a prompt and a response.
         ({"prompt": [user("a")], "completion": [bot("b")]}, "none", "the row is a chat (messages, a system message or"),
@@ -374,7 +378,7 @@ def test_a_call_that_is_written_but_not_trained_is_refused(tiny_folder: Path, ca
     case = Published("bad", "sft", [{"messages": TOOL_CHAT}], [], "", {"template": "markers.jinja"})
     assert run("data", "show", write(case, tiny_folder)) != 0
     told = " ".join(capsys.readouterr().err.split())
-    assert "drops the call of 'get_weather' from what is trained of assistant turn 1" in told
+    assert "drops the call of 'get_weather' from the trained text of assistant turn 1" in told
 
 
 def test_a_system_column_beside_whole_chats(tiny_folder: Path, capsys: Any) -> None:

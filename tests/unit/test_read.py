@@ -560,9 +560,9 @@ def test_gzip_damage(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl.gz", packed[:-10])
     assert "is truncated: the gzip stream" in the_problem("a.jsonl.gz", tmp_path).why
     write(tmp_path / "a.jsonl.gz", jsonl(ROWS))
-    assert "is not a whole gzip file" in the_problem("a.jsonl.gz", tmp_path).why
+    assert "is not a valid gzip file" in the_problem("a.jsonl.gz", tmp_path).why
     write(tmp_path / "a.jsonl.gz", packed[:10] + b"\x07" + packed[11:])  # no such block type
-    assert "is not a whole gzip file" in the_problem("a.jsonl.gz", tmp_path).why
+    assert "is not a valid gzip file" in the_problem("a.jsonl.gz", tmp_path).why
 
 
 @pytest.mark.parametrize(
@@ -676,7 +676,7 @@ def test_files_that_disagree(tmp_path: Path, files: dict[str, Any], odd: str, wh
         write(tmp_path / name, content)
     problem = the_problem("*", tmp_path)
     assert (problem.where, problem.why) == (odd, why)
-    assert "sources of its own" in problem.remedy
+    assert "separate sources" in problem.remedy
 
 
 def test_files_that_agree_but_for_null_and_width(tmp_path: Path) -> None:
