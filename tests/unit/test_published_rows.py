@@ -441,11 +441,11 @@ def test_every_name_that_is_looked_for_tells_the_form_of_a_row() -> None:
     from lockstep.data.encode import prompt_rows as prompts
     from lockstep.data.encode import sft_rows as examples
     from lockstep.data.encode import step_rows as steps
-    from lockstep.data.sources.rowset import OPTIONAL, TELLING
+    from lockstep.data.sources.rowset import FORMAT_COLUMNS, OPTIONAL
 
     pairs = {name for pair in (*examples.PAIR_COLUMNS, *preferences.SCORES_OF_PAIR) for name in pair}
     looked_for = {*columns.PROMPTS, *columns.CHATS, *examples.TEXT_COLUMNS, *judged.RESPONSES, *prompts.TRUTHS}
-    assert pairs | looked_for | {*steps.LABELS, *steps.TEXTS} <= TELLING | OPTIONAL
+    assert pairs | looked_for | {*steps.LABELS, *steps.TEXTS} <= FORMAT_COLUMNS | OPTIONAL
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
