@@ -114,7 +114,11 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"prompt": "a", "response": "b", "images": ["x.png"]}, "auto", "the row has a value in images, but only text"),
         ({"text": "<image> a", "image": "x.png"}, "auto", "the row has a value in image, but only text"),
         ({"messages": [user("a") | {"images": ["x"]}, bot("b")]}, "auto", "message 1 (user) has a value in images"),
-        ({"conversations": [share("human", "a"), share("narrator", "b")]}, "auto", "message 2 is from 'narrator'"),
+        (
+            {"conversations": [share("human", "a"), share("narrator", "b")]},
+            "auto",
+            "message 2 has the unknown role 'narrator'",
+        ),
         (
             {"messages": [user("a"), bot("b") | {"tool_calls": [{"id": "1"}]}]},
             "auto",
