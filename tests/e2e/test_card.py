@@ -142,7 +142,7 @@ def test_a_pushed_model_comes_back_from_the_hub(place: Path, hub: Hub, capsys: p
     assert run("generate", "someone/sums", "hello", "--max-new-tokens", "1", "--device", "cpu") == 0
     capsys.readouterr()
     assert run("generate", "someone/else", "hello") == 2
-    assert "the hub has none of that name that may be read (404)" in " ".join(capsys.readouterr().err.split())
+    assert "the hub has no readable model of that name (404)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_push_that_cannot_be_is_refused_before_anything_is_written(
@@ -157,7 +157,9 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_written(
     assert "is no name of the hub" in refused(out, "--push", "sums")
     assert "DIR must be set" in refused()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "nothing was pushed, and the hub may not be asked (HF_HUB_OFFLINE is set)" in refused(out, "--push", "a/b")
+    assert "nothing was pushed, and access to the hub is disabled (HF_HUB_OFFLINE is set)" in refused(
+        out, "--push", "a/b"
+    )
     assert not out.exists()
 
 

@@ -72,5 +72,5 @@ def test_a_fused_kernel_that_ignores_the_window_is_seen(monkeypatch: pytest.Monk
         return right(q, *rest, window=window if q.dtype == torch.float32 else None, **more)
 
     monkeypatch.setattr(attention, "varlen_attention", blind)
-    with pytest.raises(Refusal, match=r"in torch.bfloat16 our log-probs are"):
+    with pytest.raises(Refusal, match=r"in torch.bfloat16 the median error of our log-probs is"):
         check_architecture(CONFIGS["windowed"], "", torch.bfloat16, device.attention, device.torch_device(0))

@@ -108,7 +108,7 @@ def test_a_folder_is_made_once_and_again_when_what_it_is_of_changes(
     adapter = tmp_path / "adapter"
     shutil.copytree(place / "adapter", adapter)
     first = model_folder(str(adapter))
-    assert "making a model folder of" in capsys.readouterr().err
+    assert "to a model folder: " in capsys.readouterr().err
     assert model_folder(str(adapter)) == first
     assert capsys.readouterr().err == ""
     settings = json.loads((adapter / "adapter_config.json").read_text())
@@ -124,7 +124,7 @@ def test_an_adapters_base_is_found_beside_it_or_named_in_the_refusal(place: Path
     settings = json.loads((adapter / "adapter_config.json").read_text())
     base = settings["base_model_name_or_path"]
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "/gone/base"}))
-    with pytest.raises(Refusal, match=r"the adapter is for /gone/base, which is not here") as caught:
+    with pytest.raises(Refusal, match=r"its base model /gone/base was not found") as caught:
         model_folder(str(adapter))
     assert "model.adapter" in str(caught.value)
     assert "--base" in str(caught.value)
@@ -156,7 +156,7 @@ def test_verbs_take_a_checkpoint(place: Path, tmp_path: Path, capsys: pytest.Cap
         == 0
     )
     said = capsys.readouterr()
-    assert said.err.count("making a model folder of") <= 1
+    assert said.err.count("to a model folder: ") <= 1
 
 
 def test_a_copy_of_a_run_goes_on_as_the_run_would_have(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_a_head_of_its_own_in_a_tied_models_file_is_told_and_offered_both_ways(
 ) -> None:
     file = write_gguf(tiny_folder, tmp_path / "own.gguf", head=0.05)
     (_, said) = import_gguf(file, tmp_path / "own")
-    assert "is its embedding but for 5.0%" in said
+    assert "differs from its embedding by only 5.0%" in said
     assert "--tie" in said
     assert not AutoConfig.from_pretrained(tmp_path / "own").tie_word_embeddings
     own = logits(str(tmp_path / "own"))
@@ -215,9 +215,9 @@ def test_a_head_of_its_own_in_a_tied_models_file_is_told_and_offered_both_ways(
     assert AutoConfig.from_pretrained(tmp_path / "tied").tie_word_embeddings
     torch.testing.assert_close(logits(str(tmp_path / "tied")), logits(str(tiny_folder)), rtol=1e-5, atol=1e-5)
     other = write_gguf(tiny_folder, tmp_path / "other.gguf", head=1.0)
-    with pytest.raises(Refusal, match="another matrix than its embedding"):
+    with pytest.raises(Refusal, match="its output head differs from its embedding"):
         import_gguf(other, tmp_path / "refused", tie=True)
-    assert "a matrix of its own" in import_gguf(other, tmp_path / "other")[1]
+    assert "a separate matrix" in import_gguf(other, tmp_path / "other")[1]
 
 
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -284,8 +284,8 @@ def test_a_hub_that_never_answers_is_one_sentence(silent_hub: None) -> None:
 def test_nobody_waits_for_it_twice(silent_hub: None, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run asks for the tokenizer, for the config and more; one question is put, and one problem told."""
     asked: list[object] = []
-    own = hub._asked
-    monkeypatch.setattr(hub, "_asked", lambda request: asked.append(request) or own(request))
+    own = hub._status_of
+    monkeypatch.setattr(hub, "_status_of", lambda request: asked.append(request) or own(request))
     with pytest.raises(Refusal) as caught:
         train(recipe_file, "model.path=nobody/nothing")
     assert len(caught.value.problems) == len(asked) == 1

@@ -333,8 +333,8 @@ STEPS = [
             }
         ],
         ["~", "~", "~"],
-        "rated solutions of PRM800K (question; verdicts from label: 1 and 0 are good, -1 is bad; 1 completions that "
-        "were not gone on from are left out); not read: labeler, timestamp, generation,",
+        "rated solutions of PRM800K (question; verdicts from label: 1 and 0 are good, -1 is bad; 1 completions "
+        "outside the solutions are left out); not read: labeler, timestamp, generation,",
         holds="verdicts 1 1 0: ",
     ),
 ]

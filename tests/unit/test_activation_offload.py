@@ -306,7 +306,7 @@ def test_two_layers_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch, t
 def test_a_model_without_layers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Qwen2ForCausalLM._no_split_modules", [])
     monkeypatch.setattr("transformers.Qwen2Model._no_split_modules", [])
-    with pytest.raises(Refusal, match=r"model\.activation_offload: transformers does not say what the layers of Qwen2"):
+    with pytest.raises(Refusal, match=r"model\.activation_offload: transformers does not list the layers of Qwen2"):
         load_policy(Model(path=str(folder), activation_offload=True), CPU, "sdpa", seed=0)
 
 

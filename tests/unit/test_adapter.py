@@ -130,10 +130,10 @@ def layers_of(config: PreTrainedConfig, lora: Lora, place: str = "meta") -> set[
 @pytest.mark.parametrize(
     ("config", "name", "why"),
     [
-        (GPT2, "wte", "transformer.wte cannot carry an adapter: its weight is lm_head.weight too"),
-        (TIED, "embed_tokens", "model.embed_tokens cannot carry an adapter: its weight is lm_head.weight too"),
-        (GPT2, "lm_head", "lm_head carries an adapter, and the output head is run in chunks"),
-        (APART, "lm_head", "lm_head carries an adapter, and the output head is run in chunks"),
+        (GPT2, "wte", "transformer.wte cannot have an adapter: its weight is tied to lm_head.weight"),
+        (TIED, "embed_tokens", "model.embed_tokens cannot have an adapter: its weight is tied to lm_head.weight"),
+        (GPT2, "lm_head", "lm_head has an adapter, but the output head is computed in chunks"),
+        (APART, "lm_head", "lm_head has an adapter, but the output head is computed in chunks"),
     ],
 )
 def test_a_tied_layer_gets_no_adapter_whatever_its_name(
@@ -165,8 +165,8 @@ def test_layers_that_share_no_weight_get_theirs() -> None:
         (EXPERTS, {"targets": ["w1", "w2", "w3", "q_prj"]}, "model.lora.targets", "did you mean q_proj?"),
         (APART, {"targets": ["mlp"]}, "model.lora.targets", "name linear layers"),
         (APART, {"exclude": ["down_prj"]}, "model.lora.exclude", "did you mean down_proj?"),
-        (APART, {"exclude": "layers.0.*"}, "model.lora.exclude", "it must match a whole name"),
-        (APART, {"exclude": "(down"}, "model.lora.exclude", "mend it"),
+        (APART, {"exclude": "layers.0.*"}, "model.lora.exclude", "it must match a full name"),
+        (APART, {"exclude": "(down"}, "model.lora.exclude", "fix it"),
     ],
 )
 def test_a_name_that_matches_nothing_is_refused_with_the_nearest(

@@ -42,7 +42,7 @@ def test_what_was_not_used_for_longest_goes_and_what_is_used_stays(
     monkeypatch.setenv("LOCKSTEP_CACHE_GB", str(3.5 / 1024))
     held, oldest, older = make("held"), make("oldest", used=1000), make("older", used=2000)
     os.utime(held.with_suffix(".used"), (10, 10))  # used for longest ago, but by this process
-    assert capsys.readouterr().err.count("making a model folder") == 3
+    assert capsys.readouterr().err.count("to a model folder") == 3
     make("newest")
     said = capsys.readouterr().err
     assert f"removed the model folder of {Path('oldest').absolute()}" in said

@@ -84,7 +84,7 @@ def test_columns_are_named_by_options(speaker: Path, questions: Path, tmp_path: 
     out = tmp_path / "out.jsonl"
     with pytest.raises(Refusal, match=r"(?s)hold the prompts.*set --prompt-key, and --label-key for the ground truth"):
         evaluated(speaker, file, out, rules=["exact"])
-    with pytest.raises(Refusal, match=r"hold the prompts(.|\n)*name that of the prompts prompt"):
+    with pytest.raises(Refusal, match=r"hold the prompts(.|\n)*rename the column of the prompts to prompt"):
         trained(speaker, file, tmp_path)
     columns = NamedColumns("ask", "so")
     assert evaluated(speaker, file, out, rules=["exact"], columns=columns)[0]["val/accuracy"] == 0.75

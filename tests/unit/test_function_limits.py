@@ -143,7 +143,7 @@ def alive(marker: str) -> list[str]:
 def test_a_reader_that_never_ends_is_ended_with_its_process(tmp_path: Path, body: str) -> None:
     where = written(tmp_path, f"def mine(path):\n    {body}\n")
     told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=1.0)))
-    assert told.startswith(f"data.reader {where}: had not given all rows of rows.db in 1 s (data.reader_limit)\n")
+    assert told.startswith(f"data.reader {where}: did not yield all rows of rows.db in 1 s (data.reader_limit)\n")
     assert not alive(str(tmp_path))
 
 
@@ -199,7 +199,7 @@ def test_a_reader_that_was_killed_or_stopped_is_started_once_more(
     told = capfd.readouterr().err
     assert told.startswith(f"data.reader {where}: ")
     assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_limit)") in told
-    assert told.endswith("; it is started once more\n")
+    assert told.endswith("; restarting it once\n")
 
 
 def test_what_a_reader_has_started_ends_with_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from small_models import SIZES, load, write_model
 from transformers import LlamaConfig, MistralConfig
 
 from hand_rollouts import plans_of, recipe_of, rollout
-from lockstep.data.batching import MOST_WHOLE, LaidLine, Outline, common_prompt, lay_groups, target_starts
+from lockstep.data.batching import MAX_FULL_LENGTHS, Outline, PackedRow, common_prompt, pack_groups, target_starts
 from lockstep.data.updates import arrange
 from lockstep.device.select import select
 from lockstep.parallel.world import World
@@ -39,7 +39,7 @@ def lines(
     groups: Sequence[Sequence[Example]], tokens: int, world: World | None = None, **more: Any
 ) -> list[MicroBatch]:
     packing = Packing(world or World(), tokens, None, 0)
-    laid = lay_groups(outlines(groups), packing.world.dp_size, tokens=tokens, **more)
+    laid = pack_groups(outlines(groups), packing.world.dp_size, tokens=tokens, **more)
     return batches(groups, laid[packing.world.dp_rank], packing)
 
 
@@ -47,7 +47,7 @@ def outlines(groups: Sequence[Sequence[Example]]) -> list[Outline]:
     return [Outline(number, len(one), common_prompt(group)) for number, group in enumerate(groups) for one in group]
 
 
-def batches(groups: Sequence[Sequence[Example]], laid: Sequence[LaidLine], packing: Packing) -> list[MicroBatch]:
+def batches(groups: Sequence[Sequence[Example]], laid: Sequence[PackedRow], packing: Packing) -> list[MicroBatch]:
     examples = [example for group in groups for example in group]
     starts = target_starts(examples)
     return [packing.batch(line, [examples[n] for n, _ in line], [starts[n] for n, _ in line]) for line in laid]
@@ -91,7 +91,7 @@ def test_lines_are_equally_long_and_as_many_on_every_device() -> None:
 def test_long_prompts_do_not_fill_a_line_with_more_than_its_budget_bears_whole() -> None:
     group = answered(range(1, 51), *[[g] for g in range(20)])
     batches = lines([group], 100)
-    assert MOST_WHOLE == 2
+    assert MAX_FULL_LENGTHS == 2
     # Three whole sequences of 51 are within 200 tokens, four are not.
     assert [len(batch.lengths) for batch in batches] == [3, 3, 3, 3, 3, 3, 2]
 

@@ -380,7 +380,7 @@ def test_a_config_cannot_ask_for_a_kernel_of_the_hub(tiny_folder: Path, tmp_path
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         config = json.loads((tiny_folder / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, key: "somebody/kernel:forward"}))
-        with pytest.raises(Refusal, match=r"config\.json asks for the code 'somebody/kernel:forward'"):
+        with pytest.raises(Refusal, match=r"config\.json requests the hub kernel 'somebody/kernel:forward'"):
             pretrained(AutoConfig, str(tmp_path), "model.path", "its config")
 
 

@@ -125,7 +125,7 @@ def test_verdicts(tokenizer, load, label, good):
 
 @pytest.mark.parametrize("label", [None, 2, 0.5, "good", "", [1], {"a": 1}])
 def test_what_is_no_verdict_is_refused(tokenizer, load, label):
-    with pytest.raises(Refusal, match=re.escape(f"line 1: label is {label!r}, which is no verdict")):
+    with pytest.raises(Refusal, match=re.escape(f"line 1: label is {label!r}, which is not a label")):
         load(tokenizer, {"prompt": "1+1?", "completion": "2", "label": label})
 
 
@@ -134,10 +134,10 @@ def test_what_is_no_verdict_is_refused(tokenizer, load, label):
     [
         ({"prompt": "", "completion": "2", "label": 1}, "prompt is empty"),
         ({"prompt": "q", "completion": " ", "label": 1}, "completion is empty"),
-        ({"prompt": "q", "completion": ASKED + ANSWERED, "label": 1}, "completion is a whole chat that does not begin"),
-        ({"messages": ASKED, "label": 1}, "messages must be a chat of a prompt and the assistant's turn"),
-        ({"messages": ANSWERED, "label": 1}, "messages must be a chat of a prompt"),
-        ({"messages": "text", "label": 1}, "messages must be a chat of a prompt"),
+        ({"prompt": "q", "completion": ASKED + ANSWERED, "label": 1}, "completion is a full chat that does not begin"),
+        ({"messages": ASKED, "label": 1}, "messages must be a chat that ends with the labelled assistant turn"),
+        ({"messages": ANSWERED, "label": 1}, "messages must be a chat"),
+        ({"messages": "text", "label": 1}, "messages must be a chat"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are identical"),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 3},

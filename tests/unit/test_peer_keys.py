@@ -199,7 +199,7 @@ def test_online_rows_with_columns_of_their_own(tmp_path: Path) -> None:
     unjudged = question_of(row, Origin("f", 1), QuestionColumns("chat", "", "rows.jsonl"))
     assert (unjudged.prompt, unjudged.ground_truth) == (row["chat"], "")
     with pytest.raises(Refusal, match="data_source"):
-        question_of(row, Origin("f", 1), QuestionColumns("question", "answer", asked=frozenset({"data_source"})))
+        question_of(row, Origin("f", 1), QuestionColumns("question", "answer", required=frozenset({"data_source"})))
 
 
 def test_a_format_around_the_prompt_inside_the_chat(tiny_folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.data.encode.chat import ChatText, Spans, _short_way, _ShortWay, encode_spans, render_chat
+from lockstep.data.encode.chat import ChatText, Spans, _fast_template, _FastTemplate, encode_spans, render_chat
 from lockstep.data.encode.chat_template import template_text
 from lockstep.data.encode.tokenizer_cache import _CUTS, _PIECES, Pieces, forget_pieces, token_ids
 from lockstep.errors import Refusal
@@ -233,7 +233,7 @@ def check_chats(core: Tokenizer, seed: int, count: int, monkeypatch: pytest.Monk
         for messages, tools in chats(seed + number, count):
             found = outcome(tokenizer, messages, tools)
             with monkeypatch.context() as patched:
-                patched.setattr("lockstep.data.encode.chat._short_way_of", lambda tokenizer: None)
+                patched.setattr("lockstep.data.encode.chat._fast_template_of", lambda tokenizer: None)
                 assert outcome(tokenizer, copy.deepcopy(messages), tools) == found
             if isinstance(found, str):
                 met["refused"] += 1
@@ -307,7 +307,7 @@ def test_what_is_known_is_bounded_and_follows_the_tokenizer(monkeypatch: pytest.
     monkeypatch.setattr("lockstep.data.encode.tokenizer_cache.MOST_WORDS", 5)
     agrees(" ".join(f"word{number}" for number in range(300)))
     assert len(pieces) < 10
-    assert len(pieces._known_words) <= 5
+    assert len(pieces._word_tokens) <= 5
     agrees("a" * 1000 + " b")
     assert max(map(len, pieces)) < 256
     # Tokens that are added later; also one that is a word of the vocabulary, before many rows are read.
@@ -330,7 +330,7 @@ def test_half_a_character_fails_as_in_the_call() -> None:
         token_ids(tokenizer, "a \ud800 b")
 
 
-def test_the_call_renders_where_the_short_way_is_not_the_same(
+def test_the_call_renders_where_the_fast_template_is_not_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Own(PreTrainedTokenizerFast):
@@ -341,10 +341,10 @@ def test_the_call_renders_where_the_short_way_is_not_the_same(
     own = Own(tokenizer_object=backend(None), chat_template=BARE)
     assert ChatText(own, chat, [], ORIGIN).upto(1, open_turn=True) == "own"
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend(None), chat_template=BARE)
-    short = _ShortWay(_short_way(BARE)._compiled)  # type: ignore[union-attr]
-    monkeypatch.setattr(_ShortWay, "__call__", lambda *given: "other")
-    monkeypatch.setattr("lockstep.data.encode.chat._short_way", lambda template: short)
+    short = _FastTemplate(_fast_template(BARE)._compiled)  # type: ignore[union-attr]
+    monkeypatch.setattr(_FastTemplate, "__call__", lambda *given: "other")
+    monkeypatch.setattr("lockstep.data.encode.chat._fast_template", lambda template: short)
     for _ in range(2):
         text = ChatText(tokenizer, chat, [], ORIGIN).upto(1, open_turn=True)
         assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    assert not short.sound
+    assert not short.correct

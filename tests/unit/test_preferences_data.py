@@ -160,7 +160,7 @@ def test_a_template_may_shorten_earlier_answers(tokenizer, load):
     assert texts(tokenizer, better)[1] == "2<|im_end|>"
     assert "assistant\n...<|im_end|>" in texts(tokenizer, better)[0]
     tokenizer.chat_template = SHORTENING.replace("and not loop.last", "")
-    with pytest.raises(Refusal, match="does not render the response as it is"):
+    with pytest.raises(Refusal, match="does not render the response unchanged"):
         load(tokenizer, {"prompt": before, "chosen": "2", "rejected": "3"})
 
 
@@ -169,7 +169,7 @@ def test_a_prompt_that_the_whole_text_does_not_begin_with_is_refused(tokenizer, 
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>ASSISTANT\n{% endif %}"
     )
-    with pytest.raises(Refusal, match="line 1: the chat template does not render the response as it is after"):
+    with pytest.raises(Refusal, match="line 1: the chat template does not render the response unchanged after"):
         load(tokenizer, PAIR)
 
 
@@ -293,17 +293,23 @@ REFUSED = [
     (PAIR | {"chosen": CHATS[1]}, "chosen and rejected are partly text and partly chats"),
     (PAIR | {"prompt": CHATS[0] + CHATS[1]}, "the prompt ends with the assistant"),
     (PAIR | {"chosen": [bot("")], "rejected": CHATS[2]}, "message 2 (assistant) is empty"),
-    (PAIR | {"chosen": [user("2?"), bot("2")], "rejected": CHATS[2]}, "chosen is a whole chat that does not begin"),
+    (PAIR | {"chosen": [user("2?"), bot("2")], "rejected": CHATS[2]}, "chosen is a full chat that does not begin"),
     (
         {"prompt": CHATS[0], "chosen": CHATS[0] + CHATS[1], "rejected": [user("?"), bot("3")]},
-        "rejected is a whole chat that does not begin with the prompt",
+        "rejected is a full chat that does not begin with the prompt",
     ),
     (
         PAIR | {"chosen": CHATS[0] + CHATS[1], "rejected": [user("x"), *CHATS[0], *CHATS[2]]},
         "chosen and rejected answer different prompts",
     ),
-    (PAIR | {"chosen": CHATS[0], "rejected": CHATS[0] + CHATS[2]}, "chosen must go on after the prompt"),
-    (PAIR | {"chosen": [bot("2"), user("?")], "rejected": CHATS[2]}, "chosen must go on after the prompt"),
+    (
+        PAIR | {"chosen": CHATS[0], "rejected": CHATS[0] + CHATS[2]},
+        "chosen must start with an assistant turn after the prompt",
+    ),
+    (
+        PAIR | {"chosen": [bot("2"), user("?")], "rejected": CHATS[2]},
+        "chosen must start with an assistant turn after the prompt",
+    ),
     ({"chosen": [user("1"), bot("2")], "rejected": [user("2"), bot("3")]}, "answer different prompts"),
     ({"chosen": CHATS[1], "rejected": CHATS[2]}, "answer different prompts"),
     ({"chosen": [user("1"), user("2")], "rejected": [user("1"), bot("3")]}, "answer different prompts"),
@@ -350,7 +356,7 @@ def test_bad_rows_are_refused(tokenizer, load, row, reason, read):
     [
         ({"margin": None}, "margin is None, not a finite number"),
         ({"margin": True}, "margin is True, not a finite number"),
-        ({"margin": -1}, "a margin of -1.0 asks that the rejected response wins"),
+        ({"margin": -1}, "the margin is -1.0"),
         ({"margin": 1e999}, "margin is inf"),
         ({"score_chosen": None, "score_rejected": 1}, "score_chosen is None"),
     ],

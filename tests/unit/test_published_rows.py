@@ -83,7 +83,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"messages": TOOL_CHAT},
             "chatml",
-            "the chat template drops the call of 'get_weather' from what is trained of assistant turn 1",
+            "the chat template drops the call of 'get_weather' from the trained text of assistant turn 1",
         ),
         (
             {"messages": [{"role": "system", "content": "Be brief."}, user("a"), bot("b")]},
@@ -104,17 +104,21 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"messages": [user("a"), bot("b") | {"reasoning_content": "Because."}]},
             "auto",
-            "the chat template drops the reasoning_content from what is trained of assistant turn 1",
+            "the chat template drops the reasoning_content from the trained text of assistant turn 1",
         ),
         (
             {"messages": [{"role": "user", "content": [PICTURE, {"type": "text", "text": "?"}]}, bot("b")]},
             "auto",
-            "message 1 (user) holds a part of type 'image_url', and text alone is trained here",
+            "message 1 (user) has a part of type 'image_url', but only text is trained",
         ),
-        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "auto", "the row holds something in images, and text"),
-        ({"text": "<image> a", "image": "x.png"}, "auto", "the row holds something in image, and text alone"),
-        ({"messages": [user("a") | {"images": ["x"]}, bot("b")]}, "auto", "message 1 (user) holds something in images"),
-        ({"conversations": [share("human", "a"), share("narrator", "b")]}, "auto", "message 2 is from 'narrator'"),
+        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "auto", "the row has a value in images, but only text"),
+        ({"text": "<image> a", "image": "x.png"}, "auto", "the row has a value in image, but only text"),
+        ({"messages": [user("a") | {"images": ["x"]}, bot("b")]}, "auto", "message 1 (user) has a value in images"),
+        (
+            {"conversations": [share("human", "a"), share("narrator", "b")]},
+            "auto",
+            "message 2 has the unknown role 'narrator'",
+        ),
         (
             {"messages": [user("a"), bot("b") | {"tool_calls": [{"id": "1"}]}]},
             "auto",
@@ -130,11 +134,15 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"messages": [user("a"), bot("b") | {"weight": 0.5}]}, "auto", "message 2 has a weight of 0.5"),
         ({"messages": [user("a"), bot("b") | {"weight": 0}]}, "auto", "no token of the row is trained"),
         ({"messages": [user("a"), bot("b") | {"train": "yes"}]}, "auto", "message 2 has a train of 'yes'"),
-        ({"messages": [user("a") | {"train": True}, bot("b")]}, "auto", "message 1 (user) is to be trained (train)"),
+        (
+            {"messages": [user("a") | {"train": True}, bot("b")]},
+            "auto",
+            "message 1 (user) is marked as trained (train)",
+        ),
         (
             {"messages": [user("a"), bot("b") | {"train": True, "weight": 0}]},
             "auto",
-            "weight and train of message 2 say different things",
+            "weight and train of message 2 contradict each other",
         ),
         (
             {
@@ -144,7 +152,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
                 ]
             },
             "auto",
-            "message 2 says with train_detail which part of it is trained",
+            "message 2 selects trained characters with train_detail",
         ),
         ({"messages": [user("a"), {"role": "robot", "content": "b"}]}, "auto", "the chat has no assistant turn"),
         (
@@ -155,7 +163,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"messages": [user("a"), bot("b")]},
             "thinks.jinja",
-            "the chat template opens the assistant's turn with '<think>\\n' when the model speaks, and message 2 is",
+            "the generation prompt of the chat template ends with '<think>\\n', but message 2 is",
         ),
         # Without a template there is no place for more than a prompt and a response.
         ({"prompt": [user("a")], "completion": [bot("b")]}, "none", "the row is a chat (messages, a system message or"),
@@ -374,7 +382,7 @@ def test_a_call_that_is_written_but_not_trained_is_refused(tiny_folder: Path, ca
     case = Published("bad", "sft", [{"messages": TOOL_CHAT}], [], "", {"template": "markers.jinja"})
     assert run("data", "show", write(case, tiny_folder)) != 0
     told = " ".join(capsys.readouterr().err.split())
-    assert "drops the call of 'get_weather' from what is trained of assistant turn 1" in told
+    assert "drops the call of 'get_weather' from the trained text of assistant turn 1" in told
 
 
 def test_a_system_column_beside_whole_chats(tiny_folder: Path, capsys: Any) -> None:
@@ -437,11 +445,11 @@ def test_every_name_that_is_looked_for_tells_the_form_of_a_row() -> None:
     from lockstep.data.encode import prompt_rows as prompts
     from lockstep.data.encode import sft_rows as examples
     from lockstep.data.encode import step_rows as steps
-    from lockstep.data.sources.rowset import OPTIONAL, TELLING
+    from lockstep.data.sources.rowset import FORMAT_COLUMNS, OPTIONAL
 
     pairs = {name for pair in (*examples.PAIR_COLUMNS, *preferences.SCORES_OF_PAIR) for name in pair}
     looked_for = {*columns.PROMPTS, *columns.CHATS, *examples.TEXT_COLUMNS, *judged.RESPONSES, *prompts.TRUTHS}
-    assert pairs | looked_for | {*steps.LABELS, *steps.TEXTS} <= TELLING | OPTIONAL
+    assert pairs | looked_for | {*steps.LABELS, *steps.TEXTS} <= FORMAT_COLUMNS | OPTIONAL
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------

@@ -527,14 +527,14 @@ def test_ranks_share_the_cores_and_begin_at_different_parts(monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     assert [processes_here(tasks) for tasks in (0, 1, 5, 100)] == [1, 1, 5, 8]
     spans = [(number, number + 1) for number in range(6)]
-    assert parts._own_first(spans) == spans
+    assert parts._rank_offset_first(spans) == spans
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert processes_here(100) == 2
     begins: Sequence[int] = [0, 2, 4]
     for rank, begin in enumerate(begins):
         monkeypatch.setenv("RANK", str(rank))
-        assert parts._own_first(spans) == spans[begin:] + spans[:begin]
+        assert parts._rank_offset_first(spans) == spans[begin:] + spans[:begin]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert processes_here(100) == 1
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from small_models import SIZES, load, write_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
-from lockstep.data.batching import line_tokens, micro_batch, shared_beginnings
+from lockstep.data.batching import micro_batch, packed_tokens, shared_beginnings
 from lockstep.kernels.attention.flash import cascade_attention
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.partial import PLAIN
@@ -107,7 +107,7 @@ def test_the_line_is_shorter_by_what_is_shared() -> None:
     saved = 28 + 10 + 10 + 42 + 0 + 2
     assert whole.input_ids_NT.numel() - shared.input_ids_NT.numel() == saved
     assert shared.tokens == whole.tokens == whole.input_ids_NT.numel()
-    sizes = [line_tokens(Ranking(item)) for item in groups()]
+    sizes = [packed_tokens(Ranking(item)) for item in groups()]
     assert sum(sizes) == shared.input_ids_NT.numel()
 
 

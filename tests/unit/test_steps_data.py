@@ -179,7 +179,7 @@ def test_bad_rows_are_refused(tokenizer, load, row, reason):
 
 
 def test_what_has_no_place_or_columns_is_refused(tokenizer, load):
-    with pytest.raises(Refusal, match="cannot tell which columns hold the judged steps; it has input"):
+    with pytest.raises(Refusal, match="cannot tell which columns hold the labelled steps; it has input"):
         load(tokenizer, {"input": "a~"})
     with pytest.raises(Refusal, match=r"data\.system: rows of text"):
         load(tokenizer, {"input": "a~", "label": [1]}, system="Add.")

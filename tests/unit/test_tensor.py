@@ -44,7 +44,7 @@ SIZES = {
         (GPT2Config(n_embd=64, n_head=4, n_layer=1), 2, "transformers has no plan for its tensor parallelism"),
         (Phi3Config(**SIZES, pad_token_id=0), 2, "'colwise_gather_output', which is not supported"),
         (MixtralConfig(**SIZES, num_local_experts=3), 2, r"mlp\.experts has 3 experts, not divisible by 2"),
-        (PhimoeConfig(**SIZES), 2, "transformers' plan for its tensor parallelism leaves its attention whole"),
+        (PhimoeConfig(**SIZES), 2, "transformers' plan for its tensor parallelism does not divide its attention"),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused_by_name(config: PreTrainedConfig, size: int, why: str) -> None:
@@ -65,7 +65,7 @@ def test_experts_with_adapters_are_refused_before_a_weight_is_loaded(tmp_path: P
         count_parameters(load_recipe(path, [lora, "parallel.tensor=2"]), config)
     (problem,) = refused.value.problems
     assert problem.where == "model.lora.targets"
-    assert "layers.0.mlp.experts carries an adapter" in problem.why
+    assert "layers.0.mlp.experts has an adapter" in problem.why
     assert "parallel.tensor=1" in problem.remedy
     # Both remedies hold.
     assert count_parameters(load_recipe(path, [lora]), config).trained

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.commands.options import refuse_long_answers, refuse_options
 from lockstep.commands.without_recipe import BY_NAME, NamedColumns, asked_questions, load_generator, opened_scorer
-from lockstep.data.encode.prompt_rows import ASKED
+from lockstep.data.encode.prompt_rows import REWARD_FIELDS
 from lockstep.data.sources.read import RowSet, read_rows
 from lockstep.data.updates import even_groups, row_sizes
 from lockstep.device.base import Device
@@ -175,7 +175,7 @@ def score_model(
             return metrics
         if reference is not None:
             raise Refusal.at("--reference", f"{data} holds no pairs to compare", "remove it")
-        asked = ASKED if rules or reward is None else read_by_rewards(Reward(function=reward))
+        asked = REWARD_FIELDS if rules or reward is None else read_by_rewards(Reward(function=reward))
         questions = asked_questions(rowset, rows, columns, asked=asked)
         named = _rules(rules, {question.data_source for question in questions}, judged=reward is not None)
         tokenizer = load_tokenizer(folder)

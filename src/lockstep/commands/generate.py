@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from lockstep.commands.options import as_options, refuse_judge
 from lockstep.data.encode.chat import render_prompt
-from lockstep.data.encode.template_checks import refuse_vanished
+from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.kernels.bf16_matmul import prepare_products
@@ -92,7 +92,7 @@ class Conversation:
             raise Refusal.at("--chat", "the model has no chat template", "give a prompt with --raw")
         text = render_prompt(self.tokenizer, messages, _HERE)
         try:
-            refuse_vanished(text, messages, (), _HERE)
+            refuse_dropped_by_template(text, messages, (), _HERE)
         except Refusal as refusal:
             raise Refusal.at("the prompt", refusal.problems[0].why, "say it in what the user says") from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)

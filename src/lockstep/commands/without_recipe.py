@@ -11,7 +11,7 @@ import torch
 
 from lockstep.commands.options import as_options
 from lockstep.data.encode.columns import ColumnFinder
-from lockstep.data.encode.prompt_rows import ASKED, find_question_columns, read_questions
+from lockstep.data.encode.prompt_rows import REWARD_FIELDS, find_question_columns, read_questions
 from lockstep.data.sources.read import RowSet
 from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal
@@ -77,7 +77,7 @@ BY_NAME = NamedColumns()
 
 
 def asked_questions(
-    rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, asked: frozenset[str] = ASKED
+    rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, asked: frozenset[str] = REWARD_FIELDS
 ) -> list[Question]:
     """What is refused advises options, not keys of a recipe."""
     source = Source(path=rows.files[0].name, prompt_key=named.prompt, label_key=named.label)

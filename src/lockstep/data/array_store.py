@@ -1,7 +1,7 @@
-"""Items as a few large arrays, in memory or mapped from a file; an item is made when it is asked for.
+"""Stores items as a few large arrays, in memory or memory-mapped; items are built on access.
 
-In memory and on disk they are the same run of bytes: a header in JSON with what is said `about` the items and where
-each array is, then the arrays. Shapes: I items, E sequences of all items, T tokens of all sequences.
+The byte layout is the same in memory and on disk: a JSON header with metadata (`about`) and array offsets, then the
+arrays. Shapes: I items, E sequences of all items, T tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from lockstep.data.batching import line_tokens
+from lockstep.data.batching import packed_tokens
 from lockstep.types import Example, Item, Judged, Origin, Prompt, Question, Ranking, ScoredExample, Steps
 
 T = TypeVar("T")
 Arrays = dict[str, np.ndarray]
 OriginOf = Callable[[int], Origin]
-"""Where a row of the source came from, by its number."""
+"""Maps a row number of the source to its origin."""
 
 _ALIGNED = 8
 
 
 def to_bytes(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> bytes:
-    """Arrays of one axis, and what is said about them."""
+    """Serialise one-dimensional arrays and their metadata."""
     places: dict[str, list[Any]] = {}
     parts: list[bytes] = []
     end = 0
@@ -46,7 +46,7 @@ def _padded(data: bytes, filling: bytes = b"\0") -> bytes:
 
 
 def from_bytes(data: Any) -> tuple[Arrays, dict[str, Any]]:
-    """What `to_bytes` was given; the arrays are views of the data."""
+    """Inverse of `to_bytes`. The arrays are views of the data."""
     view = memoryview(data)
     start = _ALIGNED + int.from_bytes(view[:_ALIGNED], "little")
     header = json.loads(bytes(view[_ALIGNED:start]))
@@ -58,7 +58,7 @@ def from_bytes(data: Any) -> tuple[Arrays, dict[str, Any]]:
 
 
 class _Items(Sequence[T]):
-    """A sequence that is asked for one item at a time, counted from its beginning."""
+    """Sequence base class. Subclasses implement `_at` for non-negative indices."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -76,7 +76,7 @@ class _Items(Sequence[T]):
 
 
 class Store(_Items[T]):
-    """Items over their arrays; `about` is what was said about them."""
+    """Items on top of their arrays, with the metadata `about`."""
 
     def __init__(self, data: Any, origin_of: OriginOf):
         self._arrays, self.about = from_bytes(data)
@@ -107,27 +107,27 @@ class Store(_Items[T]):
 
     @property
     def lengths_E(self) -> np.ndarray:
-        """Tokens of each sequence."""
+        """Length of each sequence."""
         return np.diff(self._starts)
 
     @property
     def counts_I(self) -> np.ndarray:
-        """Sequences of each item."""
+        """Number of sequences of each item."""
         return np.diff(self._sequences)
 
     @property
     def firsts_I(self) -> np.ndarray:
-        """The number of each item's first sequence."""
+        """Index of the first sequence of each item."""
         return self._sequences[:-1]
 
     @property
-    def line_I(self) -> np.ndarray:
-        """Tokens of each item on a line, what its sequences share counted once."""
+    def packed_tokens_I(self) -> np.ndarray:
+        """Tokens of each item in a packed row; a shared prefix counts once."""
         return self._arrays["line"]
 
     @property
     def digests_I(self) -> np.ndarray:
-        """A number for the tokens of each item: equal where they are equal."""
+        """Hash of the tokens of each item."""
         return self._arrays["digests"]
 
     @property
@@ -136,10 +136,9 @@ class Store(_Items[T]):
 
 
 def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], origin_of: OriginOf) -> bytes | None:
-    """The items, each with the number of its row in the source, as bytes. None where that would not give them back.
+    """Serialise items with their row numbers. None if that would lose information: such items stay objects.
 
-    Every item is made again from its bytes and compared, but for examples, whose arrays are compared at once: items
-    with parts that are not known here stay objects.
+    Items are rebuilt from the bytes and compared. For examples, the arrays are compared instead.
     """
     kinds = {type(item) for item in items}
     if len(kinds) != 1:
@@ -149,34 +148,34 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
         return None
     sequences = [_KINDS[kind].sequences(item) for item in items]
     examples = [example for group in sequences for example in group]
-    asked = {tuple(one.token_ids) if isinstance(one, ScoredExample) else None for one in examples}
+    label_tokens = {tuple(one.token_ids) if isinstance(one, ScoredExample) else None for one in examples}
     extra = _KINDS[kind].columns(items)
-    if len(asked) != 1 or extra is None:
+    if len(label_tokens) != 1 or extra is None:
         return None
-    (tokens_asked,) = asked
+    (token_ids,) = label_tokens
     arrays = {
         "rows": np.asarray(rows, dtype=np.int64),
         "sequences": _offsets(len(group) for group in sequences),
         "starts": _offsets(len(example) for example in examples),
         "tokens": np.concatenate([np.asarray(example.ids, dtype=np.int32) for example in examples]),
         "trained": np.frombuffer(b"".join(bytes(example.trained) for example in examples), dtype=np.uint8),
-        "line": np.array([_line(group) for group in sequences], dtype=np.int64),
+        "line": np.array([_packed_tokens(group) for group in sequences], dtype=np.int64),
         "digests": np.array([digest_of(*(one.ids for one in group)) for group in sequences], dtype=np.uint64),
         **extra,
     }
-    probes = [one for one in examples if isinstance(one, ScoredExample)]
-    if probes:
-        arrays["position_starts"] = _offsets(len(one.positions) for one in probes)
-        arrays["positions"] = np.array([position for one in probes for position in one.positions], dtype=np.int64)
-    data = to_bytes(arrays, {**about, "kind": kind, "asked": tokens_asked})
+    scored = [one for one in examples if isinstance(one, ScoredExample)]
+    if scored:
+        arrays["position_starts"] = _offsets(len(one.positions) for one in scored)
+        arrays["positions"] = np.array([position for one in scored for position in one.positions], dtype=np.int64)
+    data = to_bytes(arrays, {**about, "kind": kind, "asked": token_ids})
     if kind == "example":
         return data if _are_all_of(examples, arrays["tokens"], rows, origin_of) else None
     made = Store[Any](data, origin_of)
-    return data if all(mine == given for mine, given in zip(made, items, strict=True)) else None
+    return data if all(rebuilt == item for rebuilt, item in zip(made, items, strict=True)) else None
 
 
 def _are_all_of(examples: Sequence[Example], tokens: np.ndarray, rows: Sequence[int], origin_of: OriginOf) -> bool:
-    """Whether the tokens and the rows say all about the examples."""
+    """Whether the examples can be rebuilt from the tokens and the row numbers."""
     plain = all(
         type(one.ids) is array and type(one.trained) is bytes and len(one.ids) == len(one.trained) for one in examples
     )
@@ -195,8 +194,8 @@ def digest_of(*sequences: Sequence[int]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _line(group: Sequence[Example]) -> int:
-    return len(group[0]) if len(group) == 1 else line_tokens(Ranking(tuple(group)))
+def _packed_tokens(group: Sequence[Example]) -> int:
+    return len(group[0]) if len(group) == 1 else packed_tokens(Ranking(tuple(group)))
 
 
 def _offsets(lengths: Iterator[int]) -> np.ndarray:
@@ -205,7 +204,7 @@ def _offsets(lengths: Iterator[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _ItemKind(Generic[T]):
-    """A type of items: its sequences, what else an item has as columns, and an item out of both."""
+    """How to store one type of items: its sequences, its other fields as columns, and how to rebuild an item."""
 
     item: type[T]
     sequences: Callable[[T], Sequence[Example]]
@@ -230,7 +229,7 @@ def _judged(arrays: Arrays, index: int, examples: list[Example]) -> Judged:
 
 
 def _steps_columns(items: Sequence[Steps]) -> Arrays:
-    """A label has a number for each judging token, and a step a label."""
+    """One label per step; a label has a number for each label token."""
     numbers = [number for item in items for label in item.labels for number in label]
     return {
         "labels": np.array(numbers, dtype=np.float64),
@@ -246,15 +245,15 @@ def _steps(arrays: Arrays, index: int, examples: list[ScoredExample]) -> Steps:
 
 
 def _prompt_columns(items: Sequence[Prompt]) -> Arrays | None:
-    """Questions as JSON; None where they hold what JSON does not."""
+    """Questions as JSON; None if JSON cannot represent them."""
     try:
-        texts = [json.dumps(_said(item.question), ensure_ascii=True).encode() for item in items]
+        texts = [json.dumps(_question_fields(item.question), ensure_ascii=True).encode() for item in items]
     except (TypeError, ValueError):
         return None
     return {"questions": np.frombuffer(b"".join(texts), dtype=np.uint8), "question_starts": _offsets(map(len, texts))}
 
 
-def _said(question: Question) -> list[Any]:
+def _question_fields(question: Question) -> list[Any]:
     tools = list(question.tools)
     return [question.data_source, question.prompt, question.ground_truth, question.extra_info, tools]
 
@@ -262,8 +261,8 @@ def _said(question: Question) -> list[Any]:
 def _prompt(arrays: Arrays, index: int, examples: list[Example]) -> Prompt:
     begin, end = arrays["question_starts"][index : index + 2]
     source, prompt, truth, extra, tools = json.loads(arrays["questions"][begin:end].tobytes())
-    (asked,) = examples
-    return Prompt(Question(source, prompt, truth, asked.origin, extra, tools or ()), list(asked.ids))
+    (example,) = examples
+    return Prompt(Question(source, prompt, truth, example.origin, extra, tools or ()), list(example.ids))
 
 
 def _prompt_sequence(item: Prompt) -> Sequence[Example]:
@@ -283,7 +282,7 @@ _KINDS: dict[str, _ItemKind[Any]] = {
 
 
 class Joined(_Items[T]):
-    """Several sequences as one."""
+    """Concatenation of several sequences."""
 
     def __init__(self, parts: Sequence[Sequence[T]]):
         self.parts = [part for part in parts if len(part)]
@@ -308,7 +307,7 @@ def sequences(items: Iterable[Item]) -> Iterator[Example]:
 
 
 def item_digests(items: Sequence[Any]) -> np.ndarray:
-    """A number for each item, equal where all of their tokens are equal."""
+    """Hash of all tokens, for each item."""
     if isinstance(items, Joined):
         return np.concatenate([np.empty(0, dtype=np.uint64), *map(item_digests, items.parts)])
     if isinstance(items, Store):

@@ -14,14 +14,12 @@ from torch import nn
 from lockstep.device.base import sent
 from lockstep.types import Example, Item, MicroBatch
 
-# Rows into micro-batches: packed under a token budget or padded to a row count, balanced over devices.
-
-# Attention costs length^2, the rest costs length; they are about equal where a sequence is some thousand tokens long.
+# Attention costs length^2, the rest costs length; both are about equal at this length.
 QUADRATIC_AT = 4096
 
 
 def cost(length: int) -> float:
-    """Relative work of one sequence."""
+    """Relative compute cost of one sequence."""
     return length + length * length / QUADRATIC_AT
 
 
@@ -30,17 +28,17 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """For each device, its micro-batches as lists of row numbers.
 
-    Every device gets the same number of micro-batches (the sharded step is a collective), and the micro-batches that
-    run at the same time cost about the same. A device may get an empty one when there are fewer rows than devices.
+    Every device gets the same number of micro-batches, because a sharded step is a collective. Micro-batches that run
+    at the same time cost about the same. With fewer rows than devices, some micro-batches are empty.
     """
     bins = _pack(lengths, devices, tokens) if tokens is not None else _chunk(lengths, devices, rows or 1)
-    # Neighbours in cost run side by side on the devices.
+    # Micro-batches of similar cost run at the same time.
     bins.sort(key=lambda members: -sum(cost(lengths[i]) for i in members))
     return [bins[device::devices] for device in range(devices)]
 
 
 def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
-    """Longest first into the bin with the least work that still has room; more bins when none has."""
+    """Longest first, into the bin with the least work that has room; adds bins if none has."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if lengths and max(lengths) > tokens:
         raise ValueError(f"a row of {max(lengths)} tokens fits no micro-batch of {tokens}")
@@ -62,7 +60,7 @@ def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
 
 
 def _chunk(lengths: Sequence[int], devices: int, rows: int) -> list[list[int]]:
-    """Rows of like length together, so that little is padded."""
+    """Rows of similar length together, to reduce padding."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     count = _round_up(-(-len(lengths) // rows), devices)
     even = -(-len(lengths) // count)
@@ -75,9 +73,9 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def shared_beginnings(examples: Sequence[Example]) -> list[int]:
-    """How many tokens each example has in common with the last one before it that shares nothing.
+    """Length of the prefix that each example shares with the last example before it that shares nothing.
 
-    The last token of an example always stays its own.
+    The last token of an example is never shared.
     """
     head: Sequence[int] = ()
     shares = []
@@ -89,8 +87,8 @@ def shared_beginnings(examples: Sequence[Example]) -> list[int]:
     return shares
 
 
-def line_tokens(item: Item) -> int:
-    """Tokens of an item's sequences on a line, what they share counted once."""
+def packed_tokens(item: Item) -> int:
+    """Tokens of an item's sequences in a packed row; the shared prefix counts once."""
     examples = item.examples
     if len(examples) == 1:
         return len(examples[0])
@@ -106,12 +104,12 @@ def micro_batch(
     shares: Sequence[int] | None = None,
     places: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Tensors of some examples. None at all gives one token that trains nothing.
+    """The tensors of a micro-batch. Without examples, it is one untrained token.
 
-    `starts` says where the targets of each example begin among those of the update; by default they are all there is.
-    `shares` says how many tokens of each example stand on the line already: those it has in common with the last
-    example before it that shares nothing. Padded rows share nothing.
-    `places` says the same as `starts` among the targets that this rank has, where those are not all.
+    `starts`: index of each example's first target among the targets of the update (default: of this batch).
+    `shares`: number of leading tokens of each example that the packed row already holds, from the last example before
+    it that shares nothing. Padded rows share nothing.
+    `places`: like `starts`, among the targets of this rank, if it does not have all of them.
     """
     if not examples:
         blank = torch.full((1, 1), pad_id)
@@ -128,7 +126,7 @@ def _counted(starts: Sequence[int], examples: Sequence[Example]) -> torch.Tensor
 
 
 def target_starts(examples: Sequence[Example]) -> list[int]:
-    """Where the targets of each example begin when all of them stand in one line."""
+    """Index of each example's first target in the concatenated targets."""
     return [0, *accumulate(example.targets for example in examples)][:-1]
 
 
@@ -137,25 +135,25 @@ def _packed(examples: Sequence[Example], shares: Sequence[int]) -> MicroBatch:
     positions: list[np.ndarray] = []
     predictors: list[np.ndarray] = []
     targets: list[np.ndarray] = []
-    line: list[np.ndarray] = []
+    packed: list[np.ndarray] = []
     head = start = 0
     for example, share in zip(examples, shares, strict=True):
         if not share:
             head = start
-        tokens, asked, answers = _numbers(example)
-        # Where each token of the example stands on the line.
+        tokens, predicting, target_ids = _numbers(example)
+        # Position of each token of the example in the packed row.
         where = np.arange(start - share, start - share + len(example))
         where[:share] = np.arange(head, head + share)
         ids.append(tokens[share:])
         positions.append(np.arange(share, len(example)))
-        predictors.append(where[asked])
-        targets.append(answers)
-        line.append(where)
+        predictors.append(where[predicting])
+        targets.append(target_ids)
+        packed.append(where)
         start += len(example) - share
     batch = _assemble(
         _joined(ids)[None], _joined(positions)[None], examples, True, _joined(predictors), _joined(targets)
     )
-    return replace(batch, line_E=_joined(line)) if any(shares) else batch
+    return replace(batch, line_E=_joined(packed)) if any(shares) else batch
 
 
 def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
@@ -164,10 +162,10 @@ def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
     predictors: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     for row, example in enumerate(examples):
-        tokens, asked, answers = _numbers(example)
+        tokens, predicting, target_ids = _numbers(example)
         ids[row, : len(tokens)] = tokens
-        predictors.append(row * width + asked)
-        targets.append(answers)
+        predictors.append(row * width + predicting)
+        targets.append(target_ids)
     positions = torch.arange(width).repeat(len(examples), 1)
     return _assemble(torch.from_numpy(ids), positions, examples, False, _joined(predictors), _joined(targets))
 
@@ -177,11 +175,11 @@ def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _numbers(example: Example) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The token ids, and what `Example.asked` says: positions, and the ids that are asked for there."""
+    """The token ids, the predicting positions, and the target ids at them."""
     ids = np.asarray(example.ids, dtype=np.int64)
     if type(example).asked is not Example.asked:
-        asked = np.asarray(example.asked(), dtype=np.int64).reshape(-1, 2)
-        return ids, asked[:, 0], asked[:, 1]
+        pairs = np.asarray(example.asked(), dtype=np.int64).reshape(-1, 2)
+        return ids, pairs[:, 0], pairs[:, 1]
     trained = example.trained
     flags = np.frombuffer(trained, dtype=np.uint8) if isinstance(trained, bytes) else np.asarray(trained)
     positions = np.flatnonzero(flags[1:])
@@ -219,62 +217,61 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def own_part(batch: MicroBatch) -> MicroBatch:
-    """What this rank runs of a micro-batch: all of it, or its part of one that is divided."""
+    """The part of a micro-batch that this rank runs: all of it, or its slice with context parallelism."""
     return batch if batch.context is None else batch.context.own(batch)
 
 
-def of_all(batch: MicroBatch, said: Any) -> Any:
-    """What was said of the targets of this rank's part, as what all ranks of the part say of all targets."""
-    return said if batch.context is None else batch.context.answers(said)
+def of_all(batch: MicroBatch, output: Any) -> Any:
+    """Gather the output for this rank's targets to the output for all targets of the micro-batch."""
+    return output if batch.context is None else batch.context.answers(output)
 
 
 def run_on(module: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
-    """What a module says of all targets of a micro-batch."""
+    """Run a module on a micro-batch; returns the output for all of its targets."""
     return of_all(batch, module(to_device(own_part(batch), device)))
 
 
-# Responses to one prompt in micro-batches: on a packed line the prompt stands once before all of its responses.
-#
-# What goes where is settled from lengths alone (`lay_groups`), so that it is known before the responses are here.
+# Responses to one prompt share it: a packed row holds the prompt once, before its responses. `pack_groups` needs only
+# the lengths, so packing can be planned before the responses are available.
 
-# Attention may need every sequence whole, the prompt with it: a micro-batch holds no more of them than fill its budget
-# so many times, however much they share. Memory then stays what the budget says.
-MOST_WHOLE = 2
+# Some attention kernels need every sequence in full, including the prompt. The full lengths in a micro-batch are
+# limited to this multiple of its token budget, which bounds the memory.
+MAX_FULL_LENGTHS = 2
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A response as far as its place depends on it. Those to one prompt have its number and stand together."""
+    """The lengths of a response that packing needs. Responses to one prompt are adjacent."""
 
     prompt: int
     length: int
     shared: int
-    """Tokens that stand on the line already where another response to the prompt is on it."""
+    """Leading tokens that another response to the prompt in the packed row already holds."""
 
 
-class Laid(NamedTuple):
-    """A response on a line: its number, and how many of its tokens stand there already."""
+class PackedSequence(NamedTuple):
+    """A response in a packed row: its number, and how many leading tokens it shares."""
 
     number: int
     shared: int
 
 
-# A micro-batch before it is made.
-LaidLine = list[Laid]
+# The plan of a packed micro-batch.
+PackedRow = list[PackedSequence]
 
 
-def lay_groups(
+def pack_groups(
     responses: Sequence[Outline], shares: int, *, tokens: int, alike_up_to: int | None = None
-) -> list[list[LaidLine]]:
-    """For each share its lines of at most `tokens` tokens. A group may be cut: every part has the prompt once.
+) -> list[list[PackedRow]]:
+    """The packed rows of each data-parallel rank, of at most `tokens` tokens. Each part of a group has the prompt.
 
-    Up to `alike_up_to` tokens (None: always) a beginning is the same whatever follows it; groups with a longer sequence
-    share nothing.
+    Up to `alike_up_to` tokens (None: no limit), the hidden states of a prefix do not depend on what follows. Groups
+    with a longer sequence share nothing.
     """
     numbered = list(enumerate(_alike(responses, alike_up_to)))
     bins = _even(numbered, shares, tokens)
     bins.sort(key=lambda members: -sum(cost(one.length) for _, one in members))
-    return [[list(_line(members)) for members in bins[share::shares]] for share in range(shares)]
+    return [[list(_packed_row(members)) for members in bins[share::shares]] for share in range(shares)]
 
 
 def _alike(responses: Sequence[Outline], alike_up_to: int | None) -> Iterator[Outline]:
@@ -285,7 +282,7 @@ def _alike(responses: Sequence[Outline], alike_up_to: int | None) -> Iterator[Ou
 
 
 def common_prompt(group: Sequence[Example]) -> int:
-    """Tokens that all examples begin with, none of them asked for."""
+    """Length of the common prefix without targets."""
     if len(group) == 1:
         return 0
     head = group[0]
@@ -302,16 +299,16 @@ def _untrained(example: Example) -> int:
 _Numbered = tuple[int, Outline]
 
 
-def _line(members: Sequence[_Numbered]) -> Iterator[Laid]:
-    """A group's first response on the line brings the prompt."""
+def _packed_row(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
+    """The first response of a group in the row includes the prompt."""
     before: Outline | None = None
     for number, one in members:
-        yield Laid(number, one.shared if before is not None and before.prompt == one.prompt else 0)
+        yield PackedSequence(number, one.shared if before is not None and before.prompt == one.prompt else 0)
         before = one
 
 
 def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[list[_Numbered]]:
-    """As few lines as `tokens` allows, as many on every device, and all about equally long."""
+    """As few packed rows as `tokens` allows, the same number per device, of about equal length."""
     longest = max(one.length for _, one in responses)
     if longest > tokens:
         raise ValueError(f"a row of {longest} tokens fits no micro-batch of {tokens}")
@@ -328,16 +325,16 @@ def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[lis
 
 
 def _filled(responses: Sequence[_Numbered], room: int, tokens: int) -> list[list[_Numbered]]:
-    """One response after another, on the same line while it has room."""
+    """Fill packed rows in order, starting a new one when the current one is full."""
     bins: list[list[_Numbered]] = []
-    used = whole = 0
+    used = full = 0
     for number, one in responses:
         together = bins and bins[-1][-1][1].prompt == one.prompt
-        own = one.length - one.shared if together else one.length
-        if not bins or used + own > room or whole + one.length > MOST_WHOLE * tokens:
+        added = one.length - one.shared if together else one.length
+        if not bins or used + added > room or full + one.length > MAX_FULL_LENGTHS * tokens:
             bins.append([])
-            used, whole, own = 0, 0, one.length
+            used, full, added = 0, 0, one.length
         bins[-1].append((number, one))
-        used += own
-        whole += one.length
+        used += added
+        full += one.length
     return bins

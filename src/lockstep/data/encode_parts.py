@@ -1,7 +1,6 @@
-"""The rows of a source in parts that follow each other: each encoded by itself, here or in another process, or found.
+"""Encodes the rows of a source in parts: in this process, in worker processes, or from the cache.
 
-What becomes of a row depends on that row alone, so parts can be made in any order; put together they are what one
-reader gives that reads row after row.
+Each row is encoded independently, so parts can be made in any order.
 """
 
 from __future__ import annotations
@@ -10,34 +9,31 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lockstep.data.array_store import Store, stored
 from lockstep.data.encode.encoding import OverLimit
 from lockstep.data.parallel import in_processes, processes_here
 from lockstep.data.row_cache import PART_ROWS, RowCache
+from lockstep.data.row_reader import RowCounts, RowReader
 from lockstep.data.sources.rowset import RowSet
 from lockstep.errors import Problem, Refusal
 
-if TYPE_CHECKING:
-    from lockstep.data.dataset import RowCounts, RowReader
-
-
 Span = tuple[int, int]
 NAMED = 3
-"""Of the rows that are left out so many are named."""
+"""How many of the dropped rows are named."""
 
 
 @runtime_checkable
 class Tallied(Protocol):
-    """A reader that counts something on the way, which it tells in `found`."""
+    """A reader with counts that `found` reports."""
 
     tally: Counter[str]
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """Some rows, encoded: as bytes, or as objects where bytes would not do."""
+    """Encoded rows, as bytes, or as objects if they cannot be stored as bytes."""
 
     data: Any = None
     """Bytes of a `Store`."""
@@ -45,22 +41,22 @@ class RowPart:
     about: dict[str, Any] = field(default_factory=dict)
     problems: Sequence[Problem] = ()
     elsewhere: bool = False
-    """Another run has encoded them meanwhile."""
+    """Another run has encoded them in the meantime."""
 
 
 @dataclass(frozen=True)
 class RowWork:
-    """Rows and their reader."""
+    """The rows of a source and their reader: the task of a worker process."""
 
     rows: RowSet
     reader: RowReader[Any]
     new_counts: Callable[[], RowCounts]
     cache: RowCache | None
     drop_bad: bool = False
-    """Rows that are refused are left out, and counted."""
+    """Drop and count refused rows instead of stopping."""
 
     def __call__(self, span: Span) -> RowPart:
-        """The part that the rows of the span make, with all that is wrong with them."""
+        """Encode the rows of a span. All problems of the span are collected."""
         if self.cache is not None and self.cache.get(span) is not None:
             return RowPart(elsewhere=True)
         counts, ends, problems = self.new_counts(), set[int](), list[Problem]()
@@ -109,7 +105,7 @@ class RowWork:
         return RowPart(data=data, items=() if data is not None else items, about=about)
 
     def _is_bad(self, number: int, refusal: Refusal) -> bool:
-        """Whether the row is at fault, neither a setting nor the row's length."""
+        """Whether the row itself is at fault: not a setting, and not the row's length."""
         return refusal.problems[0].where == str(self.rows.origin(number)) and not isinstance(refusal, OverLimit)
 
     def _restore(self, tally: Counter[str]) -> None:
@@ -121,13 +117,13 @@ class RowWork:
 
 
 def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> list[RowPart]:
-    """The first `count` rows, in order."""
+    """Encode the first `count` rows; parts are returned in row order."""
     spans = [(first, min(first + PART_ROWS, count)) for first in range(0, count, PART_ROWS)]
     parts: dict[Span, RowPart] = {}
     cache = work.cache
     for span in spans if cache is not None else ():
         _found(work, span, parts, advance)
-    missing = _own_first([span for span in spans if span not in parts])
+    missing = _rank_offset_first([span for span in spans if span not in parts])
     for span, part in in_processes(work, missing, processes_here(len(missing))):
         if part.elsewhere and _found(work, span, parts, advance):
             continue
@@ -142,7 +138,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
 
 
 def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Callable[[int], None]) -> bool:
-    """Take a part from the cache, where it is there."""
+    """Take a part from the cache, if it is there."""
     assert work.cache is not None
     data = work.cache.get(span)
     if data is None:
@@ -152,8 +148,8 @@ def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Calla
     return True
 
 
-def _own_first(spans: list[Span]) -> list[Span]:
-    """Each rank begins elsewhere, and finds what the others have done when it comes there."""
+def _rank_offset_first(spans: list[Span]) -> list[Span]:
+    """Start each rank at another span. It finds the spans of the other ranks in the cache later."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     begin = rank * len(spans) // max(1, ranks)
     return spans[begin:] + spans[:begin]

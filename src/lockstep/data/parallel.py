@@ -1,8 +1,7 @@
-"""Rows encoded in processes beside this one: as many as there are cores for, over all ranks of the machine.
+"""Runs tasks in forked worker processes, as many as the host has cores for all its ranks.
 
-They are forked, not started anew: rows, reader and tokenizer are there already, while a fresh interpreter takes seconds
-to import what tokenises. Nothing of a device is touched in them. A process that ends early leaves its parts to the one
-that asked, which meets the same error itself, with its own traceback.
+Forked workers already have the rows, reader and tokenizer; a fresh interpreter takes seconds to import them. Workers do
+not use a device. If a worker fails, the parent runs its remaining tasks and raises the error itself.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ ResultT = TypeVar("ResultT")
 
 MOST = 32
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
-# Of the tokenizer library: processes are enough, each of them would start a thread for every core. It also warns of a
-# fork where nothing is said.
+# Disables the threads of the tokenizers library: there is already one process per core. Unset, it warns about forks.
 _THREADS = "TOKENIZERS_PARALLELISM"
 
 
 def processes_here(tasks: int) -> int:
-    """How many processes are worth starting; 1: none but this one."""
+    """Number of worker processes to use; 1 means no workers."""
     if not sys.platform.startswith("linux") or mp.current_process().daemon:
         return 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
@@ -38,21 +36,21 @@ def processes_here(tasks: int) -> int:
 
 
 def usable_cores() -> int:
-    """Those that this process may run on, within the quota of its container."""
+    """Number of cores that this process may use, within the container quota."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = _QUOTA.read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))  # "max" is no number: no quota
+        cores = min(cores, max(1, int(quota) // int(period)))  # "max" raises ValueError: no quota
     return cores
 
 
 def in_processes(
     work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], processes: int
 ) -> Iterator[tuple[TaskT, ResultT]]:
-    """Each task with its result, in whatever order they come."""
+    """Yield each task with its result, in completion order."""
     left = list(range(len(tasks)))
     if processes > 1:
-        # Closed by name: from Python 3.12 on a generator that is closed keeps the one inside of it until it is freed.
+        # Closed explicitly: since Python 3.12, closing a generator does not close the inner one until it is freed.
         with contextlib.closing(_forked(work, tasks, processes)) as results:
             for number, result in results:
                 left.remove(number)
@@ -70,13 +68,13 @@ def _forked(
     try:
         with _quiet_forks():
             for first in range(processes):
-                own, theirs = context.Pipe(duplex=False)
-                ours.append(own)
+                reader, writer = context.Pipe(duplex=False)
+                ours.append(reader)
                 numbers = range(first, len(tasks), processes)
-                process = context.Process(target=_serve, args=(work, tasks, numbers, theirs, ours), daemon=True)
+                process = context.Process(target=_serve, args=(work, tasks, numbers, writer, ours), daemon=True)
                 process.start()
                 started.append(process)
-                theirs.close()
+                writer.close()
         waiting = list(ours)
         while waiting:
             for ready in wait(waiting):
@@ -99,7 +97,7 @@ def _quiet_forks() -> Iterator[None]:
     os.environ[_THREADS] = "false"
     try:
         with warnings.catch_warnings():
-            # Newer Pythons warn of every fork beside threads: no lock that a thread may hold is needed there.
+            # Newer Python versions warn about forks with threads; the workers need no lock that a thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
@@ -116,8 +114,8 @@ def _serve(
     connection: Connection,
     readers: Sequence[Connection],
 ) -> None:
-    """In the process: every result is sent; where nobody reads any more, writing ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C goes to all: the one that asked ends the others
+    """Main function of a worker: sends every result. It ends when the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for reader in readers:
         reader.close()

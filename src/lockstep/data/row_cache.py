@@ -1,8 +1,7 @@
-"""Encoded rows on disk, found again by all that they depend on: rows, tokenizer, template, settings, code, packages.
+"""Disk cache of encoded rows, keyed by everything they depend on: rows, tokenizer, template, settings, code, packages.
 
-An entry is a file that is written aside under a name of its own and then renamed, so that several runs may write the
-same one at once without a lock: the last one wins, and all of them wrote the same. It begins with the checksum of the
-rest; an entry that was cut or changed is as good as none. The folder may be deleted, whole or in part, at any time.
+An entry is written to a temporary file and then renamed, so several runs may write the same entry without a lock. It
+starts with a checksum; damaged entries are ignored. Any part of the folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-# Rows of an entry: about a second's work.
+# Rows per entry: about one second of encoding.
 PART_ROWS = 1024
-_MAGIC = b"lockstep rows, encoded.\n"  # with the checksum a multiple of eight, so that what follows is aligned
+_MAGIC = b"lockstep rows, encoded.\n"  # with the checksum a multiple of eight bytes, for alignment
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
-# Keys that say which rows are read, when and how often, or how: none of them changes what a row becomes.
-_NOT_ASKED = {
+# Settings that do not change how a row is encoded.
+_UNUSED_KEYS = {
     "data": {
         "train",
         "val",
@@ -53,12 +52,12 @@ _NOT_ASKED = {
     "source": {"weight", "rows"},
 }
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "pyarrow")
-# What is written aside is whole within minutes; older leftovers are those of runs that were killed.
+# Temporary files older than this are left over from killed runs.
 _LEFT_AFTER = 24 * 3600
 
 
 class RowCache:
-    """The entries of one source: `key` names all that its items depend on, a span the rows that an entry holds."""
+    """The entries of one source. `key` is the hash of everything its items depend on; an entry holds a span of rows."""
 
     def __init__(self, home: Path, key: str, bound: float):
         self.home, self.folder, self._bound = home, home / key, bound
@@ -76,42 +75,42 @@ class RowCache:
         tokenizer: PreTrainedTokenizerBase,
         limit: int,
     ) -> RowCache | None:
-        """None where the recipe wants none, or where what the items depend on cannot be told by content."""
-        home, reader, words = cache_folder(data), _named(open_rows), tokenizer_content(tokenizer)
-        if home is None or reader is None or words is None:
+        """None if the cache is off, or if the reader or tokenizer cannot be identified by content."""
+        home, reader, content = cache_folder(data), _named(open_rows), tokenizer_content(tokenizer)
+        if home is None or reader is None or content is None:
             return None
-        asked = {
+        key = {
             "format": FORMAT,
             "code": code_digest(),
             "packages": {name: _version(name) for name in _PACKAGES},
             "reader": reader,
             "rows": [(file.sha256, file.rows) for file in rows.files],
             "columns": rows.columns,
-            "data": data.model_dump(mode="json", exclude=_NOT_ASKED["data"]),
-            "source": source.model_dump(mode="json", exclude=_NOT_ASKED["source"]),
+            "data": data.model_dump(mode="json", exclude=_UNUSED_KEYS["data"]),
+            "source": source.model_dump(mode="json", exclude=_UNUSED_KEYS["source"]),
             "limit": limit,
-            "tokenizer": words,
+            "tokenizer": content,
         }
-        text = json.dumps(asked, sort_keys=True)
+        text = json.dumps(key, sort_keys=True)
         return cls(home, hashlib.sha256(text.encode()).hexdigest(), data.cache_gb * 2**30)
 
     def get(self, span: tuple[int, int]) -> memoryview | None:
-        """The bytes of an entry; None where there is none, or one that is not what was written."""
+        """The bytes of an entry; None if it is missing or damaged."""
         return kept(self._path(span), self._name(span))
 
     def put(self, span: tuple[int, int], data: bytes) -> memoryview | bytes:
-        """Keep an entry; what comes back is mapped from disk, where it could be written."""
+        """Write an entry; returns it memory-mapped, or the given bytes if it could not be written."""
         try:
             keep(self._path(span), self._name(span), data)
         except OSError as error:
-            # A cache that cannot be written costs time at the next start.
+            # Not fatal: the rows are encoded again at the next start.
             self.failure = f"{self.home}: encoded rows could not be kept: {first_line(error)}"
             return data
         found = self.get(span)
         return data if found is None else found
 
     def prune(self) -> None:
-        """Delete what was not used for longest, until all entries are within the bound; and what kills left."""
+        """Delete the least recently used entries over the size limit, and temporary files of killed runs."""
         with contextlib.suppress(OSError):
             entries = sorted(_entries(self.home), key=lambda entry: entry[1].st_mtime)
             size = sum(facts.st_size for _, facts in entries)
@@ -129,12 +128,12 @@ class RowCache:
 
 
 def worth_keeping(rows: int) -> bool:
-    """Fewer are encoded as fast as they are found."""
+    """Whether caching pays off: fewer rows are encoded as fast as they are read from the cache."""
     return rows >= PART_ROWS
 
 
 def keep(path: Path, name: str, data: bytes) -> None:
-    """Write an entry aside and give it its place; OSError where that cannot be done."""
+    """Write an entry atomically. Raises OSError on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=ASIDE)
     try:
@@ -149,7 +148,7 @@ def keep(path: Path, name: str, data: bytes) -> None:
 
 
 def kept(path: Path, name: str) -> memoryview | None:
-    """What was kept there under this name, mapped; None where it is not there whole."""
+    """The memory-mapped entry of this name; None if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -158,20 +157,20 @@ def kept(path: Path, name: str) -> memoryview | None:
     head, body = bytes(mapped[:_HEAD]), mapped[_HEAD:]
     if head != _MAGIC + _checksum(name, body):
         return None
-    with contextlib.suppress(OSError):  # a folder that may only be read
-        os.utime(path)  # what was used last is deleted last
+    with contextlib.suppress(OSError):  # a read-only folder
+        os.utime(path)  # least recently used entries are deleted first
     return body
 
 
 def _checksum(name: str, body: bytes | memoryview) -> bytes:
-    """Of the body and of what it is: an entry in a place that is not its own is none."""
+    """Checksum of the body and its name, so that an entry copied to another path is invalid."""
     digest = hashlib.sha256(name.encode())
     digest.update(body)
     return digest.digest()
 
 
 def cache_folder(data: Data) -> Path | None:
-    """Where encoded rows are kept; None where they are not."""
+    """The folder of the cache; None if it is off."""
     if data.cache == "off":
         return None
     if data.cache != "on":
@@ -195,7 +194,7 @@ def _delete(path: Path) -> None:
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """All that decides what a text becomes, by content; None for a tokenizer that is more than its vocabulary."""
+    """Everything that affects tokenisation, by content; None for a tokenizer with custom code."""
     backend = plain_backend(tokenizer)
     if backend is None:
         return None
@@ -210,13 +209,13 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | No
 
 
 def _named(open_rows: Callable[..., Any]) -> str | None:
-    """A reader's class and the arguments it was given beforehand; None where they are not plain values."""
+    """The class of a reader and its bound arguments; None if they are not plain values."""
     given: list[Any] = []
     while isinstance(open_rows, partial):
         given.append([list(open_rows.args), open_rows.keywords])
         open_rows = open_rows.func
     if "<" in open_rows.__qualname__:
-        return None  # a class inside a function is told apart by nothing
+        return None  # a class inside a function has no unique name
     try:
         return json.dumps([open_rows.__module__, open_rows.__qualname__, given], sort_keys=True, default=_listed)
     except TypeError:
@@ -231,7 +230,7 @@ def _listed(value: Any) -> list[Any]:
 
 @cache
 def code_digest() -> str:
-    """Of all code that decides what rows become."""
+    """Hash of all code that affects encoding."""
     root = Path(lockstep.__file__).parent
     digest = hashlib.sha256()
     for path in [*sorted((root / "data").rglob("*.py")), root / "types.py"]:

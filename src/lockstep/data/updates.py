@@ -1,4 +1,4 @@
-"""The rows of one optimizer step: all of them in order, and this rank's share in micro-batches.
+"""The rows of one optimizer step: all rows in order, and the micro-batches of this rank.
 
 Shapes: S sequences of all rows, row after row; K targets of all sequences, sequence after sequence.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lockstep.data.array_store import Joined, Store
-from lockstep.data.batching import line_tokens, micro_batch, plan_micro_batches, shared_beginnings, target_starts
+from lockstep.data.batching import micro_batch, packed_tokens, plan_micro_batches, shared_beginnings, target_starts
 from lockstep.parallel.context_split import Division
 from lockstep.parallel.world import World
 from lockstep.types import Example, Item, MicroBatch
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Item)
 
 @dataclass(frozen=True)
 class Update(Generic[T]):
-    """Every rank holds all rows, so what is counted over them is global by itself; only `batches` are its own."""
+    """The rows of an update. Every rank holds all rows, so counts are global; only `batches` differ per rank."""
 
     items: Sequence[T]
     examples: Sequence[Example]
@@ -38,7 +38,7 @@ class Update(Generic[T]):
 
     @cached_property
     def lengths_S(self) -> torch.Tensor:
-        """Targets of each sequence."""
+        """Number of targets of each sequence."""
         return torch.tensor([example.targets for example in self.examples])
 
     @cached_property
@@ -47,7 +47,7 @@ class Update(Generic[T]):
 
     @cached_property
     def item_S(self) -> torch.Tensor:
-        """The row of each sequence."""
+        """Row index of each sequence."""
         counts = torch.tensor([len(item.examples) for item in self.items])
         return torch.repeat_interleave(torch.arange(len(self.items)), counts)
 
@@ -57,9 +57,10 @@ class Update(Generic[T]):
 
 
 def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int | None, pad_id: int) -> Update[T]:
-    """Pack or pad some rows. The sequences of a row stay in one micro-batch, and share their beginning when packed.
+    """Pack or pad rows. The sequences of a row stay in one micro-batch; packed, they share their prefix.
 
-    `tokens` is the budget of a micro-batch on all the devices that divide it; sequences that are divided share nothing.
+    `tokens` is the budget of a micro-batch over its context-parallel group. With context parallelism, no prefix is
+    shared.
     """
     packed, context = tokens is not None, world.context
     sizes = [row_size(item, packed=packed, shared=context is None) for item in items]
@@ -83,30 +84,30 @@ def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int |
 
 
 def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
-    """What a row takes of a micro-batch: tokens on the line, or the width of its longest sequence when padded.
+    """Tokens of a row in a packed micro-batch, or the length of its longest sequence when padded.
 
-    `shared`: what the sequences of a row have in common at their beginning stands on the line once.
+    `shared`: the common prefix of its sequences counts once.
     """
     if not packed:
         return max(len(example) for example in item.examples)
-    return line_tokens(item) if shared else sum(len(example) for example in item.examples)
+    return packed_tokens(item) if shared else sum(len(example) for example in item.examples)
 
 
 def row_sizes(items: Sequence[Any], *, packed: bool, shared: bool = True) -> np.ndarray:
-    """`row_size` of each item; where they are stored, without making them."""
+    """`row_size` of each item; stored items are not built for it."""
     if isinstance(items, Joined):
         sizes = [row_sizes(part, packed=packed, shared=shared) for part in items.parts]
         return np.concatenate([np.empty(0, dtype=np.int64), *sizes])
     if not isinstance(items, Store):
         return np.array([row_size(item, packed=packed, shared=shared) for item in items], dtype=np.int64)
     if packed and shared:
-        return items.line_I
+        return items.packed_tokens_I
     combined: np.ndarray = (np.add if packed else np.maximum).reduceat(items.lengths_E, items.firsts_I)
     return combined
 
 
 def sequence_counts(items: Sequence[Any]) -> np.ndarray:
-    """How many sequences each item has."""
+    """Number of sequences of each item."""
     if isinstance(items, Joined):
         return np.concatenate([np.empty(0, dtype=np.int64), *map(sequence_counts, items.parts)])
     if isinstance(items, Store):
@@ -115,7 +116,7 @@ def sequence_counts(items: Sequence[Any]) -> np.ndarray:
 
 
 def even_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Runs of at most `size`, of like size: no group is left with a single row while another is full."""
+    """Split into groups of at most `size` items, of nearly equal size."""
     count = max(1, -(-len(items) // size))
     bounds = [len(items) * number // count for number in range(count + 1)]
     return (items[first:last] for first, last in pairwise(bounds))

@@ -1,4 +1,4 @@
-"""LoRA adapters: a fresh one as the recipe says, or one that goes on from a PEFT folder."""
+"""LoRA adapters: a new one from the recipe, or one loaded from a PEFT folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
-# What an adapter's configuration may say without being more than plain LoRA. All else must ask for nothing: a kind of
-# LoRA that is not known here, also one that a later PEFT brings, would be trained as what it is not.
+# Values of an adapter's configuration that are plain LoRA. All other keys must be unset: variants of LoRA, also those
+# of later PEFT versions, would be trained wrongly.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # The others begin with a change of the base model, of which the stored weights are a part.
+    # Other initialisations change the base model.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 _ANY = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "task_type", "auto_mapping"}
@@ -34,7 +34,7 @@ _ANY |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 
 
 def lora_config(settings: Lora, task: str | None) -> Any:
-    """PEFT's configuration of the adapter. One that training starts from says its own rank, scale and layers."""
+    """The PEFT configuration of the adapter. A stored adapter determines its rank, scale and layers."""
     from peft import LoraConfig
 
     keys: dict[str, Any] = {
@@ -61,24 +61,24 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None) -> Any:
     holders: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(parameter, []).append(name)
-    # The adapter starts the same whatever was drawn before it.
+    # The initial adapter does not depend on earlier random numbers.
     with torch.random.fork_rng(devices=[]), adapters_on_host():
-        torch.default_generator.manual_seed(seed)  # not the generators of devices, which are not forked
+        torch.default_generator.manual_seed(seed)  # not the device generators, which are not forked
         try:
             if task is None:
-                found = inject_adapter_in_model(config, model)
+                adapted = inject_adapter_in_model(config, model)
             else:
-                found = get_peft_model(model, config, autocast_adapter_dtype=False)
+                adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise Refusal(_refused(str(error), settings, modules)) from error
-    # transformers keeps all experts of a layer in one parameter: PEFT replaces the names of single ones.
+    # transformers stores all experts of a layer in one parameter; PEFT replaces the names of single experts.
     replaced = set(settings.targets) - set(config.target_modules or ()) if config.target_parameters else set()
     refuse_all([*_unmatched_targets(settings.targets, modules, replaced), *_unfit_layers(model, settings, holders)])
-    return found
+    return adapted
 
 
 def _of_decoder(settings: Lora, prefix: str) -> Lora:
-    """The names of a recipe are those of the language model; a value model puts its adapter on the decoder inside."""
+    """Convert module names of the language model to those of its decoder, which carries a value model's adapter."""
     named = {
         key: [entry.removeprefix(f"{prefix}.") for entry in entries if (key, entry) != ("exclude", "lm_head")]
         for key, entries in (("targets", settings.targets), ("exclude", settings.exclude))
@@ -87,16 +87,16 @@ def _of_decoder(settings: Lora, prefix: str) -> Lora:
     return settings.model_copy(update=named)
 
 
-def _refused(said: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:
-    """What PEFT refuses. Its own words for names of which none matches do not say which are near."""
+def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:
+    """Problems for an error of PEFT. Unmatched names are reported with similar names, which PEFT does not do."""
     problems = list(_unmatched_targets(settings.targets, modules, ()))
-    if problems and "not found" in said:
+    if problems and "not found" in message:
         return problems
-    kind = re.match(r"Target module (\w+)\(", said)
+    kind = re.match(r"Target module (\w+)\(", message)
     if kind:
         why = f"PEFT has no adapter for layers of the kind {kind[1]}"
         return [Problem("model.lora.targets", why, "name linear layers, or use all-linear")]
-    return [Problem("model.lora.targets", said.splitlines()[0])]
+    return [Problem("model.lora.targets", message.splitlines()[0])]
 
 
 def _unmatched_targets(targets: str | list[str], modules: Sequence[str], others: Collection[str]) -> Iterator[Problem]:
@@ -112,18 +112,18 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
         try:
             pattern = re.compile(exclude)
         except re.error as error:
-            yield Problem(key, f"{exclude!r} is no regular expression: {first_line(error)}", "mend it, or list names")
+            yield Problem(key, f"{exclude!r} is no regular expression: {first_line(error)}", "fix it, or list names")
             return
         if not any(pattern.fullmatch(name) for name in modules):
             why = f"{exclude!r} matches no module of {type(model).__name__}: it would exclude nothing"
-            yield Problem(key, why, f"it must match a whole name, such as {modules[-1]!r} (begin it with `.*`)")
+            yield Problem(key, why, f"it must match a full name, such as {modules[-1]!r} (begin it with `.*`)")
     for entry in exclude if isinstance(exclude, list) else ():
         if not any(_ends(name, entry) for name in modules):
             yield _unmatched(key, entry, modules)
 
 
 def _ends(name: str, entry: str) -> bool:
-    """As PEFT reads an entry of a list: a whole name, or its last parts."""
+    """Whether PEFT matches an entry of a list: the full name, or its last parts."""
     return name == entry or name.endswith(f".{entry}")
 
 
@@ -137,8 +137,8 @@ def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
 
 
 def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
-    """Layers whose adapter cannot be trained or merged. Tied layers share one parameter object: a merged adapter of one
-    would change the other too, which training did not."""
+    """Layers whose adapter cannot be trained or merged. Tied layers share one parameter: merging an adapter into one
+    would also change the other, unlike training."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
@@ -149,18 +149,18 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
         if not isinstance(layer, BaseTunerLayer):
             continue
         if layer is head:
-            yield Problem(where, f"{name} carries an adapter, and the output head is run in chunks", remedy)
+            yield Problem(where, f"{name} has an adapter, but the output head is computed in chunks", remedy)
             continue
         for parameter in layer.get_base_layer().parameters(recurse=False):
             names = holders.get(parameter, ())
             if len(names) > 1:
                 other = next((one for one in names if one.rpartition(".")[0] != name), names[-1])
-                why = f"{name} cannot carry an adapter: its weight is {other} too (tied)"
+                why = f"{name} cannot have an adapter: its weight is tied to {other}"
                 yield Problem(where, why, remedy)
 
 
 def start_from(model: Any, folder: str) -> None:
-    """The weights of a stored adapter into one that has just been put on the model; every one of them, and no other."""
+    """Load a stored adapter into the new adapter of the model. The weight names must match exactly."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     where = f"model.lora.adapter {folder}"
@@ -169,24 +169,27 @@ def start_from(model: Any, folder: str) -> None:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
         raise Refusal.at(where, f"{WEIGHTS} cannot be read: {first_line(error)}", "name a PEFT folder") from error
-    own = get_peft_model_state_dict(model)
-    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(own.keys() - weights.keys())]
-    problems += [Problem(where, f"the model has no place for {name}") for name in sorted(weights.keys() - own.keys())]
+    expected = get_peft_model_state_dict(model)
+    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected.keys() - weights.keys())]
+    problems += [
+        Problem(where, f"the model has no place for {name}") for name in sorted(weights.keys() - expected.keys())
+    ]
     problems += [
         Problem(
-            where, f"{name} has the shape {tuple(weights[name].shape)}, and the model needs {tuple(own[name].shape)}"
+            where,
+            f"{name} has the shape {tuple(weights[name].shape)}, and the model needs {tuple(expected[name].shape)}",
         )
-        for name in sorted(own.keys() & weights.keys())
-        if own[name].shape != weights[name].shape
+        for name in sorted(expected.keys() & weights.keys())
+        if expected[name].shape != weights[name].shape
     ]
     if problems:
         raise Refusal(shortened(problems, "weights"))
-    if torch.get_default_device().type != "meta":  # a model that is only counted has no place for them
+    if torch.get_default_device().type != "meta":  # on the meta device there is no storage
         set_peft_model_state_dict(model, weights)
 
 
 def _stored(settings: Lora) -> dict[str, Any]:
-    """What the folder says. A recipe that says otherwise is refused."""
+    """The stored configuration. A recipe that contradicts it is refused."""
     where = f"model.lora.adapter {settings.adapter}"
     file = Path(adapter_folder(str(settings.adapter), "model.lora.adapter")) / CONFIG
     try:
@@ -196,14 +199,14 @@ def _stored(settings: Lora) -> dict[str, Any]:
         raise Refusal.at(where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder") from error
     keys["exclude_modules"] = found.get("exclude_modules")
     problems = [
-        Problem(where, f"{name} is {value!r}: only plain LoRA is trained here", "name it as model.path: it is merged")
+        Problem(where, f"{name} is {value!r}: only plain LoRA can be trained", "name it as model.path: it is merged")
         for name, value in found.items()
         if name not in _ANY and value and value not in _PLAIN.get(name, ())
     ]
     for key, name in (("rank", "r"), ("alpha", "lora_alpha")):
-        said = getattr(settings, key)
-        if said is not None and said != keys[name]:
-            problems.append(Problem(f"model.lora.{key}", f"is {said}, and the adapter's is {keys[name]}", "remove it"))
+        value = getattr(settings, key)
+        if value is not None and value != keys[name]:
+            problems.append(Problem(f"model.lora.{key}", f"is {value}, but the adapter has {keys[name]}", "remove it"))
     if problems:
         raise Refusal(problems)
     return keys

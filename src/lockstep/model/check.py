@@ -1,7 +1,7 @@
-"""Is a model what we take it for? Our log-probs and gradients beside transformers' own, before anything is trained.
+"""Checks a model before training: our log-probs and gradients must equal those of transformers.
 
-The architecture is tried as a miniature (`miniature.py`), in fp32, on sequences longer than each of its limits; the
-model itself then on a few tokens in its own dtype.
+The architecture is tested with a small random model (`miniature.py`) in fp32, on sequences longer than each of its
+limits; then the loaded model is tested on a few tokens in its dtype.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from lockstep.model.verified import fingerprint, hardware, is_verified, remember
 from lockstep.parallel.sharding import unit_gathered
 from lockstep.types import MicroBatch
 
-# How far our packed log-probabilities may lie from transformers' own before the model counts as unsupported.
+# Allowed difference of packed log-probs from those of transformers.
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
-# The miniature in fp32: log-probs absolutely, gradients beside the norm of the parameter's own.
+# Miniature in fp32: absolute error of log-probs, relative error of gradient norms.
 LOGPROB_ERROR, GRADIENT_ERROR = 2e-4, 2e-3
 GRADIENT_FLOOR = 1e-4
-# How much further off than transformers' own attention ours may be in a coarse dtype.
-# Clean pairs lie within 1.2, an attention that is 5 % too strong in bf16 above 2.3 (llama, mistral, mixtral, qwen2).
+# Allowed rounding error in bf16 or fp16, relative to transformers' attention. Correct attentions are within 1.2, one
+# that is 5 % too strong in bf16 above 2.3 (llama, mistral, mixtral, qwen2).
 ROUNDING_RATIO = 1.8
-# So many sets of sequences are needed to tell them apart.
+# Number of sequence sets needed to distinguish them.
 ROUNDING_SETS = 6
-# Tokens of the miniature's sequences: within every limit, past a window, and past the original length too.
+# Sequence lengths of the miniature: within every limit, beyond a window, and beyond the original length.
 LENGTHS = (5, LIMIT + 4, ORIGINAL_LENGTH + LIMIT + 3)
-# What transformers and torch raise where a model cannot be run as we run it.
+# Errors of transformers and torch for a model that cannot be run with our attention.
 RUN_ERRORS = (
     StrictDataclassError,
     TypeError,
@@ -55,12 +55,12 @@ RUN_ERRORS = (
 
 
 class Unfit(Exception):
-    """An architecture that we would train or score wrongly, and why."""
+    """An architecture that would be trained or scored wrongly, with the reason."""
 
 
 @dataclass(frozen=True)
 class Miniature:
-    """A small model of an architecture under both attentions: `policy` has ours."""
+    """A small model of an architecture, as a policy with our attention."""
 
     policy: Policy
 
@@ -70,8 +70,8 @@ class Miniature:
 
 
 def build_miniature(config: Any, kernel: str, device: torch.device, divisor: int = 1) -> Miniature:
-    """A random small model of the architecture, in fp32; `Unfit` where our attention cannot serve it. `divisor` divides
-    its heads and the width of its feed-forward."""
+    """Build a small random model of the architecture in fp32. Raises `Unfit` if our attention does not support it.
+    `divisor` divides its heads and the width of its feed-forward layers."""
     register_attention()
     _refuse_other_kinds(config)
     try:
@@ -84,7 +84,7 @@ def build_miniature(config: Any, kernel: str, device: torch.device, divisor: int
         raise Unfit(str(error)) from error
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
-        raise Unfit(f"its layers cannot be run with an attention of ours: {first_line(error)}") from error
+        raise Unfit(f"its layers cannot be run with our attention: {first_line(error)}") from error
 
 
 def _refuse_other_kinds(config: Any) -> None:
@@ -110,14 +110,14 @@ def _build(config: Any, divisor: int) -> Any:
             )
     except RUN_ERRORS as error:
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
-            # It looks its attention up in a table of its own.
+            # The model does not use the attention registry of transformers.
             raise Unfit(OUTSIDE) from error
         why = " ".join(str(error).split())
         raise Unfit(f"it cannot be checked, since no small {config.model_type} can be built: {why[:200]}") from error
 
 
 def try_architecture(miniature: Miniature) -> None:
-    """Hold log-probs and the gradient of every parameter against transformers' own, packed, padded and alone."""
+    """Compare packed and padded log-probs, and the gradient of every parameter, with transformers."""
     sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
     policy, device = miniature.policy, next(miniature.policy.parameters()).device
     try:
@@ -150,18 +150,18 @@ def _compare_logprobs(kind: str, ours: torch.Tensor, theirs: torch.Tensor) -> No
 
 
 def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tensor | None]) -> None:
-    # A gradient that is 0 but for rounding, as a key's bias has, is no yardstick.
+    # Gradients that are 0 except for rounding (a key's bias) are not compared relatively.
     least = GRADIENT_FLOOR * max(float(found.norm()) for found in wanted.values() if found is not None)
-    known = {name: found for name, found in wanted.items() if found is not None and float(found.norm()) > 0}
+    nonzero = {name: found for name, found in wanted.items() if found is not None and float(found.norm()) > 0}
     for name, parameter in model.named_parameters():
-        if name in known and parameter.grad is None:
+        if name in nonzero and parameter.grad is None:
             raise Unfit(f"{name} gets no gradient where transformers' own attention gives it one")
     errors = {
-        name: float((parameter.grad - known[name]).norm()) / max(float(known[name].norm()), least)
+        name: float((parameter.grad - nonzero[name]).norm()) / max(float(nonzero[name].norm()), least)
         for name, parameter in model.named_parameters()
-        if name in known and parameter.grad is not None
+        if name in nonzero and parameter.grad is not None
     }
-    # A fault reaches every parameter before it; where it arose it is the largest.
+    # An error propagates to earlier parameters and is largest at its source.
     worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
     if not errors[worst] <= GRADIENT_ERROR:
         raise Unfit(f"the gradient of {worst} is off by {errors[worst]:.2g} of its norm when {kind}")
@@ -170,7 +170,7 @@ def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tens
 def _own(
     model: Any, sequences: Sequence[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """Log-probs and gradients as transformers has them, one sequence at a time."""
+    """Log-probs and gradients of transformers' eager attention, one sequence at a time."""
     model.zero_grad(set_to_none=True)
     model.set_attn_implementation("eager")
     try:
@@ -184,12 +184,12 @@ def _own(
 
 
 def weights_of(count: int, device: torch.device) -> torch.Tensor:
-    """A loss in which every token has its own weight."""
+    """Loss weights that differ for every token."""
     return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
 
 
 def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
-    """Refuse a folder whose architecture we would train wrongly; needs no weights, and is remembered."""
+    """Refuse an architecture that would be trained wrongly. Needs no weights; a success is cached."""
     prepare_products(dtype)
     key = fingerprint(config, "train", str(dtype), kernel, *hardware(device))
     if is_verified(key):
@@ -204,7 +204,7 @@ def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, 
             lambda *how: _why_not(config, dtype, *how),
             lambda: _eager_difference(config, device),
         )
-        # Where a tape was recorded this check passed, so in a replay a failure is this machine's.
+        # The check passed when the tape was recorded, so in a replay this machine is at fault.
         refuse_unless_replayed(
             problem or _unsupported(path, (config.architectures or [config.model_type])[0], str(unfit))
         )
@@ -228,7 +228,7 @@ def _why_not(config: Any, dtype: torch.dtype, kernel: str, device: torch.device)
 
 
 def _eager_difference(config: Any, device: torch.device) -> float:
-    """How far transformers' plainest attention on a device lies from the CPU's, at most, in log-probs."""
+    """Maximum difference between eager attention on the device and on the CPU, in log-probs."""
     sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
     found = []
     for one in (device, torch.device("cpu")):
@@ -239,9 +239,9 @@ def _eager_difference(config: Any, device: torch.device) -> float:
 
 @torch.no_grad()
 def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
-    """The kernels in the dtype that is trained: as near to fp32 as transformers' own attention comes in it.
+    """Check the kernels in the training dtype: about as close to fp32 as transformers' attention in that dtype.
 
-    By the median token, since rounding may send single tokens to other experts on either side.
+    Compares the median token, because rounding may send single tokens to other experts.
     """
     sequences = [tokens(length, VOCABULARY, first) for first in range(ROUNDING_SETS) for length in LENGTHS]
     policy, model = miniature.policy, miniature.model
@@ -263,13 +263,13 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
             parameter.copy_(weight)
     off, usual = (float((found - exact).abs().median()) for found in (ours, theirs))
     if not off <= ROUNDING_RATIO * usual + torch.finfo(dtype).eps:
-        raise Unfit(f"in {dtype} our log-probs are {off:.2g} off in the middle, transformers' own {usual:.2g}")
+        raise Unfit(f"in {dtype} the median error of our log-probs is {off:.2g}, that of transformers {usual:.2g}")
 
 
 @torch.no_grad()
 def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> None:
-    """Refuse a loaded model that we would score differently from transformers itself, in the dtype it has. `on` is the
-    device it computes on, where its weights are not there."""
+    """Refuse a loaded model whose log-probs differ from transformers. `on` is the compute device, if the weights are
+    elsewhere."""
     model = policy.causal_lm
     parameter = next(model.parameters())
     device = on or parameter.device
@@ -280,21 +280,21 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     try:
         ours = plain_logprobs(policy, line_of(sequences, device))
         with unit_gathered(policy), policy.generating():
-            own = [own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences]
+            expected = [own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences]
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise unsupported(path, name, f"cannot be run packed: {first_line(error)}") from error
     policy.train()
-    wanted, allowed = torch.cat(own), CHECK_TOLERANCE[parameter.dtype]
+    wanted, allowed = torch.cat(expected), CHECK_TOLERANCE[parameter.dtype]
     difference = (ours - wanted).abs().max().item()
     if difference <= allowed:
         return
     if not torch.isfinite(wanted).all():
-        why = "transformers' own log-probs of it are no numbers: some of its weights hold NaN or infinity"
+        why = "its log-probs in transformers are not finite: some of its weights hold NaN or infinity"
         raise Refusal.at(f"model.path {path}", why, "copy or download it again")
     why = f"packed log-probs differ from transformers' own by {difference:.3g}"
     plain = (_plainly(policy, line_of(sequences, device)) - wanted).abs().max().item()
-    # Where plain torch is right it is no question of the model.
+    # If plain torch is right, the kernel is at fault, not the model.
     found = why if plain > allowed else None
     problem = wrong_kernel(policy.kernel, device, f"{name}: {why}", lambda *_: found, lambda: math.nan)
     refuse_unless_replayed(problem or _unsupported(path, name, why))
@@ -302,7 +302,7 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
 
 @torch.no_grad()
 def enter(module: nn.Module, device: torch.device) -> None:
-    """A sharded model must be entered by its root first."""
+    """Run the root of a sharded model once: FSDP requires that before its submodules."""
     module(line_of([tokens(2, 8)], device))
 
 
@@ -315,7 +315,7 @@ def _unsupported(path: str, name: str, why: str) -> Problem:
 
 
 def _plainly(policy: Policy, line: MicroBatch) -> torch.Tensor:
-    """As `plain_logprobs`, by plain torch in the place of the device's attention kernel."""
+    """`plain_logprobs` with plain torch instead of the device's attention kernel."""
     kernel, policy.decoder.kernel = policy.decoder.kernel, PLAIN
     policy.eval()
     try:
@@ -326,7 +326,7 @@ def _plainly(policy: Policy, line: MicroBatch) -> torch.Tensor:
 
 
 def plain_logprobs(policy: Policy, line: MicroBatch) -> torch.Tensor:
-    """Log-probabilities of the plain distribution, whatever the policy is set to score."""
+    """Log-probs of the unmodified distribution (no temperature or truncation)."""
     scoring, policy.scoring = policy.scoring, Scoring()
     try:
         return policy(line).logprobs_K
@@ -340,7 +340,7 @@ def own_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
-    """Some token ids, without a short period."""
+    """Test token ids without a short period."""
     return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
 
 

@@ -1,4 +1,4 @@
-"""The decoder of a transformers model on micro-batches: who sees whom, at which positions, by which kernel."""
+"""Runs the decoder of a transformers model on micro-batches: attention layout, positions and kernel."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ OUTSIDE = "its layers do not use transformers' attention interface"
 
 
 class Decoder:
-    """Runs the layers of `model`, a transformers model with our attention; reads its masks and positions once."""
+    """Runs the layers of a transformers model with our attention. Masks and positions are read once."""
 
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
-        # A layer that was sharded has another name.
+        # Read now, because sharding renames the class of a layer.
         self._layers = decoder_layers(model)
         self.tells_routers = False
-        """Whether a pass keeps what the routers of its experts said, in `router_logits`."""
+        """Whether a pass stores the router logits of its experts in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
         if not next(model.parameters()).is_meta:
-            self.attentions  # noqa: B018  # a model that is filled later is looked at when it first runs
+            self.attentions  # noqa: B018  # a model on the meta device is inspected at its first run
         self.moving = own_positions(model)
 
     @property
     def alike_up_to(self) -> int | None:
-        """Up to how many tokens a sequence's positions are the same whatever its length; None: always."""
+        """Sequence length up to which positions do not depend on the length; None: no limit."""
         return min((rope.fixed for rope in self.moving if rope.fixed is not None), default=None)
 
     @cached_property
     def attentions(self) -> list[nn.Module]:
-        """The modules that attend, with their windows read."""
+        """The attention modules, with their windows."""
         found = read_windows(self.model, inner_decoder(self.model))
         _refuse_other_layers(self.model, found)
         return found
 
     def cached_shape(self) -> tuple[int, int, int]:
-        """Layers, heads and size of a head of a cache of keys and values; refused where one shape does not fit all."""
+        """Layers, heads and head size of a KV cache. Raises if one shape does not fit all layers."""
         layers: list[Any] = [module.layer_idx for module in self.attentions]
         if len(set(layers)) < len(layers):
             raise NotImplementedError("it attends more than once in a layer, and the cache holds one set of keys")
@@ -64,17 +64,17 @@ class Decoder:
         return max(layers) + 1, heads, size
 
     def keep_activations_on_host(self, device: torch.device) -> None:
-        """From now on what its layers keep for the backward pass waits on the host."""
+        """Offload activations for the backward pass to the host."""
         if not self._layers:
             raise Refusal.at(
                 "model.activation_offload",
-                f"transformers does not say what the layers of {type(self.model).__name__} are",
+                f"transformers does not list the layers of {type(self.model).__name__}",
                 "set it to false, or model.gradient_checkpointing instead",
             )
         self._activations = ActivationOffload(self._layers, device)
 
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
-        """The last layer's output for every token."""
+        """The hidden states of the last layer."""
         decoder: Any = inner_decoder(self.model)
         own_T = None if batch.context is None else batch.context.own_T
         assert self.attentions
@@ -93,24 +93,24 @@ class Decoder:
 
 
 def inner_decoder(model: Any) -> nn.Module:
-    """A causal language model's decoder; of a decoder, itself."""
+    """The decoder of a causal language model; a decoder is returned unchanged."""
     from transformers import PreTrainedModel
 
     if model.get_output_embeddings() is None:
         return model
     decoder = model.get_decoder()
-    # Some call their head a decoder.
+    # Some models name their head a decoder.
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that transformers says must stay whole: the decoder layers, which are sharded one by one."""
-    whole = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in whole]
+    """The decoder layers (`_no_split_modules` of transformers), which are sharded one by one."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
-    """How the attention named `kernel` finds the sequences of a micro-batch."""
+    """The attention layout of a micro-batch for a kernel."""
     rows, width = batch.input_ids_NT.shape
     device = batch.input_ids_NT.device
     if batch.context is not None:
@@ -121,20 +121,20 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """The implementation with which transformers itself is right: its sdpa knows no soft caps and no sinks."""
+    """The correct attention implementation of transformers: its sdpa ignores soft caps and sinks."""
     config = model.config.get_text_config()
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
 def _refuse_other_layers(model: PreTrainedModel, called: list[nn.Module]) -> None:
-    """Layers that mix tokens by other means than our attention would mix those of packed sequences."""
+    """Refuse layers that mix tokens without our attention: they would mix packed sequences."""
     if not called:
         raise BeyondCausal(OUTSIDE)
     if "position_ids" not in inspect.signature(inner_decoder(model).forward).parameters:
         raise BeyondCausal("it takes no position_ids, so a packed sequence would not begin at position 0")
-    whole = set(model._no_split_modules or ())
-    layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in whole]
+    names = set(model._no_split_modules or ())
+    layers = [module for module in inner_decoder(model).modules() if type(module).__name__ in names]
     others = [layer for layer in layers if not any(part in called for part in layer.modules())]
     if others:
         inside = sorted({type(part).__name__ for layer in others for part in layer.children()})

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder that plain transformers loads, or a PEFT folder of the adapter."""
+"""Exports a trained model as a Hugging Face folder, or its adapter as a PEFT folder."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# The tensors that a model's files have, in terms of its parameters: what transformers merged when it loaded them is
-# taken apart again, one parameter at a time, by its own operations.
-
-
 @dataclass(frozen=True)
 class SavedNames:
-    """Of each tensor that is written its shape and the parameter that it is (a part) of; those of one parameter follow
-    each other."""
+    """Shape and parameter of each tensor that is written. Tensors of one parameter are adjacent.
+
+    transformers merges some tensors when it loads them. Its operations are reverted here, one parameter at a time.
+    """
 
     model: Any
     shapes: Mapping[str, torch.Size]
     parameters: Mapping[str, str]
 
     def reader(self, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """A tensor by the name that it has in the files, where `read` gives parameters: each is read once, and let go
-        of before the next."""
+        """A function that gives tensors by their file name. It calls `read` once per parameter, and frees the parameter
+        before the next."""
         parts: dict[str, torch.Tensor] = {}
 
         def part(name: str) -> torch.Tensor:
@@ -60,16 +58,16 @@ class SavedNames:
 
 
 def saved_names(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> SavedNames | None:
-    """How `save_pretrained` would write parameters of these shapes; None where a tensor is made of several of them."""
-    whole = {name: torch.empty(shape, device=META) for name, shape in shapes.items()}
+    """The tensors that `save_pretrained` would write; None if a tensor is made of several parameters."""
+    parameters_on_meta = {name: torch.empty(shape, device=META) for name, shape in shapes.items()}
     found: dict[str, torch.Size] = {}
     parameters: dict[str, str] = {}
-    for parameter, tensor in whole.items():
+    for parameter, tensor in parameters_on_meta.items():
         for name, part in _reverted(model, {parameter: tensor}).items():
             if name in found:
                 return None
             found[name], parameters[name] = part.shape, parameter
-    at_once = {name: part.shape for name, part in _reverted(model, whole).items()}
+    at_once = {name: part.shape for name, part in _reverted(model, parameters_on_meta).items()}
     return SavedNames(model, found, parameters) if at_once == found else None
 
 
@@ -78,9 +76,6 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
     made: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
     return made
-
-
-# A trained model as a Hugging Face folder that plain transformers loads (or a PEFT folder of the adapter).
 
 
 def export_checkpoint(
@@ -92,7 +87,7 @@ def export_checkpoint(
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> Verification:
-    """A checkpoint as what it is, a language model or a reward model, with text files beside it."""
+    """Export a checkpoint as a language model or reward model, with additional text `files`."""
     state, weights = found.state, found.weights
     how: dict[str, Any] = {"where": str(found.path), "end_tokens": state.end_tokens, "replace": replace}
     how |= {"files": {**state.files, **files}, "probe": state.probe}
@@ -115,14 +110,14 @@ def export_model(
     files: Mapping[str, str] = MappingProxyType({}),
     probe: Mapping[str, Any] = MappingProxyType({}),
 ) -> Verification:
-    """Write `out` aside, compare it with what the trained model computed (`probe`) and rename it. `adapter` keeps a
-    LoRA run's adapter apart instead of merging it."""
+    """Write to a temporary folder, compare it with outputs of the trained model (`probe`), and rename it to `out`.
+    `adapter` exports the adapter of a LoRA run instead of the merged model."""
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
     _refuse_taken(out, replace)
     with _written(settings, out) as aside:
         if settings.lora is not None or not _write_streamed(settings, weights, aside, where, end_tokens):
-            _write_whole(settings, weights, aside, where, end_tokens, adapter=adapter)
+            _write_in_memory(settings, weights, aside, where, end_tokens, adapter=adapter)
         _write_texts(aside, files)
         base = model_folder(settings.path) if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
@@ -131,7 +126,7 @@ def export_model(
 def _write_streamed(
     settings: Model, weights: Mapping[str, torch.Tensor], folder: Path, where: str, end_tokens: Sequence[int]
 ) -> bool:
-    """Tensor by tensor; False where the model cannot be read and written so."""
+    """Write tensor by tensor; False if that is not possible for the model."""
     from transformers import AutoModelForCausalLM
 
     source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
@@ -145,7 +140,7 @@ def _write_streamed(
     return True
 
 
-def _write_whole(
+def _write_in_memory(
     settings: Model,
     weights: Mapping[str, torch.Tensor],
     folder: Path,
@@ -154,7 +149,7 @@ def _write_whole(
     *,
     adapter: bool,
 ) -> None:
-    """With the whole model in memory, which is freed before the folder is verified."""
+    """Write with the model in memory. The memory is freed before the folder is verified."""
     from transformers import AutoModelForCausalLM
 
     where_from = f"model.path {settings.path}"
@@ -163,7 +158,7 @@ def _write_whole(
     model = with_lora(base, settings.lora, seed=0)
     restore_weights(model, weights, where)
     if adapter:
-        # As the recipe names it, not the folder that it was found in.
+        # The path of the recipe, not the resolved folder.
         model.peft_config["default"].base_model_name_or_path = settings.path
         model.save_pretrained(folder)
         return
@@ -186,7 +181,7 @@ def _write_by_tensor(
     folder: Path,
     end_tokens: Sequence[int],
 ) -> None:
-    """What `save_pretrained` would write, of a model without storage and weights that are read one by one."""
+    """Write what `save_pretrained` would, from a model without storage and weights that are read one by one."""
     model.config.dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     _stop_at(model, end_tokens)
@@ -195,7 +190,7 @@ def _write_by_tensor(
     save_generation(model, folder)
     buffers = _buffers(model)
     read = names.reader(lambda name: buffers[name] if name in buffers else weights[name])
-    kept = {name: buffers[own].dtype for name, own in names.parameters.items() if own in buffers}
+    kept = {name: buffers[source].dtype for name, source in names.parameters.items() if source in buffers}
     write_model(folder, names.shapes, DTYPES[settings.dtype], read, kept)
 
 
@@ -214,7 +209,7 @@ def export_value_model(
     files: Mapping[str, str] = MappingProxyType({}),
     probe: Mapping[str, Any] = MappingProxyType({}),
 ) -> Verification:
-    """A reward model as a sequence classification folder with one label, its adapter merged."""
+    """Export a reward model as a sequence classification folder with one label, with its adapter merged."""
     _refuse_taken(out, replace)
     with _written(settings, out) as aside:
         _write_classifier(settings, weights, aside, where, end_tokens)
@@ -238,7 +233,7 @@ def _write_classifier(
     classifier = AutoModelForSequenceClassification.from_config(
         config, dtype=DTYPES[working.dtype], trust_remote_code=False
     )
-    # As they are: copied, a buffer of fp32 would be rounded.
+    # Assigned, because copying would round fp32 buffers.
     classifier.base_model.load_state_dict(trained.decoder.state_dict(), assign=True)
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
@@ -247,13 +242,13 @@ def _write_classifier(
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> int:
-    """The model looks for the last token that is not padding, so padding must end no text."""
+    """A padding token that ends no text: the classifier scores the last token that is not padding."""
     candidates = [tokenizer.pad_token_id, *tokenizer.all_special_ids, *range(len(end_tokens) + 1)]
     return next(token for token in candidates if token is not None and token not in end_tokens)
 
 
 def _working(settings: Model, adapter: bool) -> torch.dtype:
-    """An adapter is merged in fp32 and rounded once."""
+    """The dtype of the computation: an adapter is merged in fp32 and rounded once."""
     return torch.float32 if settings.lora and not adapter else DTYPES[settings.dtype]
 
 
@@ -266,27 +261,27 @@ def _refuse_taken(out: Path, replace: bool) -> None:
 
 @contextmanager
 def _written(settings: Model, out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` when it is whole, with the model's tokenizer in it."""
+    """A temporary folder that is renamed to `out` at the end, with the model's tokenizer."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
             yield aside
             tokenizer, template = load_tokenizer(settings.path), aside / "chat_template.jinja"
-            if template.is_file():  # the run's, which takes the place of the model's own
+            if template.is_file():  # the template of the run replaces that of the model
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             tokenizer.save_pretrained(aside)
-            # Weights are written for their owner alone; an exported model is as open as the other files.
+            # Weights are written with owner-only permissions; give all files the same mode.
             mode = (aside / "tokenizer_config.json").stat().st_mode
             for file in aside.iterdir():
                 file.chmod(mode)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         raise unwritten(out, error, "checkpoints are untouched: `lockstep export` writes the model again") from error
 
 
 def _stop_at(model: PreTrainedModel, end_tokens: Sequence[int]) -> None:
-    """Generation must stop at what training ended rows with, also where the base model stopped at something else."""
+    """Add the end tokens of the training rows to the generation config."""
     config = model.generation_config
-    own = config.eos_token_id
-    known = own if isinstance(own, list) else [] if own is None else [own]
-    ends = [*known, *[token for token in end_tokens if token not in known]]
+    eos = config.eos_token_id
+    present = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    ends = [*present, *[token for token in end_tokens if token not in present]]
     config.eos_token_id = ends[0] if len(ends) == 1 else ends or None

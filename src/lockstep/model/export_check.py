@@ -1,8 +1,7 @@
-"""Does an exported folder compute what the trained model computed? A few rows through plain transformers.
+"""Verifies an export: plain transformers must reproduce the outputs of the trained model on a few rows.
 
-A checkpoint stores what the trained model gave for a few short rows (`probe_of`), computed in memory by all processes
-that hold it. An export, of whatever kind and whenever it is written, is loaded by transformers (and PEFT) alone and
-must give the same numbers; a folder that does not is refused before it gets its name.
+A checkpoint stores outputs of the trained model for a few short rows (`probe_of`). Every export is loaded with only
+transformers (and PEFT) and must give the same numbers; otherwise it is refused before it gets its name.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.pretrained import pretrained, refuse_partial
 
-# Tokens of the rows, within the context of any model.
+# Lengths of the rows, within the context of any model.
 LENGTHS = (5, 9, 13)
-# Mean difference of a number, which may be as far off as rounding on two devices makes it. In bf16 and fp16 single
-# tokens part further: logits are rounded too, and a token may go to another expert. Of scores of a reward model, as a
-# share of the largest where that is over 1.
+# Allowed mean difference, for rounding on two devices. Single tokens may differ more in bf16 and fp16: logits are
+# rounded, and a token may go to another expert. For reward models it is relative to the largest score above 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# In bf16 and fp16, where the host has room for it in fp32: the median token of the trained model may be so many times
-# as far from the export in fp32 as the export in its own dtype is, and a little more.
+# In bf16 and fp16, if the host has memory for fp32: allowed ratio of the median distance of the trained model from the
+# fp32 export to that of the rounded export, plus a floor.
 ROUNDING_RATIO, ROUNDING_FLOOR = 4.0, {torch.bfloat16: 0.01, torch.float16: 0.002}
-# What loading takes beside the weights themselves.
+# Memory for loading, relative to the weights.
 MEMORY_MARGIN = 1.1
 LARGE = 2**30
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What came of comparing an export with the trained model. `done` is False where it could not be compared."""
+    """Result of the verification. `done` is False if the export could not be compared."""
 
     sentence: str
     done: bool
@@ -47,13 +45,13 @@ class Verification:
 
 @torch.no_grad()
 def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any]:
-    """Rows and what the model gives for them: log-probs of a policy, the score of each row of a reward model. All
-    processes that hold a part of the model must call it."""
+    """Rows and the outputs of the model: log-probs of a policy, one score per row of a reward model. All ranks of the
+    model must call it."""
     model = module.causal_lm if isinstance(module, Policy) else module.decoder
     rows, training = _rows(model.config.get_text_config()), module.training
     module.eval()
     try:
-        # A row of a value model is one token longer: the value of a row is that at its last token.
+        # Rows of a value model are one token longer: the score of a row is the value at its last token.
         longer = rows if isinstance(module, Policy) else [[*ids, ids[0]] for ids in rows]
         line = line_of(longer, device)
         found = plain_logprobs(module, line) if isinstance(module, Policy) else module(line)
@@ -74,16 +72,16 @@ def _rows(config: Any) -> list[list[int]]:
 def verify_export(
     folder: Path, probe: Mapping[str, Any], kind: str, dtype: torch.dtype, where: str, *, base: str | None = None
 ) -> Verification:
-    """Refuse a folder that gives other numbers than the trained model. `kind` is that of a checkpoint: a `policy` or a
-    `value` model. Of an adapter's folder `base` is the model that it is for."""
+    """Refuse a folder whose outputs differ from the trained model. `kind` is `policy` or `value`. `base` is the base
+    model of an adapter."""
     if not probe:
-        return _unverified("the checkpoint does not hold what the trained model computed: an earlier version saved it")
+        return _unverified("the checkpoint has no stored outputs: an earlier version saved it")
     wanted = torch.tensor(probe["values"])
     if not torch.isfinite(wanted).all():
-        return _unverified("the trained model gives numbers that are not finite")
+        return _unverified("the outputs of the trained model are not finite")
     needed = math.ceil(_bytes_of(Path(base or folder)) * MEMORY_MARGIN)
     if needed > LARGE:
-        gc.collect()  # the model that was written may be held by a cycle of references
+        gc.collect()  # a reference cycle may keep the written model alive
     free = host_memory().free
     if needed > free:
         return _unverified(
@@ -92,16 +90,16 @@ def verify_export(
         )
     model = _loaded(folder, kind, dtype, where, base)
     try:
-        found = _asked(model, probe["rows"], kind)
-        # Both copies of a parameter are there while it is converted.
+        found = _outputs(model, probe["rows"], kind)
+        # Both copies of a parameter exist during the conversion.
         wide = kind == "policy" and dtype in ROUNDING_FLOOR and 3 * needed <= free
-        exact = _asked(model.float(), probe["rows"], kind) if wide else found
+        exact = _outputs(model.float(), probe["rows"], kind) if wide else found
     except RUN_ERRORS as error:
         return _unverified(f"transformers cannot run it on this host: {first_line(error)}")
-    return _judged(found, exact, wanted, kind, dtype, where, len(probe["rows"]))
+    return _verdict(found, exact, wanted, kind, dtype, where, len(probe["rows"]))
 
 
-def _judged(
+def _verdict(
     found: torch.Tensor,
     exact: torch.Tensor,
     wanted: torch.Tensor,
@@ -110,18 +108,18 @@ def _judged(
     where: str,
     rows: int,
 ) -> Verification:
-    """`found` is what the export gives, `exact` the same in fp32, where that was computed, `wanted` the model's own."""
+    """Compare outputs of the export (`found`; in fp32, if computed: `exact`) with those of the model (`wanted`)."""
     what = "log-probs" if kind == "policy" else "scores"
     allowed = TOLERANCE[dtype] * (1.0 if kind == "policy" else max(1.0, float(wanted.abs().max())))
     off, how = float((found - wanted).abs().mean()), "in the mean"
-    if exact is not found:  # what rounding alone does to this model
+    if exact is not found:  # the effect of rounding alone
         allowed = max(allowed, ROUNDING_RATIO * float((found - exact).abs().mean()))
     if off <= allowed and exact is not found:
         usual, off = (float((one - exact).abs().median()) for one in (found, wanted))
         allowed, how = ROUNDING_RATIO * usual + ROUNDING_FLOOR[dtype], "in the median, from the export in fp32"
     if off <= allowed:
-        told = f"verified: loaded by plain transformers it gives the trained model's {what} of {rows} rows"
-        return Verification(f"{told} (they differ by {off:.2g} {how}; {allowed:.2g} is allowed)", True)
+        text = f"verified: loaded by plain transformers it gives the trained model's {what} of {rows} rows"
+        return Verification(f"{text} (they differ by {off:.2g} {how}; {allowed:.2g} is allowed)", True)
     why = (
         f"loaded by plain transformers the export gives other {what} than the trained model: they differ by {off:.3g} "
         f"{how}, and {allowed:.2g} is allowed for {str(dtype).removeprefix('torch.')}"
@@ -156,16 +154,16 @@ def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str |
 
 @torch.no_grad()
 def probe_of_transformers(model: Any) -> dict[str, Any]:
-    """The same of a model of transformers or PEFT."""
+    """`probe_of` for a model of transformers or PEFT."""
     rows = _rows(model.config.get_text_config())
-    return {"rows": rows, "values": _asked(model, rows, "policy").tolist()}
+    return {"rows": rows, "values": _outputs(model, rows, "policy").tolist()}
 
 
 @torch.no_grad()
-def _asked(model: Any, rows: list[list[int]], kind: str) -> torch.Tensor:
-    asked = [torch.tensor([ids]) for ids in rows]
+def _outputs(model: Any, rows: list[list[int]], kind: str) -> torch.Tensor:
+    inputs = [torch.tensor([ids]) for ids in rows]
     if kind == "policy":
-        return torch.cat([own_logprobs(model, ids) for ids in asked])
-    # A row ends at its last token, also where that is the token for padding.
+        return torch.cat([own_logprobs(model, ids) for ids in inputs])
+    # A row ends at its last token, even if that is the padding token.
     model.config.get_text_config().pad_token_id = None
-    return torch.cat([model(input_ids=ids).logits[:, 0].float() for ids in asked])
+    return torch.cat([model(input_ids=ids).logits[:, 0].float() for ids in inputs])

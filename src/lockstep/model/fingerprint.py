@@ -1,4 +1,4 @@
-"""What a model is, by content: two runs started from the same weights, tokenizer and template say the same here."""
+"""Fingerprints of model folders, by content of weights, tokenizer and template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
-# Besides weights and tokenizer: what decides how a model computes and how text becomes tokens.
+# Other files that affect the computation or the tokenisation.
 SETTINGS_FILES = (
     "config.json",
     "generation_config.json",
@@ -24,19 +24,19 @@ SETTINGS_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
-    # What a reward model's scores are normalised by, and where a process reward model judges.
+    # Score normalisation of a reward model, and the tokens of a process reward model.
     "score_stats.json",
     "process_reward.json",
 )
-# Of larger files so many pieces of so many bytes are read, evenly spaced: other weights differ everywhere.
+# Larger files are sampled: PIECES evenly spaced blocks of PIECE bytes. Different weights differ everywhere.
 WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
-# Where the weights of a folder take more than WHOLE_BYTES: bytes that are read at the start, in the middle and at the
-# end of each tensor. A tensor that was trained further, merged or replaced differs in all of them.
+# For folders over WHOLE_BYTES: bytes that are read at the start, middle and end of each tensor. A tensor that was
+# trained, merged or replaced differs in all of them.
 TENSOR_BLOCK = 4096
 
 
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """Checksums of weights, tokenizer and chat template in a model's folder; None for what is not in it."""
+    """Checksums of weights, tokenizer and chat template of a model folder; None for missing parts."""
     folder = Path(path)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     vocabulary = [file for file in names if file.name in TOKENIZER_FILES]
@@ -49,14 +49,14 @@ def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 
 def model_checksums(path: str) -> dict[str, str]:
-    """The files that say what a model computes, each by its whole content: a path may hold other weights tomorrow."""
+    """Checksums of the config and weight files."""
     return {file.name: checksum(file) for file in filter(_computes, sorted(Path(path).iterdir()))}
 
 
 def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: None) -> dict[str, str]:
-    """A digest of the content of each file that a model is loaded from, by name. `progress` hears of each file.
+    """A digest of each file of a model, by name. `progress` is called with each file name.
 
-    Whole files up to 1 GiB of weights; of larger models a sample of every tensor, so that it takes seconds.
+    Up to 1 GiB of weights, files are read completely; of larger models every tensor is sampled, which takes seconds.
     """
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     weights = [file for file in files if file.suffix == ".safetensors"]
@@ -71,26 +71,26 @@ def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: 
 
 
 def _digest(file: Path) -> str:
-    """Of its content; of a config without the version of whoever wrote it, which changes nothing that is computed."""
+    """Checksum of a file. For a config, `transformers_version` is ignored."""
     if file.name not in ("config.json", "generation_config.json"):
         return checksum(file)
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        told.pop("transformers_version", None)
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config.pop("transformers_version", None)
     except (ValueError, AttributeError, RecursionError):
         return checksum(file)
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def differing_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """What has changed between two fingerprints of a folder, a sentence for each file."""
+    """Describe each changed file between two fingerprints of a folder."""
     changed = [f"{name} has other content" for name in before if name in now and before[name] != now[name]]
     gone = [f"{name} is missing" for name in before if name not in now]
     return changed + gone + [f"{name} is new" for name in now if name not in before]
 
 
 def model_files(folder: str) -> dict[str, str]:
-    """What tells a model from another without reading it: small files by content, weights by size and last change."""
+    """Identify a model without reading its weights: small files by content, weights by size and mtime."""
     files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
     return {path.name: _size_and_time(path) if path.suffix in WEIGHTS else checksum(path) for path in files}
 
@@ -113,13 +113,13 @@ def _sampled_tensors(file: Path) -> str:
 
 
 def _tensor_blocks(file: Path, size: int) -> Iterator[bytes]:
-    """The header of a safetensors file, and blocks of each tensor; evenly spaced pieces where it has no such header."""
+    """The header of a safetensors file and blocks of each tensor; evenly spaced blocks if the header is invalid."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(length) if length < size else b""
         try:
-            told = json.loads(header)
-            spans = [tuple(one["data_offsets"]) for name, one in told.items() if name != "__metadata__"]
+            entries = json.loads(header)
+            spans = [tuple(one["data_offsets"]) for name, one in entries.items() if name != "__metadata__"]
         except (ValueError, TypeError, KeyError, AttributeError):
             yield from _blocks(file)
             return

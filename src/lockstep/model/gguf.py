@@ -1,4 +1,4 @@
-"""A GGUF file (one packed model, often quantised) as a Hugging Face folder that can be trained."""
+"""Converts a GGUF file (often quantised) to a Hugging Face folder that can be trained."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 
 
-# A head that is the embedding, quantised otherwise, is off by less than this share of it; another matrix by all of it.
+# Relative difference below which the head is the embedding with another quantisation.
 SAME_MATRIX = 0.25
 
 
 def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
-    """Dequantise `file` to fp32 weights in `folder`; returns what to say of it. A model whose file carries a head of
-    its own keeps it, unless `tie` makes the embedding its head."""
+    """Dequantise `file` to fp32 weights in `folder`; returns messages. A separate output head is kept, unless `tie`
+    replaces it by the embedding."""
     if importlib.util.find_spec("gguf") is None:
         raise missing_extra("gguf", "hub", "reading GGUF files")
     if not file.is_file():
@@ -33,7 +33,7 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
         raise Refusal.at(folder, "is a file, not a folder", "choose a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise Refusal.at(folder, "is not empty", "choose a new folder")
-    # After the refusals, which must not wait for these.
+    # Imported after the refusals, because these imports are slow.
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,36 +46,36 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
     packed = whole_model(AutoModelForCausalLM, str(file.parent), str(file), "it", gguf_file=file.name, dtype=dtype)
     _restore_digits(tokenizer, packing)
     model = _unquantised(packed)
-    said = _tied(model, file, tie)
+    notes = _tied(model, file, tie)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(folder, over=True) as aside:
             save_model(model, aside)
             tokenizer.save_pretrained(aside)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         raise unwritten(folder, error) from error
     count = sum(p.numel() for p in model.parameters())
-    return [f"wrote {type(model).__name__} with {count:,} parameters to {folder}", *said]
+    return [f"wrote {type(model).__name__} with {count:,} parameters to {folder}", *notes]
 
 
 def _opened(file: Path) -> Any:
-    """The file's own list of what is in it (a GGUFReader), which must all be there."""
+    """A GGUFReader of the file, which must be complete."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(file)
-    except Exception as error:  # whatever its parser meets where the file ends too early
-        why = f"is cut short or damaged: {type(error).__name__}: {first_line(error)}"
+    except Exception as error:  # the parser raises various errors for a truncated file
+        why = f"is truncated or damaged: {type(error).__name__}: {first_line(error)}"
         raise Refusal.at(file, why, "copy or download it again") from error
     field = reader.get_field("split.count")
     if field is not None and int(field.contents()) > 1:
         why = f"is one of {int(field.contents())} parts of a model"
-        raise Refusal.at(file, why, "make one file of them first: llama-gguf-split --merge PART OUT.gguf")
+        raise Refusal.at(file, why, "merge the parts first: llama-gguf-split --merge PART OUT.gguf")
     return reader
 
 
 def _tied(model: Any, file: Path, tie: bool) -> list[str]:
-    """What the file does with the head: none of its own, one that is the embedding over again, or another matrix."""
+    """Handle the output head: none in the file, a copy of the embedding, or another matrix. Returns messages."""
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
     if model.config.tie_word_embeddings:
@@ -83,25 +83,25 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
     off = float((head - embedding).norm() / embedding.norm()) if head.shape == embedding.shape else 1.0
     if off >= SAME_MATRIX:
         if tie:
-            why = f"its output head is another matrix than its embedding (off by {off:.0%})"
+            why = f"its output head differs from its embedding (by {off:.0%})"
             raise Refusal.at(f"--tie {file}", why, "import it without --tie")
-        return ["its output head is a matrix of its own (not tied), as in the file"]
+        return ["its output head is a separate matrix (not tied), as in the file"]
     if not tie:
         return [
-            f"its file carries an output head that is its embedding but for {off:.1%}: the model was tied before it "
-            "was packed. It is imported with a head of its own, as in the file; "
-            f"`lockstep import-gguf {file} DIR --tie` makes the embedding its head again"
+            f"its output head differs from its embedding by only {off:.1%}: the model was tied before it was "
+            "converted to GGUF. It is imported with a separate head, as in the file; "
+            f"`lockstep import-gguf {file} DIR --tie` ties them again"
         ]
     import torch
 
     model.config.tie_word_embeddings = True
     model.set_output_embeddings(torch.nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta"))
     model.tie_weights()
-    return [f"its embedding is its output head again (tied); the file's own head differed by {off:.1%}"]
+    return [f"its output head is its embedding again (tied); the head in the file differed by {off:.1%}"]
 
 
 def _unquantised(packed: Any) -> Any:
-    """The same weights in a model that does not remember being quantised; such a one cannot be saved."""
+    """The same weights in a model without quantisation config, which cannot be saved otherwise."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -117,7 +117,7 @@ def _unquantised(packed: Any) -> Any:
 
 
 def _restore_digits(tokenizer: PreTrainedTokenizerBase, packing: Any) -> None:
-    """Files of the SmolLM family say `smollm` for a pre-tokenizer that splits digits; transformers drops that part."""
+    """Restore the digit splitting of `smollm` pre-tokenizers, which transformers drops."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     field = packing.get_field("tokenizer.ggml.pre")

@@ -1,4 +1,4 @@
-"""Critics and reward models: the decoder of a language model with one number for each token instead of words."""
+"""Value models (critics and reward models): a decoder with a scalar head."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """A number for what stands up to a token: of a critic what the rest is expected to earn, of a reward model, at the
-    last token, the score of the whole."""
+    """A scalar per token: a critic's value estimate, or, at the last token, a reward model's score."""
 
     def __init__(self, decoder: PreTrainedModel, head: nn.Linear, kernel: str):
         super().__init__()
@@ -49,7 +48,7 @@ class ValueModel(nn.Module):
 
     @property
     def stored(self) -> nn.Module:
-        """The module whose trained weights a checkpoint holds."""
+        """The module whose trained weights a checkpoint stores."""
         return self
 
     @property
@@ -67,7 +66,7 @@ class ValueModel(nn.Module):
         hidden = self.runner(batch)
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
         values_K = nn.functional.linear(hidden_KH, self.head.weight)[:, 0].float()
-        # As in the policy: every parameter stays in the graph where a share of the update is empty.
+        # As in the policy: keeps every parameter in the graph if this rank has no targets.
         return values_K if len(batch.targets_K) else values_K + hidden.sum().float() * 0
 
 
@@ -81,7 +80,7 @@ def load_value_model(
     key: str = "critic.path",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """From a causal language model (the head starts at zero: every value is 0) or a reward model (with its head)."""
+    """Load from a causal language model (with a zero head) or from a reward model (with its head)."""
     config = load_config(path)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
@@ -102,7 +101,7 @@ def load_value_model(
         nn.init.zeros_(head.weight)
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
-        raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a whole model folder")
+        raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a complete model folder")
     kernel = kernel_of(settings, kernel)
     try:
         if sharding is None:
@@ -111,26 +110,26 @@ def load_value_model(
             fuse(decoder, kernel)
         styles = division_of(decoder, sharding)
         if settings.lora is not None:
-            # The head beside the decoder is trained in full.
+            # The head is trained in full.
             put_adapter(decoder, settings.lora, seed, None)
         divide_model(decoder, styles, source, sharding)
-        found = ValueModel(decoder, head, kernel)
-        found.unused = tuple(info["unused"])
+        value_model = ValueModel(decoder, head, kernel)
+        value_model.unused = tuple(info["unused"])
         if settings.lora is None:
-            found.digits = digits_of(found, model, source, model_folder(path), DTYPES[settings.dtype])
-        spread(found, source, sharding, decoder, kernel)
+            value_model.digits = digits_of(value_model, model, source, model_folder(path), DTYPES[settings.dtype])
+        spread(value_model, source, sharding, decoder, kernel)
     except RuntimeError as error:
         refuse_trouble(error, device)
         raise
     if settings.gradient_checkpointing:
         decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if settings.activation_offload:
-        found.runner.keep_activations_on_host(device)
-    return found.train()
+        value_model.runner.keep_activations_on_host(device)
+    return value_model.train()
 
 
 def _loaded(kind: Any, path: str, dtype: str, sharding: Sharding | None) -> tuple[Streamed | None, Any, dict[str, Any]]:
-    """The model, without weights where they are streamed."""
+    """The model; without weights if they are streamed."""
     source = stream_transformers(kind, path, dtype) if sharding is not None else None
     if source is not None:
         return source, source.model, {"unused": source.unused}
@@ -138,7 +137,7 @@ def _loaded(kind: Any, path: str, dtype: str, sharding: Sharding | None) -> tupl
 
 
 def refuse_no_classifier(config: Any, path: str) -> None:
-    """A reward model is handed over as a sequence classification folder, so transformers must know that kind."""
+    """Refuse architectures without a sequence classification class: reward models are exported as one."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -150,7 +149,7 @@ def refuse_no_classifier(config: Any, path: str) -> None:
 
 
 def merge_adapters(decoder: nn.Module) -> None:
-    """Every adapter inside the decoder into the layer it stands on."""
+    """Merge every adapter of the decoder into its base layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(decoder.named_modules()):

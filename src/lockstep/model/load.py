@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a policy that trains: dtype, LoRA, checkpointing, and checks that catch bad folders."""
+"""Loads a policy from a model path: dtype, LoRA, sharding, checkpointing, and checks of the folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_policy(
     *,
     frozen: bool = False,
 ) -> Policy:
-    """The model as the recipe wants it, on `device` or sharded, checked against transformers' own forward."""
+    """The model of the recipe, on `device` or sharded, compared with the forward pass of transformers."""
     kernel = kernel_of(settings, kernel)
     check_architecture(load_config(settings.path), settings.path, DTYPES[settings.dtype], kernel, device)
     check_division(load_config(settings.path), settings.path, kernel, device, sharding)
@@ -91,8 +91,8 @@ def load_policy(
 
 
 def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model: Any, kernel: str) -> None:
-    """Shard a policy or value model around `model`: layer by layer it comes to its device in slices, from the files or
-    from the host, and gets its fused operators. Without a mesh it has all that already."""
+    """Shard a policy or value model around `model` layer by layer, from the files or from the host, and fuse its
+    operators. Without sharding this is already done."""
     if sharding is None:
         return
     if source is None:
@@ -101,20 +101,20 @@ def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model:
         with refused_together("weights"):
             source.shard(root, root.layers(), sharding)
     enter(root, sharding.device)
-    # Operators are tried on the weights of each module.
+    # Fused operators are tested with the weights of each module.
     with unit_gathered(root):
         fuse(model, kernel, unit_gathered)
 
 
 def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:
-    """What a tensor group does with which modules; read before adapters stand around them."""
+    """The tensor-parallel style of each module. Call it before adapters wrap the modules."""
     return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
 
 
 def divide_model(
     model: PreTrainedModel, styles: dict[str, Style], source: Streamed | None, sharding: Sharding | None
 ) -> None:
-    """Over the ranks of a tensor group, before anything looks at its heads."""
+    """Split the model over the ranks of a tensor-parallel group. Call it before anything reads its heads."""
     if sharding is None or sharding.tensor is None:
         return
     decoder = inner_decoder(model)
@@ -128,7 +128,7 @@ def kernel_of(settings: Model, kernel: str) -> str:
 
 
 def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[Any, dict[str, Any]]:
-    """A model of an Auto class with our attention, and what transformers says about the loading."""
+    """A model of an Auto class with our attention, and the loading info of transformers."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config = load_config(path)
@@ -142,7 +142,7 @@ def load_transformers(kind: Any, path: str, dtype: str, **more: Any) -> tuple[An
 
 
 def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
-    """The same without its weights, which come from the files when it is sharded; None where that cannot be."""
+    """The same without weights, which are read from the files when it is sharded; None if that is not possible."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config = load_config(path)
@@ -152,18 +152,18 @@ def stream_transformers(kind: Any, path: str, dtype: str) -> Streamed | None:
 
 
 def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
-    """The model itself, or a PEFT model around it: its adapter is drawn from `seed`, or is the stored one."""
+    """The model, or a PEFT model around it, with a new adapter (from `seed`) or the stored one."""
     if settings is None:
         return model
-    found = put_adapter(model, settings, seed, "CAUSAL_LM")
+    adapted = put_adapter(model, settings, seed, "CAUSAL_LM")
     if settings.adapter is not None:
         with adapters_on_host():
-            start_from(found, settings.adapter)
-    return found
+            start_from(adapted, settings.adapter)
+    return adapted
 
 
 def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:
-    """A token id past the embedding would crash far from its cause, or read another row on some devices."""
+    """Refuse token ids beyond the embedding: they crash later, or read a wrong row on some devices."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= embedding_rows:
         raise Refusal.at(

@@ -1,4 +1,4 @@
-"""A PEFT adapter and its base as one Hugging Face folder, and the cache of converted folders."""
+"""Merges a PEFT adapter and its base model into one Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,26 +16,17 @@ from lockstep.model.check import tokens
 from lockstep.model.export_check import Verification, probe_of_transformers, verify_export
 from lockstep.model.pretrained import has_tokenizer, pretrained, rounded, save_model, tokenizer_of, whole_model
 
-# Folders that were made of models in another form (a checkpoint, an adapter, a GGUF file), each once.
-#
-# They lie in the cache by what they were made of; where that changes another folder is made. Whoever comes second
-# waits for the first. Those that were not used for longest are deleted when they take too much room together.
-
-
-# A PEFT adapter and its base as one Hugging Face folder.
-
-# Tokens that are tried on the adapter beside its base and in it, and how far logits may part, of the largest one.
+# Number of test tokens, and the allowed difference between merged and unmerged logits, relative to the largest logit.
 PROBE, MERGED_ERROR = 16, 1e-3
 
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
-    """Merged in fp32 and rounded once to the precision that the base is stored in; what was written is compared with
-    the adapter beside its base."""
+    """Merge in fp32 and round to the dtype of the stored base. The result is compared with the unmerged adapter."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
     if kind not in ("CAUSAL_LM", None):
-        raise Refusal.at(where, f"is an adapter for {kind}", "only adapters of language models are read here")
+        raise Refusal.at(where, f"is an adapter for {kind}", "only adapters of language models are supported")
     if not (adapter / WEIGHTS).is_file():
         raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -44,27 +35,25 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
     model = whole_model(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of PEFT's, on tied weights: what comes out is looked at instead
+            warnings.simplefilter("ignore")  # PEFT warns about tied weights; the outputs are compared instead
             adapted = PeftModel.from_pretrained(model, str(adapter))
             _refuse_other_keys(adapted, adapter, where)
-            apart, probe = _logits(adapted), probe_of_transformers(adapted)
+            unmerged, probe = _logits(adapted), probe_of_transformers(adapted)
             _untie(adapted)
             merged: Any = adapted.merge_and_unload()
-            off = float((_logits(merged) - apart).abs().max() / apart.abs().max())
+            off = float((_logits(merged) - unmerged).abs().max() / unmerged.abs().max())
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
-        raise Refusal.at(
-            where, f"does not fit its base {base}: {first_line(error)}", "name the base it is of"
-        ) from error
+        raise Refusal.at(where, f"does not fit its base {base}: {first_line(error)}", "name its base model") from error
     if not off <= MERGED_ERROR:
-        why = f"merged into {base} it does not compute what it does beside it: logits are off by {off:.2g} of the most"
-        raise Refusal.at(where, why, "merge it with the library that it was made with")
+        why = f"merged into {base} it gives other logits than unmerged: off by {off:.2g} of the largest"
+        raise Refusal.at(where, why, "merge it with the library that created it")
     tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
     try:
         save_model(rounded(merged, stored), out)
         tokenizer.save_pretrained(out)
     except (OSError, SafetensorError) as error:
         raise unwritten(out, error) from error
-    del model, adapted, merged  # before another one is loaded
+    del model, adapted, merged  # free memory before the next load
     return verify_export(out, probe, "policy", stored, where)
 
 
@@ -75,8 +64,7 @@ def _logits(adapted: Any) -> torch.Tensor:
 
 
 def _untie(adapted: Any) -> None:
-    """A head of its own where the adapter changes the embedding or the head of a model in which these are one matrix:
-    merged into it, the change of the one would be a change of the other too."""
+    """Untie embedding and head if the adapter changes one of them: merging would otherwise change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = adapted.get_base_model()
@@ -90,14 +78,14 @@ def _untie(adapted: Any) -> None:
 
 
 def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
-    """PEFT passes over weights that it finds no place for, and leaves places that it finds no weights for as new."""
+    """Refuse missing and unexpected weights, which PEFT ignores."""
     from peft import get_peft_model_state_dict
 
     with safe_open(adapter / WEIGHTS, "pt") as file:
         stored = set(file.keys())
-    own = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    # Whole weights of the model, as an adapter with new tokens has them.
-    whole = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
-    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(own - stored)]
-    problems += [Problem(where, f"its base has no place for {name}") for name in sorted(stored - own - whole)]
+    expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    # Full weights of the model, which an adapter with new tokens contains.
+    full = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
+    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected - stored)]
+    problems += [Problem(where, f"its base has no place for {name}") for name in sorted(stored - expected - full)]
     refuse_all(problems, "weights")

@@ -1,6 +1,6 @@
-"""A small model of the same architecture: every switch of the configuration kept, sizes and limits scaled down.
+"""The configuration of a small model of the same architecture: all switches kept, sizes and limits scaled down.
 
-What an architecture computes past a window, a chunk or its original length shows in a few dozen tokens then.
+A few dozen tokens then exceed every window, chunk and original length.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import nn
 VOCABULARY = 96
 HEADS, HEAD_SIZE = 4, 16
 LAYERS = 2
-# No limit of a miniature is longer than this, so that a sequence of twice as many tokens passes all of them.
+# Maximum of all limits of a miniature; a sequence of twice as many tokens exceeds all of them.
 LIMIT = 8
 ORIGINAL_LENGTH = 2 * LIMIT
 POSITIONS = 8 * ORIGINAL_LENGTH
 
 WIDTH = HEADS * HEAD_SIZE
-# Of a feed-forward.
+# Width of a feed-forward layer.
 INNER = 96
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# What a size becomes where the configuration has it and it is larger.
+# Maximum of each size of the configuration.
 SIZES: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size"), INNER),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp"), INNER),
@@ -62,10 +62,10 @@ SIZES: dict[str, int] = {
     "ngram_vocab_size_base": 97,
     "split_ngram_parts": 4,
 }
-# These become so in any case, since the size of a head follows from them.
+# Set unconditionally, because the head size follows from them.
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
-# How far a token sees, or how many it chooses from: what the trial must be longer than.
+# Attention limits: the test sequences must be longer.
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), LIMIT),
     **dict.fromkeys(
@@ -77,13 +77,13 @@ LIMITS: dict[str, int] = {
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
 ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# Lists with an entry for each pair of rotated numbers.
+# Lists with an entry for each rotary frequency.
 BY_FREQUENCY = ("short_factor", "long_factor")
 
 
 def miniature_config(config: Any, divisor: int = 1) -> Any:
-    """The configuration of a small model that computes what `config`'s does, limits within `LIMIT`. `divisor` divides
-    its heads and the width of its feed-forward."""
+    """The configuration of a small model with the architecture of `config`, with limits within `LIMIT`. `divisor`
+    divides its heads and the width of its feed-forward layers."""
     data = copy.deepcopy(config.to_dict())
     for name in ("_name_or_path", "quantization_config", "dtype", "torch_dtype"):
         data.pop(name, None)
@@ -107,26 +107,26 @@ def _shrink(data: dict[str, Any]) -> None:
         elif isinstance(value, list):
             data[name] = _shrink_list(name, value, layers, total)
         elif name == "head_dim":
-            # As the width has it, since parts of transformers work it out from there.
+            # Derived from the width, as some models of transformers do.
             data[name] = WIDTH // (few or HEADS)
         elif value is None and name in KEY_VALUE_HEADS[:1]:
             data[name] = HEADS
         elif name in KEY_VALUE_HEADS and value is not None:
             data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:
-            # Windows begin at that layer: keep whether there are any.
+            # Windows begin at this layer; keep whether there are any.
             data[name] = 1 if value < total else len(layers)
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
-        # Here the size of a head is that of its rotated part.
+        # In these models the head size is that of its rotary part.
         data["head_dim"] = data["qk_rope_head_dim"]
     for rope in ropes:
         _shrink_rope(rope, data)
 
 
 def _widen(data: dict[str, Any], divisor: int) -> None:
-    """More heads of the same size, more experts and wider feed-forwards, until the divisor divides them."""
+    """Increase heads, experts and feed-forward width until the divisor divides them."""
     counts = [data[name] for name in (*KEY_VALUE_HEADS, *ATTENTION_HEADS) if isinstance(data.get(name), int)]
     times = math.lcm(*(divisor // math.gcd(divisor, count) for count in counts))
     for name, value in data.items():
@@ -139,7 +139,7 @@ def _widen(data: dict[str, Any], divisor: int) -> None:
 
 
 def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
-    """One layer of each kind that the configuration lists, at least two, and the last: experts often begin late."""
+    """One layer of each kind, at least two, and the last one (experts often begin late)."""
     kinds = next((data[name] for name in ("layer_types", "layers_block_type") if data.get(name)), None)
     if not kinds:
         return list(range(min(LAYERS, total or LAYERS)))
@@ -164,7 +164,7 @@ def _shrink_number(name: str, value: int, layers: int) -> int:
     if name in WIDTHS:
         return WIDTH
     if name in ("vocab_size", *POSITION_COUNTS):
-        # The trial's tokens and lengths must fit, however small the model is.
+        # The test tokens and lengths must fit.
         return SIZES[name]
     if SIZES.get(name) == LAYERS and "layer" in name:
         return min(value, layers)
@@ -189,12 +189,12 @@ def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
         elif name == "mrope_section":
             rope[name] = _shrink_list(name, value, [], 0)
         elif name == "rope_type" and value == "dynamic":
-            # Such positions move beyond the model's own context, which the trial must pass.
+            # Dynamic positions change beyond the model's context, which the test must exceed.
             data["max_position_embeddings"] = ORIGINAL_LENGTH
 
 
 def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:
-    """Pairs of numbers of a head that turn with the position."""
+    """Number of rotary frequencies of a head."""
     share = rope.get("partial_rotary_factor") or data.get("partial_rotary_factor") or 1.0
     head = data.get("head_dim") or data["hidden_size"] // data["num_attention_heads"]
     return int(head * share) // 2
@@ -202,8 +202,8 @@ def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Weights under which every part of the model matters: matrices that keep the size of what passes through them,
-    and norms, biases and sinks off their neutral start."""
+    """Random weights such that every part of the model affects the output: norm-preserving matrices, and norms, biases
+    and sinks away from their neutral values."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)

@@ -24,29 +24,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# The head of a causal language model as its configuration describes it: what stands between states and logits.
-
-# By the beginning of a model's type, since one name can mean opposite things: what its logits are multiplied by.
+# Config key of the logit multiplier, by prefix of the model type: one key can have opposite meanings.
 FACTORS: dict[str, str] = {
     "cohere": "logit_scale",
     "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
     "muse_": "output_multiplier",
 }
-# ... and what they are divided by (or the states before the projection, which comes to the same).
+# Config key of the logit divisor.
 DIVISORS: dict[str, str] = {
     "granite": "logits_scaling",
     "inkling": "logits_mup_width_multiplier",
     "minicpm3": "logits_scaling",
 }
-# Soft caps mean the same wherever they are found.
+# Config keys of the logit soft cap, the same for all models.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def output_head(model: PreTrainedModel) -> Head:
-    """The projection with the scale and the soft cap of its model.
+    """The output projection with the scale and soft cap of the model.
 
-    A model whose logits are made in yet another way is told apart by the check of a loaded model.
+    `check_policy` detects models that compute logits in another way.
     """
     config = model.config.get_text_config()
     projection: Any = model.get_output_embeddings()
@@ -65,14 +63,9 @@ def _scale(config: Any) -> float:
     return 1.0
 
 
-# The policy: a causal language model that answers one question, the log-probability of given tokens.
-#
-# Scoring happens inside this module's forward, so that a sharded model has its head at hand when it is needed.
-
-
 @dataclass(frozen=True)
 class Scoring:
-    """The distribution whose log-probabilities a policy gives: that which its responses are sampled from."""
+    """The distribution of the log-probs: the one from which responses are sampled."""
 
     temperature: float = 1.0
     truncation: Truncation | None = None
@@ -80,13 +73,16 @@ class Scoring:
     alike: bool = False
     """Whether the loss is a multiple of the sum of the log-probabilities: see `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
-    """With a teacher: how its distribution and the policy's are compared."""
+    """With a teacher: the divergence between its distribution and the policy's."""
     squares: bool = False
-    """Whether a pass that does not train tells the sums of squared probabilities too."""
+    """Whether a pass without training also returns the sums of squared probabilities."""
 
 
 class Policy(nn.Module):
-    """Wraps a Hugging Face causal LM (with or without a PEFT adapter)."""
+    """A Hugging Face causal LM (with or without a PEFT adapter) that returns log-probs of given tokens.
+
+    Scoring is part of `forward`, so that the head of a sharded model is gathered when it is needed.
+    """
 
     def __init__(self, model: nn.Module, kernel: str, scoring: Scoring | None = None):
         super().__init__()
@@ -106,28 +102,28 @@ class Policy(nn.Module):
 
     @property
     def alike_up_to(self) -> int | None:
-        """Up to how many tokens a beginning is the same whatever follows it; None: always."""
+        """Sequence length up to which a prefix does not depend on what follows; None: no limit."""
         return self.decoder.alike_up_to
 
     @property
     def stored(self) -> nn.Module:
-        """The module whose trained weights a checkpoint holds."""
+        """The module whose trained weights a checkpoint stores."""
         return self.model
 
     def layers(self) -> list[nn.Module]:
-        """The blocks that transformers says must stay whole: the decoder layers, which are sharded one by one."""
+        """The decoder layers, which are sharded one by one."""
         return decoder_layers(self.causal_lm)
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def states(self, batch: MicroBatch) -> torch.Tensor:
-        """The last layer's output for the whole line."""
+        """The hidden states of the last layer, for all tokens."""
         return self.decoder(batch)
 
     def forward(self, batch: MicroBatch, *, whole: bool = False) -> Scores | Whole:
-        """Log-probabilities of `batch.targets_K`, fp32, and entropies where the scoring asks for them; or, `whole`, all
-        that is needed for the whole distributions."""
+        """Log-probs of `batch.targets_K` in fp32, with entropies if enabled; with `whole`, the inputs of the full
+        distributions (hidden states and head)."""
         hidden = self.states(batch)
         # Only positions that predict a trained token go through the vocabulary projection.
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
@@ -145,23 +141,21 @@ class Policy(nn.Module):
                 batch.targets_K,
                 temperature=self.scoring.temperature,
                 truncation=self.scoring.truncation,
-                # A loss is taken of a policy that trains, and an entropy is read with it; a probe, which weighs targets
-                # differently, goes through one that does not.
+                # Entropies are used only with a loss, in training mode.
                 entropy=self.scoring.entropy and self.training,
                 token_grads=self._token_grads(batch) if self.training else None,
             )
         if self.scoring.squares and not self.training:
             scores = scores._replace(squares_K=self._squares(hidden_KH, head, batch.targets_K))
-        # Keeps every parameter in the graph where a device's share of an update is empty: the sharded backward
-        # is a collective that all devices must enter.
+        # Keeps every parameter in the graph if this rank has no targets: the sharded backward is a collective.
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
 
     def _squares(self, hidden_KH: torch.Tensor, head: Head, targets_K: torch.Tensor) -> torch.Tensor:
         if head.weight_VH.shape[0] < self.causal_lm.config.get_text_config().vocab_size:
             raise Refusal.at(
                 "algorithm.advantage",
-                "sums the squares of all words' probabilities, and this device holds a part of the vocabulary",
-                "another estimator, or a head that is not divided",
+                "sums the squared probabilities of all tokens, but this device holds only a part of the vocabulary",
+                "use another estimator, or an output head that is not divided",
             )
         settings = self.scoring
         return summed_squares(
@@ -169,20 +163,20 @@ class Policy(nn.Module):
         )
 
     def _token_grads(self, batch: MicroBatch) -> TokenGrads | None:
-        """None for a loss split over context ranks, unless all tokens have the same weight."""
+        """The function for precomputed token gradients. With context parallelism only the uniform loss has one."""
         if self.scoring.alike:
             return uniform_token_grads
         return batch.token_grads if batch.context is None else None
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """The model that the adapter was put on: the reference of a LoRA run."""
+        """Disable the adapter: the base model is the reference of a LoRA run."""
         with self.model.disable_adapter():  # type: ignore[operator]
             yield
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """The transformers model ready for `generate`: evaluation mode and an attention with a cache."""
+        """The transformers model prepared for `generate`: evaluation mode and attention with a cache."""
         model, training = self.causal_lm, self.training
         self.eval()
         model.set_attn_implementation(own_attention(model))
@@ -194,7 +188,7 @@ class Policy(nn.Module):
 
 
 class Teacher(nn.Module):
-    """A frozen model whose whole distributions a student is compared with."""
+    """A frozen model for distillation; gives full distributions."""
 
     def __init__(self, policy: Policy):
         super().__init__()
@@ -205,9 +199,9 @@ class Teacher(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Whole:
         with resident(self.policy):
-            # By the policy's own forward: it is the root of a sharded model.
+            # Through the policy's forward, because it is the root of a sharded model.
             found: Whole = self.policy(batch, whole=True)
-            # What is used after this pass must be what is here now.
+            # Detach, because the values are used after this pass.
             head = found.head
             bias = None if head.bias_V is None else head.bias_V.detach()
             return Whole(found.hidden_KH, head._replace(weight_VH=head.weight_VH.detach(), bias_V=bias))
@@ -215,7 +209,7 @@ class Teacher(nn.Module):
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Without dropout."""
+    """Evaluation mode, without dropout."""
     module.eval()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Hugging Face folders through transformers' Auto classes, without running their code; and their tokenizers."""
+"""Loads models and tokenizers with transformers' Auto classes, without running code of the folder."""
 
 from __future__ import annotations
 
@@ -18,22 +18,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Hugging Face folders through transformers' Auto classes: no code of theirs is run, and what is wrong is said of a
-# file.
-#
-# transformers asks on stdin whether code of a model folder may run, unless it is told; the answer here is always no.
-
-# Small files that transformers reads; what is wrong with the last two it passes over without a word.
+# Small files that transformers reads. It silently ignores errors in the last two.
 GENERATION = "generation_config.json"
 SETTINGS = ("config.json", "tokenizer_config.json", GENERATION, "special_tokens_map.json")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-# Keys of a config by which transformers fetches a kernel from the hub and runs it.
+# Config keys with which transformers downloads and runs kernels from the hub.
 _KERNELS = frozenset({"attn_implementation", "experts_implementation"})
-NO_CODE = "use a model that transformers knows by itself, or convert it to one"
+NO_CODE = "use a model that transformers supports without such code, or convert it to one"
 
 
 def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """`kind.from_pretrained(path)`. `where` and `what` ('its weights') begin the refusal when that fails."""
+    """`kind.from_pretrained(path)`, without remote code. `where` and `what` ('its weights') begin a refusal."""
     refuse_damaged_settings(path, where)
     from transformers.utils import logging as transformers_logging
 
@@ -42,9 +37,9 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
         return kind.from_pretrained(path, trust_remote_code=False, **settings)
     except Refusal:
         raise
-    except Exception as error:  # transformers lets whatever its parsers meet in a damaged file through
+    except Exception as error:  # transformers raises various errors for damaged files
         if "trust_remote_code" in str(error):
-            why = f"{what} cannot be loaded without code from the model's folder, and none of that is run here"
+            why = f"{what} cannot be loaded without code from the model's folder, and lockstep never runs such code"
             raise Refusal.at(where, why, NO_CODE) from error
         damage = _damaged_file(Path(path))
         why = damage or (first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _named(error))
@@ -53,7 +48,7 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
 
 
 def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """The same of a model, all of whose weights must be in its files: transformers fills the others with noise."""
+    """Load a model. All its weights must be in its files; transformers would initialise missing ones randomly."""
     model, info = pretrained(kind, path, where, what, output_loading_info=True, **settings)
     refuse_partial(info, where)
     unused_weights(model, info.get("unexpected_keys", ()), where)
@@ -62,7 +57,7 @@ def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) ->
 
 
 def refuse_partial(info: Mapping[str, Any], where: str) -> None:
-    """Refuse weights that the files do not have, or have in another shape."""
+    """Refuse weights that are missing in the files or have another shape."""
     problems = [
         Problem(where, f"the weights lack {key}, which would start random", "use a causal LM folder")
         for key in sorted(info.get("missing_keys", ()))
@@ -75,13 +70,13 @@ def refuse_partial(info: Mapping[str, Any], where: str) -> None:
 
 
 def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -> tuple[str, ...]:
-    """Of tensors that the files have and the model has not: those that transformers does not pass over for this kind
-    of model. Whole layers among them are refused: the config does not describe these weights."""
+    """Tensors of the files that the model does not use and transformers does not ignore by design. Complete layers are
+    refused: the config does not match the weights."""
     info: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(info)
     unused = tuple(sorted(info.unexpected_keys))
     blocks = {_block(name) for name in model.state_dict()}
-    # Layers that predict further tokens stand behind the others in some files; transformers has no use for them.
+    # Some files contain multi-token prediction layers after the others; transformers does not use them.
     ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
     beyond = [name for name in unused if _block(name) in blocks]
     if len({name[: match.end()] for name in beyond if (match := _INDEX.search(name))}) > ahead:
@@ -95,25 +90,25 @@ _INDEX = re.compile(r"\.\d+\.")
 
 
 def _block(name: str) -> str:
-    """The name of a tensor, without the number of the layer that it is in."""
+    """The name of a tensor without its layer number."""
     return _INDEX.sub(".*.", name) if _INDEX.search(name) else ""
 
 
 def told_unused(unused: Sequence[str], path: str) -> str:
-    """The warning of tensors that are not used."""
+    """The warning about unused tensors."""
     more = f" and {len(unused) - 1:,} more tensors" if len(unused) > 1 else ""
-    return f"{path}: its files have {unused[0]}{more}, which its config.json has no use for: they are left out"
+    return f"{path}: its files have {unused[0]}{more}, which the model does not use: they are ignored"
 
 
 def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
-    """Refuse weights that are no numbers: whatever is computed with them is none either."""
+    """Refuse weights that are not finite."""
     import torch
 
     refuse_all(
         [
             Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again")
             for name, weight in weights.items()
-            # A sum first, which takes no memory: it is finite unless a part of it is not (or it is too large).
+            # Sum first, which needs no memory: it is finite if all values are finite and it does not overflow.
             if not torch.isfinite(weight.detach().sum(dtype=torch.float32)) and not torch.isfinite(weight).all()
         ],
         "weights",
@@ -121,7 +116,7 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Which tensors transformers keeps in fp32 although the model has that dtype."""
+    """A predicate for the tensors that transformers keeps in fp32 in a model of that dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -132,7 +127,7 @@ def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], 
 
 
 def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in a dtype, but for what transformers keeps in fp32 beside it (`Module.to` would round that too)."""
+    """Convert the model to a dtype, except for tensors that transformers keeps in fp32 (unlike `Module.to`)."""
     import torch
 
     kept = kept_in_fp32(model, dtype)
@@ -143,8 +138,8 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """`model.save_pretrained`, with its generation settings as they are: transformers reads a temperature beside
-    `do_sample: false`, which many models come with, and refuses to write it."""
+    """`model.save_pretrained` with unchanged generation settings: transformers loads a temperature with
+    `do_sample: false`, which many models have, but refuses to save it."""
     settings = model.generation_config
     if settings is None:
         model.save_pretrained(folder)
@@ -158,24 +153,24 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def save_generation(model: Any, folder: Path) -> None:
-    """The generation settings alone."""
+    """Save the generation settings."""
     model.generation_config.to_json_file(folder / GENERATION)
 
 
 def refuse_damaged_settings(path: str, where: str) -> None:
-    """Refuse a folder one of whose small JSON files is no JSON object."""
+    """Refuse a folder in which a settings file is not a JSON object, or names a hub kernel."""
     for name in SETTINGS:
         file = Path(path) / name
         if file.is_file() and (damage := _damage_of_json(file)):
             raise Refusal.at(where, f"{file} {damage}", "copy or download it again")
     file = Path(path) / SETTINGS[0]
     if file.is_file() and (kernel := _hub_kernel(json.loads(file.read_text(encoding="utf-8")))):
-        why = f"{file} asks for the code {kernel!r:.80} of the hub, and none of that is run here"
+        why = f"{file} requests the hub kernel {kernel!r:.80}, and lockstep runs no code from the hub"
         raise Refusal.at(where, why, "remove that key from the file")
 
 
 def _hub_kernel(config: Any) -> str:
-    """What a config, or one inside of it, names as OWNER/NAME in the place of an implementation."""
+    """The hub kernel (OWNER/NAME) that a config or a nested config names; empty if none."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, dict) and (found := _hub_kernel(value)):
             return found
@@ -185,7 +180,7 @@ def _hub_kernel(config: Any) -> str:
 
 
 def refuse_no_weights(path: str, where: str) -> None:
-    """Refuse a folder that lacks weight files, by the names that transformers looks for. No weight is read."""
+    """Refuse a folder without the weight files that transformers expects. No weight is read."""
     folder = Path(path)
     for name in WEIGHTS:
         index = folder / f"{name}.index.json"
@@ -220,7 +215,7 @@ def refuse_quantized(config: Any, where: str) -> None:
     try:
         quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
         quantizer.validate_environment(device_map=None, weights_only=True)
-    except Exception as error:  # each quantizer raises errors of its own packages
+    except Exception as error:  # quantizers raise various errors
         raise Refusal.at(
             where, f"its weights are quantized ({method}) and cannot be loaded: {first_line(error)}", remedy
         ) from error
@@ -233,7 +228,7 @@ def _named(error: Exception) -> str:
 
 
 def _damaged_file(folder: Path) -> str:
-    """The first file of a folder that is not what its name says, and why."""
+    """The first damaged file of a folder, with the reason."""
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if damage := _damage_of_json(file):
             return f"{file} {damage}"
@@ -250,18 +245,18 @@ def _damaged_file(folder: Path) -> str:
 
 
 def _damage_of_pickle(file: Path) -> str:
-    """What torch's restricted reader says of a file; it runs nothing that the file names."""
+    """The error of torch's restricted unpickler, which runs no code; empty if the file is valid."""
     import torch
 
     try:
         torch.load(file, map_location="meta", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - a file that was made by hand raises anything
+    except Exception as error:  # noqa: BLE001 - a crafted file can raise anything
         return f"holds more than weights, or is damaged: {why_not_unpickled(error)}"
     return ""
 
 
 def why_not_unpickled(error: Exception) -> str:
-    """What torch's restricted reader met; not its advice to read the file without restriction."""
+    """The error of torch's restricted unpickler, without its advice to disable the restriction."""
     _, found, why = str(error).partition("WeightsUnpickler error: ")
     return why.splitlines()[0].partition(" was not an allowed global")[0] if found else first_line(error)
 
@@ -274,9 +269,7 @@ def _damage_of_json(file: Path) -> str:
     return "" if isinstance(content, dict) else f"holds {type(content).__name__}, not a JSON object"
 
 
-# The tokenizer of a model folder, or the plain word that there is none.
-
-# Files that tokenizers of all families are stored in.
+# Files of tokenizers.
 FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 WHERE_FROM = "copy the tokenizer's files from the model it was trained with: tokenizer.json, tokenizer_config.json"
 
@@ -289,9 +282,9 @@ def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, path, where, "its tokenizer")
-    # Without its vocabulary transformers builds a tokenizer that turns every text into nothing.
+    # Without a vocabulary transformers builds a tokenizer that gives no tokens.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        why = f"the tokenizer in {path} has no vocabulary: it knows special tokens only"
+        why = f"the tokenizer in {path} has no vocabulary, only special tokens"
         raise Refusal.at(where, why, WHERE_FROM)
     return tokenizer
 

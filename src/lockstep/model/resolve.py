@@ -31,33 +31,30 @@ if TYPE_CHECKING:
     from lockstep.model.export_check import Verification
 
 
-# A model of the hub as a local folder; where the hub cannot be reached, one sentence within seconds.
-
-# `owner/name`, or a bare name, as the hub has them.
+# `owner/name`, or a bare name.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# What a model needs of a repository: settings, tokenizers and safetensors weights; no pickles, no code.
+# Files to download: settings, tokenizer and safetensors weights; no pickles, no code.
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-# Name servers and sockets that never answer count too.
+# Time limit of a hub request, including name resolution.
 SECONDS = 4.0
 _OFF = ("1", "ON", "YES", "TRUE")
 _silent: dict[str, str] = {}
-"""Addresses that did not answer this process, and what was said of it."""
+"""Addresses that could not be reached by this process, with the reason."""
 
 
 def looks_like_hub(path: str) -> bool:
-    """Whether the hub could have a model of this name."""
+    """Whether the name has the form of a hub model."""
     return _NAME.fullmatch(path) is not None and path.count("/") == 1
 
 
 def hub_folder(name: str, where: str, hint: str = "") -> str:
-    """The files of a hub model on this machine: those of an earlier download, or fetched now. `hint` comes before the
-    advice."""
+    """The local folder of a hub model, downloaded if necessary. `hint` is put before the remedy."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         local = snapshot_download(name, allow_patterns=FILES, local_files_only=True)
-        # Other programs may have fetched a part of it.
+        # The local copy may be incomplete.
         if (Path(local) / "config.json").is_file() and weight_files(local) is not None:
             return local
     except (LocalEntryNotFoundError, OSError):
@@ -65,51 +62,50 @@ def hub_folder(name: str, where: str, hint: str = "") -> str:
     remedy = f"{hint}name a folder on this machine, or download the model where there is a network and copy it here"
     status = ask_hub(name, where, "there is no such folder", remedy)
     if status in (401, 403, 404):
-        why = f"there is no such folder, and the hub has none of that name that may be read ({status})"
-        raise Refusal.at(where, why, f"{hint}look at the name; for a private or gated one set HF_TOKEN")
+        why = f"there is no such folder, and the hub has no readable model of that name ({status})"
+        raise Refusal.at(where, why, f"{hint}check the name; for a private or gated one set HF_TOKEN")
     try:
         return snapshot_download(name, allow_patterns=FILES, endpoint=constants.ENDPOINT)
     except hub_errors() as error:
         why = f"cannot be fetched from the hub: {first_line(error)}"
-        raise Refusal.at(where, why, "try again: what was fetched is kept") from error
+        raise Refusal.at(where, why, "try again: downloaded files are kept") from error
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client lets through: its own errors, those of the disk, and those of the connection, whose class
-    is that of whatever package the client's own error stands on."""
+    """Errors of the hub client: its own, file errors, and connection errors of its HTTP package."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
 
 
 def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -> int:
-    """Ask the hub once for a model, or for one of its `datasets`; the status of its answer. Where there is none: `so`
-    begins the refusal."""
+    """Send one request for a model or data set (`kind`) to the hub; returns the HTTP status. If the hub cannot be
+    reached, raises a refusal that begins with `so`."""
     from huggingface_hub import constants, get_token
 
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(switch, "").upper() in _OFF:
-            raise Refusal.at(where, f"{so}, and the hub may not be asked ({switch} is set)", remedy)
+            raise Refusal.at(where, f"{so}, and access to the hub is disabled ({switch} is set)", remedy)
     address = f"{constants.ENDPOINT}/api/{kind}/{name}"
-    if address in _silent:  # asked before: nobody waits twice
+    if address in _silent:  # do not wait a second time
         raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
     request = urllib.request.Request(address)
     if token := get_token():
         request.add_header("Authorization", f"Bearer {token}")
-    found: list[int | str] = []
-    # A thread of its own: nothing ends a look-up of a name that hangs, and the process need not wait for it.
-    asking = threading.Thread(target=lambda: found.append(_asked(request)), daemon=True)
-    asking.start()
-    asking.join(SECONDS)
-    answer = found[0] if found else f"no answer in {SECONDS:g} s"
+    answers: list[int | str] = []
+    # In a daemon thread, because a hanging name resolution cannot be interrupted.
+    thread = threading.Thread(target=lambda: answers.append(_status_of(request)), daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    answer = answers[0] if answers else f"no answer in {SECONDS:g} s"
     if isinstance(answer, str):
         _silent[address] = f"and the hub ({constants.ENDPOINT}) cannot be reached: {answer}"
         raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
     return answer
 
 
-def _asked(request: urllib.request.Request) -> int | str:
-    """The status of the answer, or why there is none."""
+def _status_of(request: urllib.request.Request) -> int | str:
+    """The HTTP status, or the reason for none."""
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return int(answer.status)
@@ -121,17 +117,15 @@ def _asked(request: urllib.request.Request) -> int | str:
         return first_line(error)
 
 
-# Whatever names a model, as a Hugging Face folder on this machine: one function, which all verbs ask.
-#
-# A Hugging Face folder is itself. A run folder is what the run exported, or its newest checkpoint. A checkpoint, a
-# PEFT adapter and a GGUF file are converted once (`converted.py`). What is not here may be a name of the hub
-# (`hub.py`).
-
 ADAPTER = "adapter_config.json"
 
 
 def model_folder(path: str, key: str = "model.path") -> str:
-    """The Hugging Face folder behind `path`. `key` names it in a refusal."""
+    """The Hugging Face folder of `path`. `key` names it in a refusal.
+
+    A Hugging Face folder is returned unchanged. A run gives its export, or its newest checkpoint. A checkpoint, a PEFT
+    adapter and a GGUF file are converted and cached. Anything else may be a hub model.
+    """
     folder, where = Path(path), f"{key} {path}"
     if folder.is_file():
         return _of_file(folder, where)
@@ -150,7 +144,7 @@ def model_folder(path: str, key: str = "model.path") -> str:
 
 
 def _inside(folder: Path) -> str:
-    """What to name instead of a folder that only holds models."""
+    """The remedy for a folder that only contains models."""
     steps = checkpoints.steps_in(folder)
     if steps and (checkpoints.folder_of(folder, steps[-1]) / checkpoints.STATE).is_file():
         return f"name one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
@@ -163,7 +157,7 @@ def _inside(folder: Path) -> str:
 
 
 def adapter_folder(path: str, key: str) -> str:
-    """The PEFT folder behind `path`: itself, or the adapter that a LoRA run trained."""
+    """The PEFT folder of `path`: itself, or the adapter of a LoRA run."""
     folder, where = Path(path), f"{key} {path}"
     if (folder / ADAPTER).is_file():
         return path
@@ -175,16 +169,16 @@ def adapter_folder(path: str, key: str) -> str:
 
 
 def _elsewhere(path: str, where: str) -> str:
-    """A name of the hub; a path that looks local is not there."""
+    """Resolve a hub name, or refuse a missing local path."""
     folder = Path(path)
-    # The names under which this project's own pages and recipes use the embedded model.
+    # Paths of the embedded model in the documentation and the example recipes.
     if where.startswith("model.path ") and (folder.parts[:1] == ("quickstart",) or path == "model"):
         raise Refusal.at(where, "no such folder", f"make the embedded tiny model with: lockstep tiny {quote(path)}")
     if looks_like_hub(path) and not folder.parent.exists():
         near = _near(folder)
         return hub_folder(path, where, f"did you mean the folder {near}? Else " if near else "")
     if folder.is_symlink():
-        raise Refusal.at(where, "is a symbolic link that leads nowhere, or to itself", "name the folder itself")
+        raise Refusal.at(where, "is a broken symbolic link", "name the folder itself")
     if folder.suffix == ".gguf":
         raise Refusal.at(where, "no such file")
     if near := _near(folder):
@@ -193,7 +187,7 @@ def _elsewhere(path: str, where: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """What has nearly this name where it was looked for; empty where nothing has."""
+    """The existing path with the most similar name; empty if there is none."""
     while not path.parent.exists():
         path = path.parent
     if not path.parent.is_dir():
@@ -209,13 +203,13 @@ def _of_file(file: Path, where: str) -> str:
         if opened.read(len(MAGIC)) != MAGIC:
             raise Refusal.at(where, "is a file, and no GGUF one", "name a model folder, or a .gguf file")
     facts = file.stat()
-    told = ["gguf", str(file.resolve()), facts.st_size, facts.st_mtime_ns]
+    key = ["gguf", str(file.resolve()), facts.st_size, facts.st_mtime_ns]
 
     def convert(out: Path) -> None:
         for line in import_gguf(file, out)[1:]:
             write(f"{file}: {line}", error=True)
 
-    return converted(str(file), told, convert)
+    return converted(str(file), key, convert)
 
 
 def _of_run(folder: Path, where: str) -> str:
@@ -240,33 +234,33 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
         raise Refusal.at(where, f"{folder} is damaged: it has no {checkpoints.MANIFEST}", "name another checkpoint")
     found = checkpoints.read(folder)
     if not found.state.kind:
-        why = "was saved by an earlier version, which did not say what model it is"
+        why = "was saved by an earlier version, which did not record the kind of model"
         raise Refusal.at(where, why, "lockstep export RUN DIR --step N")
     settings = Model.model_validate(found.state.recipe["model"])
     if adapter and settings.lora is None:
         raise Refusal.at(where, "the run trained all weights, so it has no adapter", "name it as model.path")
     base = model_folder(settings.path, f"{where}: its model.path")
-    told = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
+    key = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
 
     def convert(out: Path) -> None:
-        # Once, not whenever somebody asks for the folder: every byte of the checkpoint is read for it.
+        # Only before a conversion: the check reads every byte of the checkpoint.
         if damage := checkpoints.damage_of(folder):
             raise Refusal.at(where, f"{folder} is damaged: {damage}", "name another checkpoint")
-        _tell(folder, export_checkpoint(settings, found, out, adapter=adapter))
+        _report(folder, export_checkpoint(settings, found, out, adapter=adapter))
 
-    return converted(str(folder), told, convert)
+    return converted(str(folder), key, convert)
 
 
 def _merged(folder: Path, where: str) -> str:
-    """A PEFT folder as the model that it makes of its base."""
+    """Merge a PEFT adapter into its base model."""
     from lockstep.model.merged_adapter import merge_adapter
 
     base = _base_folder(folder, where)
-    told = ["adapter", model_files(str(folder)), model_files(base)]
-    return converted(str(folder), told, lambda out: _tell(folder, merge_adapter(folder, base, out, where)))
+    key = ["adapter", model_files(str(folder)), model_files(base)]
+    return converted(str(folder), key, lambda out: _report(folder, merge_adapter(folder, base, out, where)))
 
 
-def _tell(folder: Path, verified: Verification) -> None:
+def _report(folder: Path, verified: Verification) -> None:
     if not verified.done:
         write(f"{folder}: {verified.sentence}", error=True)
 
@@ -275,7 +269,7 @@ def _base_folder(folder: Path, where: str) -> str:
     try:
         return model_folder(base_of(folder, where), f"{where}: its base")
     except Refusal as refusal:
-        # A base that cannot be had may be here under another name.
+        # The base model may be available under another name.
         problems = [
             one if _GIVE in one.remedy else Problem(one.where, one.why, _given(folder)) for one in refusal.problems
         ]
@@ -290,33 +284,33 @@ def _given(folder: Path) -> str:
 
 
 def base_of(folder: Path, where: str) -> str:
-    """What the adapter says it stands on: a path as it is, one beside the adapter, or a name of the hub."""
+    """The base model of an adapter: a path, a folder next to the adapter, or a hub name."""
     remedy = _given(folder)
     try:
-        told: Any = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base: Any = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise Refusal.at(where, f"{ADAPTER} cannot be read: {first_line(error)}", "name a PEFT folder") from error
-    if not isinstance(told, str) or not told:
-        raise Refusal.at(where, f"{ADAPTER} does not say which model the adapter is for", remedy)
-    for place in (Path(told), folder / told, folder.parent / Path(told).name):
+    if not isinstance(base, str) or not base:
+        raise Refusal.at(where, f"{ADAPTER} does not name the base model", remedy)
+    for place in (Path(base), folder / base, folder.parent / Path(base).name):
         if place.exists():
             return str(place)
-    if looks_like_hub(told):
-        return told
-    raise Refusal.at(where, f"the adapter is for {told}, which is not here", remedy)
+    if looks_like_hub(base):
+        return base
+    raise Refusal.at(where, f"its base model {base} was not found", remedy)
 
 
 VERSION = 2
-"""Of the conversions: another one makes the folders anew."""
+"""Version of the conversions. A new version invalidates the cached folders."""
 
 
 def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
-    """The folder that `convert` writes of `facts`, which say everything that it depends on. `what` is shown."""
+    """The cached folder that `convert` writes, keyed by `facts`. `what` names the source in messages."""
     text = json.dumps([VERSION, lockstep.__version__, facts], sort_keys=True, default=str)
     try:
         folder = cache_home() / FOLDERS / hashlib.sha256(text.encode()).hexdigest()[:24]
     except RuntimeError as error:
-        why = "must be made into a model folder, and there is no home to keep that in"
+        why = "must be converted to a model folder, and there is no home directory for the cache"
         raise Refusal.at(what, why, "set LOCKSTEP_CACHE to a folder") from error
     made = MadeFolder(folder)
     advice = "LOCKSTEP_CACHE names the folder of the cache"
@@ -325,11 +319,11 @@ def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
         made.hold()
         if folder.is_dir():
             return str(folder)
-        folders_bound()  # refused before the work
+        folders_bound()  # refuse before the conversion
         with made.alone():
             if not folder.is_dir():
-                write(f"making a model folder of {what}: {folder}", error=True)
-                # Whoever asks may be counting parameters without storage.
+                write(f"converting {what} to a model folder: {folder}", error=True)
+                # The caller may have set the meta device.
                 with written_aside(folder) as aside, torch.device("cpu"):
                     convert(aside)
                 made.label(str(Path(what).absolute()))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what their routers add to training, and what of it cannot be done right."""
+"""Mixture-of-experts routers: load-balancing loss and router noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.model.check import LENGTHS, RUN_ERRORS, Unfit, build_miniature, li
 from lockstep.model.miniature import VOCABULARY
 from lockstep.model.verified import fingerprint, is_verified, remember
 
-# A forward pass in fp32, and sums of a few hundred tokens.
+# Allowed difference, for fp32 and a few hundred tokens.
 BALANCE_ERROR = 1e-4
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k")
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -20,22 +20,22 @@ DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop", "drop_rate")
 
 
 def experts_of_token(config: Any) -> int | None:
-    """How many experts a token goes through; None of a model without any."""
+    """Number of experts per token; None for a model without experts."""
     text = config.get_text_config(decoder=True)
     return next((int(getattr(text, name)) for name in CHOSEN if getattr(text, name, None)), None)
 
 
 def refuse_router_loss(config: Any, where: str, coefficient: float | None = None) -> None:
-    """A load-balancing loss that the model asks for and the recipe (`model.aux_loss_coef`) says nothing of, or that
-    would not be transformers' own. `where` names the key and its folder."""
+    """Refuse a model whose config enables a load-balancing loss if the recipe does not set `model.aux_loss_coef`, or
+    whose loss we cannot reproduce. `where` names the key and its folder."""
     if coefficient is None:
         text = config.get_text_config(decoder=True)
-        asked = next((getattr(text, name) for name in COEFFICIENTS if getattr(text, name, None)), 0.0)
-        if getattr(text, "output_router_logits", False) and asked:
+        default = next((getattr(text, name) for name in COEFFICIENTS if getattr(text, name, None)), 0.0)
+        if getattr(text, "output_router_logits", False) and default:
             raise Refusal.at(
                 where,
-                f"its config.json asks for a load-balancing loss (output_router_logits, coefficient {asked:g})",
-                f"set model.aux_loss_coef={asked:g} to train with it, or 0 to train without",
+                f"its config.json enables a load-balancing loss (output_router_logits, coefficient {default:g})",
+                f"set model.aux_loss_coef={default:g} to train with it, or 0 to train without",
             )
     if not coefficient:
         return
@@ -47,7 +47,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
     except Unfit as error:
         raise Refusal.at(
             where,
-            f"model.aux_loss_coef={coefficient:g} is set, and its load-balancing loss cannot be had: {error}",
+            f"model.aux_loss_coef={coefficient:g} is set, but its load-balancing loss is not supported: {error}",
             "set model.aux_loss_coef=0, or use another model",
         ) from error
     remember(key)
@@ -55,7 +55,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
 
 @torch.no_grad()
 def _try_balance(config: Any) -> None:
-    """Ours beside transformers' own, of a miniature."""
+    """Compare our loss with that of transformers, on a miniature."""
     experts = experts_of_token(config)
     if experts is None:
         raise Unfit("it has no experts")
@@ -71,28 +71,28 @@ def _try_balance(config: Any) -> None:
         miniature.model.set_attn_implementation("eager")
         theirs = float(miniature.model(torch.tensor([ids]), use_cache=False, output_router_logits=True).aux_loss)
     except RUN_ERRORS as error:
-        raise Unfit(f"transformers tells none: {first_line(error)}") from error
+        raise Unfit(f"transformers returns none: {first_line(error)}") from error
     if abs(ours - theirs) > BALANCE_ERROR:
-        raise Unfit(f"ours is {ours:.5f}, transformers' own {theirs:.5f}")
+        raise Unfit(f"ours is {ours:.5f}, that of transformers {theirs:.5f}")
 
 
 def refuse_router_noise(config: Any, where: str) -> None:
-    """Responses are sampled and scored without it, and what is drawn depends on how rows are packed."""
+    """Refuse router noise: responses are sampled and scored without it, and it depends on the packing of rows."""
     key = fingerprint(config, "noise")
     if is_verified(key):
         return
     try:
         noisy = _is_noisy(config)
     except Unfit:
-        # The check at load says what is wrong with it.
+        # The check at load reports it.
         return
     if noisy:
         raise Refusal.at(
             where,
-            "in training its layers draw random numbers besides dropout (router noise), so that log-probs in training "
-            "are not those of generation and scoring",
-            "set router_jitter_noise and input_jitter_noise to 0 in its config.json; where its routers sample experts "
-            "in training all the same, use another model",
+            "in training its layers draw random numbers other than dropout (router noise), so log-probs in training "
+            "differ from generation and scoring",
+            "set router_jitter_noise and input_jitter_noise to 0 in its config.json; if its routers still sample "
+            "experts in training, use another model",
         )
     remember(key)
 
@@ -106,7 +106,7 @@ def _is_noisy(config: Any) -> bool:
     passes = []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
-            torch.default_generator.manual_seed(seed)  # not the generators of devices, which are not forked
+            torch.default_generator.manual_seed(seed)  # not the device generators, which are not forked
             try:
                 passes.append(model(input_ids=ids, use_cache=False).logits)
             except RUN_ERRORS as error:

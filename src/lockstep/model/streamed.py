@@ -1,7 +1,7 @@
-"""A model whose weights come from their files a slice at a time: no rank ever holds more than its share and one tensor.
+"""Loads sharded models directly from safetensors files: a rank holds only its shard and one tensor.
 
-The modules are built without storage, sharded, and filled from the safetensors files of the folder, under their own
-names or as transformers renames and merges them (`conversion.py`). What cannot be, transformers loads whole.
+Modules are built without storage, sharded, and filled from the files, with the renaming and merging of transformers
+(`weight_conversion.py`). Models that do not support this are loaded completely by transformers.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A model without weights, and where in its files each of them is: by the parameter itself, which stays the same
-    when the model is put into another module."""
+    """A model without weights, and the location of each parameter in its files. Keys are the parameter objects, which
+    do not change when the model is wrapped."""
 
     model: Any
     stored: StoredTensors
     places: dict[nn.Parameter, InFiles]
     where: str
-    """Begins the refusal of what is in the files."""
+    """Names the model in refusals."""
     unused: tuple[str, ...] = ()
     """Tensors of the files that the model does not have."""
 
     def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Parameters of the model that others stand for now."""
+        """Replace parameters of the model by others."""
         for before, now in others.items():
             if before in self.places:
                 self.places[now] = self.places.pop(before)
 
     def shard(self, root: nn.Module, layers: list[nn.Module], sharding: Sharding) -> None:
-        """Shard `root` and fill it; what is no part of the model keeps its values."""
-        # Sharded parameters are other objects.
+        """Shard `root` and fill it from the files; other parameters keep their values."""
+        # Sharding creates new parameter objects.
         places = {name: self.places[p] for name, p in root.named_parameters() if p in self.places}
         shard(root, layers, sharding)
         materialise(root, sharding)
         parameters = dict(root.named_parameters())
         fill_from(self.stored, [(place, parameters[name]) for name, place in places.items()])
         filled = {parameters[name] for name in places}
-        # As the model names them, whatever stands around it now.
-        own = {name.replace(".base_layer", ""): p for name, p in self.model.named_parameters() if p in filled}
-        refuse_not_finite({name: held_part(p.detach())[0] for name, p in own.items()}, self.where)
+        # Parameter names without wrappers.
+        named = {name.replace(".base_layer", ""): p for name, p in self.model.named_parameters() if p in filled}
+        refuse_not_finite({name: held_part(p.detach())[0] for name, p in named.items()}, self.where)
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
-    """What `build` makes, without weights; None where the folder must be loaded whole."""
+    """The model of `build` without weights; None if the folder cannot be streamed."""
     files = weight_files(path)
     if files is None:
         return None
@@ -77,7 +77,7 @@ def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Str
     try:
         stored = StoredTensors(files)
     except (OSError, SafetensorError):
-        return None  # transformers says what is wrong with them
+        return None  # transformers reports the error
     unused: list[str] = []
     places = places_of(model, stored, unused)
     if places is None or not _with_buffers(model, stored):
@@ -91,7 +91,7 @@ def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Str
 
 
 def weight_files(path: str) -> list[Path] | None:
-    """The safetensors files of a model folder; None where it has none, or is no local folder."""
+    """The safetensors files of a model folder; None if it has none or is not a local folder."""
     index, alone = Path(path) / "model.safetensors.index.json", Path(path) / "model.safetensors"
     if index.is_file():
         try:
@@ -106,21 +106,21 @@ def weight_files(path: str) -> list[Path] | None:
 def places_of(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[nn.Parameter, InFiles] | None:
-    """Where in the files each parameter is; None where that is not known for all of them. Tied parameters have several
-    names, of which the files may have any. What no parameter is made of is added to `unused`."""
+    """The location of each parameter in the files; None if one is missing. Tied parameters have several names, of which
+    the files may have any. Unused tensors are added to `unused`."""
     if loaded_whole(model, model.dtype) is not None:
         return None
     try:
-        known = places_by_name(model, stored, unused)
+        by_name = places_by_name(model, stored, unused)
     except Unmapped:
         return None
     found: dict[nn.Parameter, InFiles] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in known:
+        if name not in by_name:
             continue
-        place = found.setdefault(parameter, known[name])
-        if place is not known[name] and not _alike(stored, place, known[name]):
-            return None  # transformers does not tie them then
+        place = found.setdefault(parameter, by_name[name])
+        if place is not by_name[name] and not _alike(stored, place, by_name[name]):
+            return None  # transformers does not tie them in this case
     return found if all(parameter in found for parameter in model.parameters()) else None
 
 
@@ -129,14 +129,13 @@ def _alike(stored: StoredTensors, one: InFiles, other: InFiles) -> bool:
 
 
 def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
-    """Give the model those of its buffers that are in the files (a router's bias), whole, which they are on every rank;
-    whether all were found."""
+    """Load the buffers that are in the files (such as a router's bias), unsharded; returns whether all were found."""
     names = stored_buffers(model)
     if not names:
         return True
-    kept, known = kept_in_fp32(model, model.dtype), places_by_name(model, stored)
+    kept, by_name = kept_in_fp32(model, model.dtype), places_by_name(model, stored)
     for name in names:
-        place = known.get(name)
+        place = by_name.get(name)
         if not isinstance(place, str):
             return False
         module, _, leaf = name.rpartition(".")
@@ -147,13 +146,13 @@ def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
 
 
 def stored_buffers(model: PreTrainedModel) -> list[str]:
-    """Those that `save_pretrained` writes beside the parameters."""
+    """The buffers that `save_pretrained` writes."""
     saved = model.state_dict().keys()
     return [name for name, _ in model.named_buffers() if name in saved]
 
 
 def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
-    """Why every process loads a whole model, as far as its class and its configuration say."""
+    """Why the model cannot be streamed, by its class and configuration; None if it can."""
     if getattr(model.config, "quantization_config", None):
         return "it is quantised"
     kept = kept_in_fp32(model, dtype)
@@ -169,11 +168,11 @@ def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Parameters lose their storage as soon as a module takes them; buffers, which are computed, keep theirs."""
-    own = nn.Module.register_parameter
+    """Build modules with parameters on the meta device. Buffers keep their storage, because they are computed."""
+    original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        own(module, name, parameter)
+        original(module, name, parameter)
         if parameter is not None:
             taken = nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
             module._parameters[name] = parameter if parameter.device == META else taken
@@ -182,21 +181,21 @@ def _without_weights() -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.register_parameter = own  # type: ignore[method-assign]
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 @contextmanager
 def adapters_on_host() -> Iterator[None]:
-    """PEFT moves a fresh adapter to where its layer is: with one without storage, what was drawn would be lost."""
-    own = nn.Module.to
+    """Keep new adapters on the host. PEFT moves an adapter to the device of its layer; on meta, its values are lost."""
+    original = nn.Module.to
 
     def to(module: nn.Module, *where: Any, **more: Any) -> nn.Module:
         where = tuple(one for one in where if one != META)
         more = {name: one for name, one in more.items() if one != META}
-        return own(module, *where, **more) if where or more else module
+        return original(module, *where, **more) if where or more else module
 
     nn.Module.to = to  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        nn.Module.to = own  # type: ignore[method-assign]
+        nn.Module.to = original  # type: ignore[method-assign]

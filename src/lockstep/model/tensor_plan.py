@@ -1,8 +1,7 @@
-"""Which parts of a model the ranks of a tensor group divide, as transformers' own plan for it says; and what it cannot.
+"""The tensor-parallel plan of a model: transformers' `base_model_tp_plan`, and models that it does not support.
 
-The plan is `base_model_tp_plan` of the configuration. Where that has a `base_model_ep_plan` too, each rank holds whole
-experts (expert parallelism) and computes what the tokens want of these. Embedding and output head are not divided (they
-are sharded, over all ranks): every rank scores whole vocabularies, so log-probs, losses and samples need no other rank.
+With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are not
+divided, only sharded: every rank scores the full vocabulary, so log-probs, losses and samples need no other rank.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lockstep.parallel.tensor import Style, divided_dimensions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# transformers' names for what we do, and those of parts that we leave whole.
+# Styles of transformers' plan that are supported, and modules that are not divided.
 STYLES: dict[str, Style] = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "shared"}
 EXPERTS = "moe_tp_experts"
 DIVIDED_EXPERTS: dict[str, Style] = {EXPERTS: "experts"}
@@ -39,7 +38,7 @@ class Indivisible(Exception):
 
 
 def refuse_indivisible(config: Any, path: str, size: int) -> None:
-    """From its configuration alone: no weight is loaded."""
+    """Refuse a model that cannot be divided, from its configuration; no weight is loaded."""
     if size == 1:
         return
     from transformers import AutoModelForCausalLM
@@ -54,13 +53,13 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
 
 
 def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
-    """What is done with which modules of a model's decoder, by their names in it."""
+    """The style of each divided module of the decoder, by name."""
     decoder = inner_decoder(model)
     plan: dict[str, str] = getattr(decoder.config, "base_model_tp_plan", None) or {}
     if not plan:
         raise Indivisible("transformers has no plan for its tensor parallelism")
     experts = [name for name, how in plan.items() if how == EXPERTS and name in _expert_plan(decoder.config)]
-    # Experts are divided as wholes, not inside.
+    # Experts are distributed, not split.
     plan = {name: how for name, how in plan.items() if not name.startswith(tuple(f"{one}." for one in experts))}
     styles = STYLES | DIVIDED_EXPERTS if experts else STYLES
     unknown = {name: how for name, how in plan.items() if how not in styles and name not in LEFT_WHOLE}
@@ -79,13 +78,12 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
         _refuse_module(name, module, style, size)
         found[name] = style
     if "rows" not in found.values():
-        raise Indivisible("transformers' plan for its tensor parallelism leaves its attention whole")
+        raise Indivisible("transformers' plan for its tensor parallelism does not divide its attention")
     return found
 
 
 def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
-    """The same where adapters stand around some of the modules: of an adapter's two matrices the one on the divided
-    side is divided with its projection. Where that takes or gives everything so does the adapter."""
+    """The styles of a decoder with adapters: the adapter matrix on the divided side is divided with its projection."""
     sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
     found: dict[str, Style] = {}
     for name, style in styles.items():
@@ -93,7 +91,7 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
         if adapters is not None and style not in sides:
             raise Refusal.at(
                 "model.lora.targets",
-                f"{name} carries an adapter, and parallel.tensor gives each process a part of its {style}",
+                f"{name} has an adapter, and parallel.tensor gives each process a part of its {style}",
                 "name other layers in model.lora.targets; or set parallel.tensor=1 and shard the model "
                 "(parallel.shard)",
             )
@@ -103,12 +101,12 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
 
 
 def _expert_plan(config: Any) -> dict[str, str]:
-    """By which whole experts are given to processes."""
+    """The expert-parallel plan."""
     return getattr(config, "base_model_ep_plan", None) or {}
 
 
 def divided_parameters(model: PreTrainedModel, size: int) -> int:
-    """How many of its numbers the ranks of a group divide."""
+    """Number of parameters that are divided over the ranks of a group."""
     if size == 1:
         return 0
     found = 0
@@ -128,19 +126,19 @@ def _refuse_module(name: str, module: nn.Module, style: Style, size: int) -> Non
     if style == "experts":
         count = vars(module).get("num_experts")
         if not isinstance(count, int) or any(len(parameter) != count for parameter in module.parameters()):
-            raise Indivisible(f"{name} does not hold its experts one behind another")
+            raise Indivisible(f"{name} does not stack its experts in the first dimension")
         if count % size:
             raise Indivisible(f"{name} has {count} experts, not divisible by {size}")
         return
     if not isinstance(module, nn.Linear):
-        raise Indivisible(f"{name} is a {type(module).__name__}, no plain projection")
+        raise Indivisible(f"{name} is a {type(module).__name__}, not a linear layer")
     side = module.out_features if style == "columns" else module.in_features
     if side % size:
         raise Indivisible(f"{name} has {side} {'outputs' if style == 'columns' else 'inputs'}, not divisible by {size}")
 
 
 def refuse_heads(config: Any, size: int) -> None:
-    """Raise Indivisible where the ranks of a group cannot have the same number of attention heads each."""
+    """Raise Indivisible if the attention heads cannot be divided evenly over the ranks of a group."""
     text = config.get_text_config(decoder=True)
     query = getattr(text, "num_attention_heads", None)
     heads = {"query": query, "key/value": getattr(text, "num_key_value_heads", None) or query}

@@ -1,7 +1,7 @@
-"""Does a model that several ranks divide compute what a whole one does? Tried on a small one before weights are loaded.
+"""Checks tensor parallelism on a small model before weights are loaded.
 
-The plan is transformers', and what a model's code does with a part of its heads is its own affair: so a small model of
-the architecture is run whole, and divided over the ranks that will divide the large one, with the same random weights.
+The plan is that of transformers, and model code may not support a part of the heads. So a small model of the
+architecture is run undivided and divided over the ranks, with the same random weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lockstep.model.verified import fingerprint, hardware, is_verified, remember
 from lockstep.parallel.sharding import Sharding, whole
 from lockstep.parallel.tensor import TensorGroup, divide
 
-# In fp32: log-probs absolutely, gradients beside the norm of the parameter's own, or of the largest one's thousandth.
+# In fp32: absolute error of log-probs; error of gradients relative to their norm, or to 1e-3 of the largest norm.
 LOGPROB_ERROR, GRADIENT_ERROR, GRADIENT_FLOOR = 1e-4, 1e-3, 1e-3
 
 
 def check_division(config: Any, path: str, kernel: str, device: torch.device, sharding: Sharding | None) -> None:
-    """Refuse an architecture that the ranks of a tensor group would compute wrongly (a collective of theirs)."""
+    """Refuse an architecture that tensor parallelism computes wrongly. A collective of the group."""
     if sharding is None or sharding.tensor is None:
         return
     group = sharding.tensor
@@ -62,7 +62,7 @@ def try_division(config: Any, kernel: str, device: torch.device, group: TensorGr
 
 
 def _run(policy: Policy, line: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs, and the whole gradient of each parameter."""
+    """Log-probs, and the full gradient of each parameter."""
     with torch.enable_grad():
         logprobs: torch.Tensor = policy(line).logprobs_K
         (logprobs * weights_of(len(logprobs), logprobs.device)).sum().backward()

@@ -13,7 +13,7 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 HEAD_SIZE = 32
 CONTEXT = 2048
 
-# ChatML. The generation markers hold what the assistant itself must produce: its words and the end of its turn.
+# ChatML. The generation markers enclose the content and end token of an assistant turn.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\n' -}}"
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 4) -> None:
     """Write a random Qwen2 with a byte tokenizer to `folder` as a Hugging Face model.
 
-    The same arguments give the same files, so writing twice is harmless; a file that differs is never overwritten.
+    The same arguments give the same files. A file with other content is never overwritten.
     The default has 1.0 M parameters (1 to 4 M is what the sizes are meant for).
     """
     _refuse_bad_sizes(seed, hidden, layers)
@@ -45,7 +45,7 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """A token for each of the 256 bytes, its id being the byte, under the printable names of byte-level BPE."""
+    """One token per byte, with the byte as id, named as in byte-level BPE."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     names = {byte: chr(byte) for byte in printable}
     unprintable = [byte for byte in range(256) if byte not in names]
@@ -76,11 +76,11 @@ def _refuse_overwriting(written: Path, folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path) -> dict[str, int]:
-    """Write the tokenizer and return what the model must know of it: its size and its special tokens' ids."""
+    """Write the tokenizer; returns its size and special token ids for the model config."""
     from transformers import Qwen2Tokenizer
 
-    # transformers loads the tokenizer of every qwen2 model as this class, whatever the folder says, and rebuilds the
-    # text splitting from it. Made by the same class, tokenizer.json means the same to every reader of the folder.
+    # transformers loads the tokenizer of every qwen2 model as this class and rebuilds its text splitting, so
+    # tokenizer.json must be written by the same class.
     tokenizer = Qwen2Tokenizer(
         vocab=byte_vocabulary(),
         merges=[],
@@ -112,14 +112,14 @@ def _save_model(folder: Path, tokens: dict[str, int], seed: int, hidden: int, la
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        # Grouped queries where the heads divide, as in the Qwen2 models that people train.
+        # Grouped-query attention if the heads divide, as in published Qwen2 models.
         num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         dtype="float32",
         **tokens,
     )
-    # The library's own initialisation moves the caller's random state and is replaced by ours anyway.
+    # The initialisation of transformers would change the random state, and is replaced below.
     with torch.random.fork_rng(devices=[]):
         model = Qwen2ForCausalLM(config)
     _initialise(model, seed, layers)
@@ -144,5 +144,5 @@ def _initialise(model: Any, seed: int, layers: int) -> None:
             else:
                 weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                # What each block adds is kept small, so that the sum over blocks starts at the embedding's size.
+                # Scale the residual branches down, so that the residual stream keeps the size of the embedding.
                 weight.mul_((2 * layers) ** -0.5)

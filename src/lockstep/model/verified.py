@@ -1,4 +1,4 @@
-"""Architectures that passed their check on this machine: the same code, packages and configuration need it once."""
+"""Cache of architectures that passed their check on this machine with the same code and packages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lockstep.device.select import DEVICES
 from lockstep.kernels.fused import KERNEL_PACKAGES
 from lockstep.run.caches import VERIFIED, cache_home
 
-# The folders whose code decides what a model computes.
+# Folders with code that affects the computation of a model.
 CODE = ("device", "kernels", "model", "parallel", "rollout")
 
 
 def fingerprint(config: Any, *more: str) -> str:
-    """Of an architecture as these packages and this code run it; the weights and where they lie are no part of it."""
+    """Hash of an architecture with packages and code; weights and path do not count."""
     data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
     versions = [torch.__version__, version("transformers"), *map(_version, KERNEL_PACKAGES), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)
@@ -32,7 +32,7 @@ def fingerprint(config: Any, *more: str) -> str:
 
 
 def hardware(torch_device: torch.device) -> list[str]:
-    """The device a check ran on, for its fingerprint: a home may be shared by machines of several kinds."""
+    """The device of a check, for its fingerprint: several machines may share a home directory."""
     device = DEVICES[torch_device.type]()
     return [device.name, device.chip(), os.environ.get(EMULATED, "")]
 
@@ -40,7 +40,7 @@ def hardware(torch_device: torch.device) -> list[str]:
 def is_verified(key: str) -> bool:
     if key in _here():
         return True
-    # No home, or one that may not be read: checked again at every start.
+    # Without a readable home directory, the check runs at every start.
     with contextlib.suppress(OSError, RuntimeError):
         return (_folder() / key).is_file()
     return False
@@ -48,7 +48,7 @@ def is_verified(key: str) -> bool:
 
 def remember(key: str) -> None:
     _here().add(key)
-    # A cache that cannot be written costs a second at the next start.
+    # Not fatal: the check runs again at the next start.
     with contextlib.suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         (_folder() / key).touch()

@@ -1,7 +1,6 @@
-"""Tensors of a model that transformers makes of others in the files: experts that are stored one by one, and the like.
+"""Converts file tensors to model tensors with transformers' weight mapping, for example stacks of experts.
 
-Which tensors become which, and how, is transformers' own mapping with its own operations. They are applied to what one
-tensor of the model is made of, and where that is a stack of experts, to those experts that a rank holds.
+The operations of transformers are applied per model tensor; for a stack of experts, only to the experts of a rank.
 """
 
 from __future__ import annotations
@@ -21,34 +20,33 @@ if TYPE_CHECKING:
 
 
 META = torch.device("meta")
-# Operations of transformers that move numbers and change none: what is read in another precision is moved alike.
+# Operations of transformers that only move values, so they work in any precision.
 MOVES = ("MergeModulelist", "Concatenate", "Chunk", "Split", "Transpose", "Interleave", "PermuteForRope")
-# Experts are read one by one or, where they are small, so many that they have this many bytes.
+# Experts are read in blocks of about this size.
 BLOCK_BYTES = 2**26
 
 
 class Unmapped(Exception):
-    """Why the tensors of a model cannot be taken from the files one by one."""
+    """Why the tensors of a model cannot be read from the files one by one."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What operations ask of a model: the shapes of its parameters, under the names that it has in transformers,
-    whatever modules stand around it now."""
+    """Stands in for the model in operations: parameter shapes by name, without wrappers of the model."""
 
-    known: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        return self.known[name]
+        return self.parameters[name]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor of a model, of which `sources` are in the files: by the patterns of the converter, in its order."""
+    """A model tensor that is made of file tensors (`sources`), by pattern of the converter."""
 
     name: str
     first: str
-    """Of the tensors that are made of the same sources: the one after which transformers names them."""
+    """The first tensor made of the same sources; transformers uses its name."""
     converter: Any
     sources: Mapping[str, tuple[str, ...]]
     shapes: Shapes
@@ -60,14 +58,14 @@ class Made:
 
     @property
     def stacked(self) -> bool:
-        """Whether row i is made of the i-th source of each pattern alone."""
+        """Whether row i is made of only the i-th source of each pattern."""
         from transformers.core_model_loading import MergeModulelist
 
         merge, *more = self.converter.operations
         return type(merge) is MergeModulelist and merge.dim == 0 and all(_keeps_rows(operation) for operation in more)
 
     def fill(self, stored: StoredTensors, target: torch.Tensor) -> None:
-        """Copy what this rank holds of it into a tensor, sharded or not, of any dtype and on any device."""
+        """Fill the local part of a tensor, sharded or not, of any dtype and on any device."""
         part, offsets = held_part(target)
         if not part.numel():
             return
@@ -88,8 +86,8 @@ class Made:
             block.copy_(made)
 
     def converted(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What transformers makes of the tensors of some or all sources, by name. They are taken out of `tensors`, so
-        that each is let go of as soon as it is used."""
+        """Convert the tensors of some or all sources, by name. They are removed from `tensors`, so that each is freed
+        as soon as possible."""
         converter = deepcopy(self.converter)
         for pattern, keys in self.sources.items():
             for key in keys:
@@ -100,11 +98,11 @@ class Made:
 
 
 InFiles = str | Made
-"""Where a tensor of a model is in the files: under a name, or in parts."""
+"""The location of a model tensor in the files: a name, or several parts."""
 
 
 def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]) -> None:
-    """Copy into tensors, sharded or not. What is made is made one after the other."""
+    """Fill tensors, sharded or not. Converted tensors are made one after the other."""
     stored.fill({place: target for place, target in targets if isinstance(place, str)})
     with torch.no_grad():
         for place, target in targets:
@@ -113,33 +111,32 @@ def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]
 
 
 def stored_bytes(stored: StoredTensors, place: InFiles) -> int:
-    """Of a number in the files, as wide as any that it is made of."""
+    """Bytes per element in the files (the maximum of the sources)."""
     return max(stored.dtype(key).itemsize for key in ([place] if isinstance(place, str) else place.keys))
 
 
 def conversions_of(model: PreTrainedModel) -> list[Any]:
-    """How transformers maps the tensors of files to those of the model, as it does when it loads them."""
+    """The mapping of file tensors to model tensors that transformers uses for loading."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(model))
 
 
 def refuse_operations(conversions: list[Any]) -> None:
-    """`Unmapped` where one of them does more than move numbers."""
+    """Raise `Unmapped` if an operation does more than move values."""
     from transformers import core_model_loading
 
-    known = {getattr(core_model_loading, name) for name in MOVES if hasattr(core_model_loading, name)}
+    moves = {getattr(core_model_loading, name) for name in MOVES if hasattr(core_model_loading, name)}
     for operation in (one for conversion in conversions for one in getattr(conversion, "operations", ())):
-        if type(operation) not in known:
+        if type(operation) not in moves:
             raise Unmapped(f"transformers makes some of its tensors by {type(operation).__name__}")
 
 
 def places_by_name(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[str, InFiles]:
-    """Where each tensor of the model is that the files have, found as transformers finds it; `Unmapped` where that is
-    not the same for certain. The model keeps the list of conversions for saving. Names that the model
-    has no tensor for are added to `unused`."""
+    """The location of each model tensor in the files, as transformers would find it; `Unmapped` if that is not certain.
+    The model keeps the list of conversions for saving. Names without a model tensor are added to `unused`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = conversions_of(model)
@@ -186,19 +183,19 @@ def _made(
     shapes: Shapes,
     config: Any,
 ) -> list[Made]:
-    """What is made of some sources, tried without storage."""
+    """The tensors made of some sources; the conversion is tried on the meta device."""
     if len({id(converter_of[pattern]) for pattern in sources}) > 1:
         raise Unmapped(f"{first} is made in two ways")
     converter = converter_of[next(iter(sources))]
     kept = {pattern: tuple(keys) for pattern, keys in sources.items()}
-    whole = Made(first, first, converter, kept, shapes, config)
-    tensors = {key: torch.empty(stored.shape(key), device=META) for key in whole.keys}
+    trial = Made(first, first, converter, kept, shapes, config)
+    tensors = {key: torch.empty(stored.shape(key), device=META) for key in trial.keys}
     try:
-        results = whole.converted(tensors)
-    except Exception as error:  # whatever an operation meets in other files than it expects
+        results = trial.converted(tensors)
+    except Exception as error:  # operations raise various errors for unexpected files
         raise Unmapped(f"{first} cannot be made of what its files have") from error
     for name, result in results.items():
-        if name not in shapes.known or result.shape != shapes.known[name].shape:
+        if name not in shapes.parameters or result.shape != shapes.parameters[name].shape:
             raise Unmapped(f"{name} is made with another shape")
     found = [Made(name, first, converter, kept, shapes, config) for name in results]
     for one in found:
@@ -208,7 +205,7 @@ def _made(
 
 
 def _keeps_rows(operation: Any) -> bool:
-    """Whether a row of what comes out is made of the same row of all that comes in."""
+    """Whether each output row depends only on the same row of the inputs."""
     from transformers.core_model_loading import Concatenate, Interleave, Transpose
 
     if type(operation) is Transpose:

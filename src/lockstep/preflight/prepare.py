@@ -430,7 +430,7 @@ def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int
     opened = open_sources(recipe.data.taken, recipe.data)
     with console.task("Encoding prompts", sum(map(rows_taken, recipe.data.taken, opened))) as task:
         asked = read_by_rewards(recipe.reward)
-        return load_prompts(recipe.data.taken, recipe.data, tokenizer, limit, task.advance, opened, asked=asked)
+        return load_prompts(recipe.data.taken, recipe.data, tokenizer, limit, task.advance, opened, reward_fields=asked)
 
 
 def row_limit(recipe: Recipe, config: Any) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from lockstep.data.encode.template_checks import refuse_vanished
+from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.errors import Refusal, first_line
 from lockstep.serve.engine_worker import GenerationRequest
 from lockstep.serve.http_api import ApiError
@@ -289,7 +289,7 @@ def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served
         raise ApiError(400, "messages: the model has no chat template; use /v1/completions", param="messages")
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
-        refuse_vanished(text, messages, (), _ORIGIN)
+        refuse_dropped_by_template(text, messages, (), _ORIGIN)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         # A template is code of the model and may raise anything for messages that it does not accept.
         raise wrong("messages", f"the chat template refuses them: {first_line(error)}") from error

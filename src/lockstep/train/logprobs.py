@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from lockstep.algorithms.correction import logprob_difference
-from lockstep.data.batching import LaidLine
+from lockstep.data.batching import PackedRow
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.preflight.batch_plan import logprob_limit, old_needed
@@ -29,7 +29,7 @@ class UpdateLines:
     """The responses of one optimizer step by their numbers, and who trains on which of them in which micro-batch."""
 
     responses: slice
-    shares: list[list[LaidLine]]
+    shares: list[list[PackedRow]]
     """The lines of each share; numbers are counted from the first response of the update."""
 
     def owners(self) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.data.batching import Laid, LaidLine, Outline, lay_groups, micro_batch, plan_micro_batches, run_on
+from lockstep.data.batching import (
+    Outline,
+    PackedRow,
+    PackedSequence,
+    micro_batch,
+    pack_groups,
+    plan_micro_batches,
+    run_on,
+)
 from lockstep.data.updates import Update, arrange
 from lockstep.device.base import Device, fetched
 from lockstep.kernels.divergence import Likeliest, TeacherDivergence
@@ -63,18 +71,18 @@ class Packing:
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
 
-    def lay(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[LaidLine]]:
+    def lay(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[PackedRow]]:
         """For each share, which responses make up its micro-batches. Those to one prompt begin with it, which a packed
         line has once, a divided one not."""
         alone = len({one.prompt for one in responses}) == len(responses)
         if self.tokens is None or self.world.context is not None or alone:
             lengths = [one.length for one in responses]
             plan = plan_micro_batches(lengths, devices=self.world.dp_size, tokens=self.tokens, rows=self.rows)
-            return [[[Laid(number, 0) for number in members] for members in share] for share in plan]
-        return lay_groups(responses, self.world.dp_size, tokens=self.tokens, alike_up_to=alike_up_to)
+            return [[[PackedSequence(number, 0) for number in members] for members in share] for share in plan]
+        return pack_groups(responses, self.world.dp_size, tokens=self.tokens, alike_up_to=alike_up_to)
 
     def batch(
-        self, line: LaidLine, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
+        self, line: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
     ) -> MicroBatch:
         """A line with its `examples`, the targets of each of which begin at `starts` (and at `places` in the vectors of
         this rank, where that does not have them all)."""
@@ -136,7 +144,7 @@ class Models:
     def arrange(self, items: Sequence[T]) -> Update[T]:
         return self.packing(items)
 
-    def lay(self, responses: Sequence[Outline]) -> list[list[LaidLine]]:
+    def lay(self, responses: Sequence[Outline]) -> list[list[PackedRow]]:
         """For each share, the micro-batches of the responses to some prompts, for all models of the run."""
         modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
         limits = [getattr(module, "alike_up_to", None) for module in modules]

@@ -1,4 +1,4 @@
-"""Chats rendered by the chat template, with the spans that are trained, and such text as tokens."""
+"""Renders chats with the chat template, finds the trained spans, and tokenises the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from lockstep.data.encode.dialogue import common_length
 from lockstep.data.encode.messages import as_written
-from lockstep.data.encode.template_checks import lost_beside, refuse_vanished
+from lockstep.data.encode.template_checks import dropped_by_template, refuse_dropped_by_template
 from lockstep.data.encode.tokenizer_cache import as_array, token_facts, token_ids, token_ids_and_offsets, token_runs
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# A chat as text by the tokenizer's chat template, whole and up to any of its messages.
-#
-# `apply_chat_template` copies every message and builds the template's surroundings anew for each text, which takes
-# longer than the text itself; a chat is rendered once for each turn. Messages of a role and a content alone go to the
-# compiled template as they are. What it gives is compared with `apply_chat_template` on the first of them.
-
-
 class ChatText:
-    """One chat in the tokenizer's template."""
+    """One chat, rendered by the tokenizer's template up to any of its messages.
+
+    `apply_chat_template` copies every message and rebuilds the template context for each call, which is slow: a chat is
+    rendered once per turn. Messages of only role and content go directly to the compiled template. Its output is
+    compared with `apply_chat_template` on first use.
+    """
 
     def __init__(
         self,
@@ -43,24 +41,24 @@ class ChatText:
     ):
         self._tokenizer, self._tools, self._origin = tokenizer, tools, origin
         self._messages = as_written(tokenizer, messages)
-        self._short = _short_way_of(tokenizer) if not tools and all(map(_is_plain, messages)) else None
-        self._special = tokenizer.special_tokens_map if self._short is not None else {}
+        self._fast = _fast_template_of(tokenizer) if not tools and all(map(_is_plain, messages)) else None
+        self._special = tokenizer.special_tokens_map if self._fast is not None else {}
 
     def upto(self, count: int, *, open_turn: bool) -> str:
-        """The first messages; with `open_turn` the text ends where the assistant begins to speak."""
-        messages, short = self._messages[:count], self._short
-        if short is None or not messages:
-            return self._called(messages, open_turn)
-        text = short(messages, self._special, open_turn)
-        if text is not None and open_turn in short.tried:
+        """The first messages. With `open_turn` the text ends with the generation prompt."""
+        messages, fast = self._messages[:count], self._fast
+        if fast is None or not messages:
+            return self._apply_template(messages, open_turn)
+        text = fast(messages, self._special, open_turn)
+        if text is not None and open_turn in fast.checked:
             return text
-        called = self._called(messages, open_turn)
-        short.tried.add(open_turn)
-        if text != called:
-            self._short, short.sound = None, False
-        return called
+        expected = self._apply_template(messages, open_turn)
+        fast.checked.add(open_turn)
+        if text != expected:
+            self._fast, fast.correct = None, False
+        return expected
 
-    def _called(self, messages: list[Message], open_turn: bool) -> str:
+    def _apply_template(self, messages: list[Message], open_turn: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=list(self._tools) or None, tokenize=False, add_generation_prompt=open_turn
@@ -72,65 +70,63 @@ class ChatText:
 
 def refused_by_template(error: Exception, origin: Origin) -> Refusal:
     why = f"the chat template refuses this chat: {error}"
-    return Refusal.at(origin, why, "mend or remove the row, or use another template (data.template)")
+    return Refusal.at(origin, why, "fix or remove the row, or use another template (data.template)")
 
 
 def _is_plain(message: Message) -> bool:
     return len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str
 
 
-class _ShortWay:
+class _FastTemplate:
     """One compiled template."""
 
     def __init__(self, compiled: Any):
         self._compiled = compiled
         self._globals = {**compiled.globals, "tools": None, "documents": None}
-        self.sound = True
-        """False once it gave another text than the call."""
-        self.tried: set[bool] = set()
-        """Compared with the call: with and without an open turn."""
+        self.correct = True
+        """False once its output differed from `apply_chat_template`."""
+        self.checked: set[bool] = set()
+        """Values of `open_turn` for which it was compared with `apply_chat_template`."""
 
     def __call__(self, messages: list[Message], special: dict[str, Any], open_turn: bool) -> str | None:
-        """None where the template fails."""
-        said = {**self._globals, "messages": messages, "add_generation_prompt": open_turn, **special}
+        """None if the template fails."""
+        variables = {**self._globals, "messages": messages, "add_generation_prompt": open_turn, **special}
         compiled = self._compiled
-        context = compiled.environment.context_class(compiled.environment, said, compiled.name, compiled.blocks)
+        context = compiled.environment.context_class(compiled.environment, variables, compiled.name, compiled.blocks)
         try:
             return "".join(compiled.root_render_func(context))
-        except Exception:  # noqa: BLE001 - templates fail in any way; the call fails in the same one, and tells it
+        except Exception:  # noqa: BLE001 - any failure: `apply_chat_template` fails in the same way and reports it
             return None
 
 
-def _short_way_of(tokenizer: PreTrainedTokenizerBase) -> _ShortWay | None:
-    """None where the call does something of its own."""
+def _fast_template_of(tokenizer: PreTrainedTokenizerBase) -> _FastTemplate | None:
+    """None if the tokenizer overrides `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     kind, base = type(tokenizer), PreTrainedTokenizerBase
     if kind.apply_chat_template is not base.apply_chat_template or kind.get_chat_template is not base.get_chat_template:
         return None
-    short = _short_way(tokenizer.get_chat_template())
-    return short if short is not None and short.sound else None
+    fast = _fast_template(tokenizer.get_chat_template())
+    return fast if fast is not None and fast.correct else None
 
 
 @lru_cache(maxsize=16)
-def _short_way(template: str) -> _ShortWay | None:
+def _fast_template(template: str) -> _FastTemplate | None:
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError:
-        return None  # it is private to transformers
+        return None  # the function is private to transformers
     try:
-        return _ShortWay(_compile_jinja_template(template))
+        return _FastTemplate(_compile_jinja_template(template))
     except TemplateError:
-        return None  # the call says what is wrong with it
+        return None  # `apply_chat_template` reports the error
 
 
-# A chat as text with the spans that are trained, and such text as tokens.
-#
-# Every assistant turn is trained and nothing else. Where the template has generation markers, they say what an
-# assistant turn is; elsewhere it is what the template adds after the prompt it would generate from.
+# Only assistant turns are trained. Generation markers of the template delimit them; without markers, a turn is the text
+# that the template adds after the generation prompt.
 
 Tools = Sequence[dict[str, Any]]
-"""What the assistant may call, as JSON schemas."""
+"""Tools of a chat, as JSON schemas."""
 
 MAY_BE_EMPTY = ("system", "developer", "tool")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -138,7 +134,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Spans:
-    """Text and the character ranges of it that are trained, in order."""
+    """A text and its trained character ranges, in order."""
 
     text: str
     trained: tuple[tuple[int, int], ...]
@@ -156,35 +152,35 @@ def _marked(template: str) -> bool:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
 ) -> Spans:
-    """A checked chat in the tokenizer's template; each assistant turn that is trained must be there, whole."""
+    """Render a checked chat. Each trained assistant turn must appear unchanged."""
     spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
     turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
     for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
-        if not says(spans.text, start, end, turn):
+        if not contains_turn(spans.text, start, end, turn):
             raise Refusal.at(
                 origin,
                 f"the chat template drops or changes assistant turn {number}",
                 "use a template that renders assistant content as it is (no stripped reasoning), or split the row",
             )
-        lost = lost_beside(turn, spans.text[start:end])
-        if lost:
+        dropped = dropped_by_template(turn, spans.text[start:end])
+        if dropped:
             raise Refusal.at(
                 origin,
-                f"the chat template drops the {lost} from what is trained of assistant turn {number}",
+                f"the chat template drops the {dropped} from the trained text of assistant turn {number}",
                 "use a template that writes it (data.template), write it into the content, or remove it from the row",
             )
-    refuse_vanished(spans.text, messages, tools, origin)
+    refuse_dropped_by_template(spans.text, messages, tools, origin)
     return spans
 
 
 def check_messages(messages: list[Message], origin: Origin) -> None:
-    """Refuse what is no chat with something to train."""
+    """Refuse anything that is not a chat with an assistant turn to train."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise Refusal.at(origin, "a chat is a list of {role, content} messages", "set data.messages_key or data.shape")
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         why = f"the chat has no assistant turn, so there is nothing to train: it has turns of {roles}"
-        raise Refusal.at(origin, why, "mend or remove the row")
+        raise Refusal.at(origin, why, "fix or remove the row")
     if messages[0]["role"] == "assistant":
         raise Refusal.at(
             origin, "empty prompt: the chat starts with the assistant", "remove that turn, or put a user's before it"
@@ -194,7 +190,7 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
 
 
 def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
-    """A message is text, or calls tools. A tool may answer nothing, and many rows have an empty system message."""
+    """Refuse an empty message without tool calls. Tool results and system messages may be empty."""
     content, role = message.get("content"), message["role"]
     if not isinstance(content, str) or not (content.strip() or message.get("tool_calls") or role in MAY_BE_EMPTY):
         raise Refusal.at(
@@ -202,15 +198,15 @@ def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
         )
 
 
-def says(text: str, start: int, end: int, turn: Message) -> bool:
-    """Whether the trained text is that of the turn. Its beginning may stand before: where the template opens a turn
-    with a mark of its own, the answer begins with that mark."""
+def contains_turn(text: str, start: int, end: int, turn: Message) -> bool:
+    """Whether the trained text contains the turn. The turn may begin before `start`, if the generation prompt already
+    contains the first characters of the answer (for example `<think>`)."""
     content = str(turn["content"]).strip()
     return not content or text.find(content, max(0, start + 1 - len(content)), end) >= 0
 
 
 def is_trained(turn: Message) -> bool:
-    """Whether a turn of the assistant is trained: a weight of 0 says that it is not."""
+    """Whether an assistant turn is trained. A weight of 0 excludes it."""
     return bool(turn.get("weight", 1))
 
 
@@ -236,7 +232,7 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
         raise Refusal.at(
             origin,
             f"the chat template renders {len(spans[0])} of {len(turns)} assistant turns as trained text",
-            "mend the template: each assistant turn needs its own generation markers",
+            "fix the template: put generation markers around each assistant turn",
         )
     trained = ((first, last) for (first, last), turn in zip(spans[0], turns, strict=True) if is_trained(turn))
     return Spans(texts[0], tuple(trained))
@@ -266,15 +262,13 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], or
 
 
 def refuse_another_opening(before: str, after: str, turn: Message, where: str, origin: Origin) -> None:
-    """Refuse a turn that does not begin as the model would: `before` is the prompt up to where the model speaks, with
-    more at its end than stands before the turn in `after`."""
+    """Refuse a turn that does not begin with the end of the generation prompt `before`."""
     same = common_length([before, after])
     if after[same:].lstrip().startswith(str(turn["content"]).strip() or "\0"):
         opening = before[same:]
         raise Refusal.at(
             origin,
-            f"the chat template opens the assistant's turn with {opening!r} when the model speaks, and {where} is not "
-            "rendered so",
+            f"the generation prompt of the chat template ends with {opening!r}, but {where} is rendered without it",
             f"begin the answer with {opening!r}, or use a template that renders both alike (data.template)",
         )
 
@@ -287,21 +281,21 @@ def render_prompt(
     *,
     open_turn: bool = True,
 ) -> str:
-    """The chat as text; with `open_turn` it ends where the assistant begins to speak."""
+    """The chat as text. With `open_turn` it ends with the generation prompt."""
     return ChatText(tokenizer, messages, tools, origin).upto(len(messages), open_turn=open_turn)
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
-    """Tokens of the text; also whether it had to be split at the span borders.
+    """Tokenise the text; also returns whether it was split at the span borders.
 
-    A prompt must be the same tokens in training as in generation, where it stands alone. If a token of the whole
-    text reaches over a border, the pieces between the borders are tokenised by themselves.
+    A prompt must give the same tokens in training as in generation. If a token of the full text crosses a border, the
+    pieces between the borders are tokenised separately.
     """
-    found = _between_borders(tokenizer, spans)
-    if found is None:
+    counted = _between_borders(tokenizer, spans)
+    if counted is None:
         ids, trained, split = _by_offsets(tokenizer, spans)
     else:
-        (ids, trained), split = found, False
+        (ids, trained), split = counted, False
     if not has_markers(tokenizer):
         _untrain_after_end(tokenizer, ids, trained)
     return Example(ids, bytes(trained), origin), split
@@ -310,7 +304,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
     """Tokens and whether each is trained, where the tokens can be counted between the borders of the spans."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
-    # A token of spaces alone has no place in the text for some tokenizers, and may count to what follows it.
+    # Some tokenizers give a token of spaces no offset, or count it to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
         return None
     runs = token_runs(tokenizer, text, borders)
@@ -322,7 +316,7 @@ def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[
 
 
 def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray, bool]:
-    """The same by the place of each token in the text, and whether the text was split."""
+    """The same from token offsets; also returns whether the text was split."""
     ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
     trained, split = _inside(offsets, spans.trained)
     if split:
@@ -336,7 +330,7 @@ def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
-    """1 for each token that lies inside a span, and whether any reaches over a border of one."""
+    """1 for each token inside a span, and whether a token crosses a border of one."""
     flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))
     starts, ends = flat[0::2], flat[1::2]
     inside, across = np.zeros(len(starts), dtype=bool), False
@@ -348,9 +342,9 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trained: bytearray) -> None:
-    """Templates put a line break after the end token; the model stops before it, so it is not trained.
+    """Mask white space after the end token: templates add a line break there, and the model stops before it.
 
-    One after a special token within a turn is the model's own.
+    White space after a special token inside a turn stays trained.
     """
     facts = token_facts(tokenizer)
     for ended in facts.where_special(ids):
@@ -363,5 +357,5 @@ def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trai
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that are not text: end-of-turn, end-of-text and their like."""
+    """Special tokens, such as end-of-turn and end-of-text."""
     return token_facts(tokenizer).special

@@ -1,4 +1,4 @@
-"""The chat template of a run: the tokenizer's own or one that `data.template` names, with its arguments."""
+"""The chat template of a run: the tokenizer's, or the one that `data.template` names, with its arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 KEY = "data.template"
-# Tokens that a template of ours writes; the last one ends a turn.
+# Special tokens of the built-in templates; the last one ends a turn.
 TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "qwen": ("<|im_start|>", "<|im_end|>"),
@@ -31,7 +31,7 @@ TOKENS = {
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedTokenizerBase:
-    """The tokenizer with the template and the arguments of `data`: wherever a chat is rendered, they hold."""
+    """Set the template and its arguments of `data` on the tokenizer."""
     if is_named(data):
         tokenizer.chat_template = template_text(data.template)
         _refuse_missing_tokens(tokenizer, data.template)
@@ -40,12 +40,12 @@ def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedT
 
 
 def is_named(data: Data) -> bool:
-    """Whether the template is another than the tokenizer's own."""
+    """Whether `data.template` replaces the tokenizer's template."""
     return data.template not in ("auto", "none")
 
 
 def template_text(name: str) -> str:
-    """A template of ours, or the file of one."""
+    """A built-in template, or the content of a template file."""
     if name in TOKENS:
         return (resources.files("lockstep") / "data" / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
     try:
@@ -59,9 +59,9 @@ def template_text(name: str) -> str:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
-    """The token that the template of `data` ends an answer with, tried on a chat. None where it need not end with one.
+    """The token that ends an answer in the template of `data`, found by rendering a chat. None if none is required.
 
-    A run that generates must stop at it, also where the model's own end is another.
+    Generation must stop at it, even if the model has another end token.
     """
     if not is_named(data):
         return None
@@ -69,7 +69,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
     try:
         example, _ = encode_spans(tokenizer, render_chat(tokenizer, _answered(tokenizer, origin), origin), origin)
     except Refusal as refusal:
-        raise Refusal.at(f"{KEY} {data.template}", refusal.problems[0].why, "mend the template") from refusal
+        raise Refusal.at(f"{KEY} {data.template}", refusal.problems[0].why, "fix the template") from refusal
     last = last_trained(example)
     if last in special_ids(tokenizer):
         return last
@@ -84,16 +84,16 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
 
 
 def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Message]:
-    """A question and its answer, which begins as the template begins one for the model: some open it with a mark."""
+    """A question and an answer that begins with the end of the generation prompt (for example `<think>`)."""
     question: Message = {"role": "user", "content": "2+3?"}
-    asked = render_prompt(tokenizer, [question], origin)
-    told = render_prompt(tokenizer, [question, {"role": "assistant", "content": "5"}], origin, open_turn=False)
-    opening = asked[common_length([asked, told]) :]
+    prompt = render_prompt(tokenizer, [question], origin)
+    full = render_prompt(tokenizer, [question, {"role": "assistant", "content": "5"}], origin, open_turn=False)
+    opening = prompt[common_length([prompt, full]) :]
     return [question, {"role": "assistant", "content": f"{opening}5"}]
 
 
 def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """A mark that is several tokens here would be spelt out letter by letter, and end nothing."""
+    """Refuse a template whose marks are not single special tokens: such a mark would end nothing."""
     special = special_ids(tokenizer)
     missing = [
         token
@@ -105,7 +105,7 @@ def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> Non
             f"{KEY} {name}",
             f"writes {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} no special token of the "
             "tokenizer",
-            f"use a template whose marks it has; a file of your own can work with any: {_ends_with(tokenizer)}",
+            f"use a template whose special tokens it has, or write a template file: {_ends_with(tokenizer)}",
         )
 
 
@@ -122,10 +122,7 @@ def _near_word(name: str, template: str) -> str:
 def with_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, bool | int | float | str]
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer, whose template has the arguments set at its beginning: wherever it is rendered, they hold.
-
-    For the run alone: an export has the template without them.
-    """
+    """Set the arguments at the beginning of the tokenizer's template. An export does not include them."""
     if not arguments:
         return tokenizer
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
@@ -142,4 +139,4 @@ def with_arguments(
 
 
 def _literal(value: bool | int | float | str) -> str:
-    return json.dumps(value)  # true, false, numbers and quoted text are written alike in both
+    return json.dumps(value)  # booleans, numbers and quoted text have the same syntax in JSON and Jinja

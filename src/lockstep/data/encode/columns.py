@@ -13,9 +13,7 @@ from lockstep.errors import Refusal
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Message, Origin, Row
 
-# Columns that stand beside a prompt and belong to it: an input, a system message, earlier turns, tools.
-
-# By the names under which other projects publish them.
+# Column names that other projects use for additions to the prompt.
 INPUTS = ("input", "context")
 SYSTEMS = ("system", "system_prompt")
 HISTORIES = ("history",)
@@ -23,8 +21,8 @@ TOOLS = ("tools", "functions")
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The columns; empty strings where there is no such column."""
+class ExtraColumns:
+    """Columns that extend the prompt: input, system message, earlier turns, tools. Empty string: no such column."""
 
     input: str = ""
     system: str = ""
@@ -32,28 +30,28 @@ class Beside:
     tools: str = ""
 
     @classmethod
-    def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> Beside:
-        """Those of a source, for the prompt in the column `prompt`. Of an instruction the input is a part, where
-        nobody else has `used` it."""
+    def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> ExtraColumns:
+        """Find the extra columns of a source. The input and history columns count only with an `instruction` prompt and
+        if they are not already `used`."""
         free = [name for name in available if name != prompt and name not in used]
 
-        def known(names: Sequence[str]) -> str:
+        def first(names: Sequence[str]) -> str:
             return next((name for name in names if name in free), "")
 
         return cls(
-            input=known(INPUTS) if prompt == "instruction" else "",
-            system=known(SYSTEMS),
-            history=known(HISTORIES) if prompt == "instruction" else "",
-            tools=known(TOOLS),
+            input=first(INPUTS) if prompt == "instruction" else "",
+            system=first(SYSTEMS),
+            history=first(HISTORIES) if prompt == "instruction" else "",
+            tools=first(TOOLS),
         )
 
     def prompt(self, value: Any, name: str, row: Row, origin: Origin) -> Turns:
-        """The prompt with all that belongs to it: still a text where nothing makes a chat of it."""
+        """The prompt with its extra columns. It stays a text unless a column makes it a chat."""
         turns = as_turns(value, name, origin)
         if self.input:
             extra = self._text(self.input, row, origin)
             if extra and not isinstance(turns, str):
-                raise Refusal.at(origin, f"{name} is a chat, and {self.input} has no place in it", "mend the row")
+                raise Refusal.at(origin, f"{name} is a chat, and {self.input} has no place in it", "fix the row")
             turns = f"{turns}\n{extra}" if extra else turns
         earlier = self._history(row, origin)
         if earlier:
@@ -61,7 +59,7 @@ class Beside:
         return self.chat(turns, row, origin)
 
     def chat(self, turns: Turns, row: Row, origin: Origin) -> Turns:
-        """The turns after the row's system message, if it has one."""
+        """The turns, preceded by the row's system message if it has one."""
         refuse_not_text(row, "the row", origin)
         system = self._text(self.system, row, origin)
         if not system:
@@ -74,9 +72,9 @@ class Beside:
             raise Refusal.at(
                 origin, f"has a system message in {self.system}, and another in its chat", "keep one of them"
             )
-        # An empty one in the chat gives way.
-        said = turns[1:] if turns and turns[0]["role"] == "system" else turns
-        return [{"role": "system", "content": system}, *said]
+        # An empty system message in the chat is replaced.
+        others = turns[1:] if turns and turns[0]["role"] == "system" else turns
+        return [{"role": "system", "content": system}, *others]
 
     def tools_of(self, row: Row, origin: Origin) -> list[dict[str, Any]]:
         return as_tools(row.get(self.tools), self.tools, origin) if self.tools else []
@@ -85,8 +83,8 @@ class Beside:
     def columns(self) -> tuple[str, ...]:
         return tuple(name for name in (self.input, self.system, self.history, self.tools) if name)
 
-    def told(self) -> str:
-        """For the line that says what was found; empty where nothing stands beside the prompt."""
+    def description(self) -> str:
+        """Text for the data report; empty without extra columns."""
         parts = {
             "and {} on a new line": self.input,
             "system message from {}": self.system,
@@ -98,18 +96,18 @@ class Beside:
     def _text(self, column: str, row: Row, origin: Origin) -> str:
         value = row.get(column) if column else None
         if value is not None and not isinstance(value, str):
-            raise Refusal.at(origin, f"{column} is {type(value).__name__}, not text", "mend or remove the row")
+            raise Refusal.at(origin, f"{column} is {type(value).__name__}, not text", "fix or remove the row")
         return value if value and value.strip() else ""
 
     def _history(self, row: Row, origin: Origin) -> list[Message]:
-        """Earlier questions with their answers, in pairs."""
+        """Earlier turns, from [question, answer] pairs."""
         pairs = row.get(self.history) if self.history else None
         if not pairs:
             return []
         if not isinstance(pairs, list) or not all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
         ):
-            raise Refusal.at(origin, f"{self.history} must be a list of [question, answer] pairs", "mend the row")
+            raise Refusal.at(origin, f"{self.history} must be a list of [question, answer] pairs", "fix the row")
         return [
             {"role": role, "content": text}
             for pair in pairs
@@ -117,12 +115,10 @@ class Beside:
         ]
 
 
-NOTHING = Beside()
+NO_EXTRA_COLUMNS = ExtraColumns()
 
 
-# Which column holds which part of a row: where a setting says so, else by the names that other trainers use.
-
-# Names that users of other trainers know, looked for in this order.
+# Column names of other trainers, in order of preference.
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "problem")
 CHATS = ("messages", "conversations", "conversation")
 
@@ -131,46 +127,46 @@ _LISTED = 20
 
 @dataclass(frozen=True)
 class ColumnFinder:
-    """Finds the columns of one source: `available` are those that it has."""
+    """Finds the columns of one source, by setting or by name. `available` lists its columns."""
 
     source: Source
     data: Data
     available: Sequence[str]
     partly: Mapping[str, int] = field(default_factory=dict)
-    """Those that only some rows have, and how many do."""
+    """Columns that only some rows have, with the number of rows."""
 
     def setting(self, key: str) -> str:
-        """The source's own setting, else the recipe's; empty when neither is given."""
+        """The setting of the source, else of the recipe; empty if neither is set."""
         return getattr(self.source, key) or getattr(self.data, key) or ""
 
-    def known(self, names: Sequence[str]) -> str:
-        """The first of the names that is a column; empty when none is."""
+    def first_column(self, names: Sequence[str]) -> str:
+        """The first name that is a column; empty if none is."""
         return next((name for name in names if name in self.available), "")
 
-    def known_pair(self, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-        """The first of the pairs whose names are both columns."""
+    def first_pair(self, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+        """The first pair whose names are both columns."""
         return next((pair for pair in pairs if set(pair) <= set(self.available)), None)
 
     def find(self, key: str, names: Sequence[str]) -> str:
-        """The column that `key` sets, else the first well-known name there is; empty when there is none."""
-        return self.setting(key) or self.known(names)
+        """The column set by `key`, else the first well-known name; empty if there is none."""
+        return self.setting(key) or self.first_column(names)
 
     def prompt(self) -> str:
-        """Where the shared beginning of the responses is: a prompt, or a chat that they continue. Empty: nowhere."""
+        """The column of the prompt or of the chat that the responses continue; empty if there is none."""
         given = self.setting("prompt_key") or self.setting("messages_key")
-        return given or self.known((*PROMPTS, *CHATS))
+        return given or self.first_column((*PROMPTS, *CHATS))
 
-    def beside(self, prompt: str, *used: str) -> Beside:
-        """What belongs to the prompt and stands in columns of its own; a prompt that a setting names is the prompt."""
+    def extra_columns(self, prompt: str, *used: str) -> ExtraColumns:
+        """The columns that extend the prompt. A prompt column named by a setting gets no input or history."""
         named = bool(self.setting("prompt_key"))
-        return Beside.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
+        return ExtraColumns.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
 
     def unread(self, *used: str) -> str:
-        """The columns that no part of an item comes from, for the line that says what was found."""
+        """Text for the data report: the columns that are not read."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
         left = [column for column in self.available if column not in tops]
-        told = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
-        return f"; not read: {', '.join(told)}" if left else ""
+        names = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
+        return f"; not read: {', '.join(names)}" if left else ""
 
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(
@@ -179,7 +175,7 @@ class ColumnFinder:
 
 
 def filled(row: Row, key: str, origin: Origin) -> Any:
-    """The value at `key`, which must hold something."""
+    """The value at `key`, which must not be empty."""
     value = lookup(row, key, origin)
     if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
         raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in")
@@ -187,9 +183,9 @@ def filled(row: Row, key: str, origin: Origin) -> Any:
 
 
 def lookup(row: Row, key: str, origin: Origin) -> Any:
-    """The value at `key`; dots go into objects and lists: "extra_info.question", "choices.0".
+    """The value at `key`. Dots lead into objects and lists: "extra_info.question", "choices.0".
 
-    A column whose own name holds dots wins over a path."""
+    A column whose name contains dots takes precedence over a path."""
     value: Any = row
     parts = key.split(".")
     done = 0
@@ -204,7 +200,7 @@ def lookup(row: Row, key: str, origin: Origin) -> Any:
 
 
 def _step(value: Any, parts: list[str]) -> int | None:
-    """How many of the parts name something directly inside `value`: the most that do, None if none do."""
+    """The largest number of leading parts that name something directly inside `value`; None if none do."""
     if isinstance(value, dict):
         return next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in value), None)
     if isinstance(value, list) and parts[0].isascii() and parts[0].isdecimal():
@@ -215,14 +211,14 @@ def _step(value: Any, parts: list[str]) -> int | None:
 def _missing(row: Row, key: str, reached: str, value: Any, origin: Origin) -> Refusal:
     inside = f"{reached!r}" if reached else "the row"
     if isinstance(value, dict):
-        held = f"{inside} has the keys {_listed(list(value))}" if value else f"{inside} has no keys"
+        content = f"{inside} has the keys {_listed(list(value))}" if value else f"{inside} has no keys"
     elif isinstance(value, list):
-        held = f"{inside} is a list of {len(value)}"
+        content = f"{inside} is a list of {len(value)}"
     else:
-        held = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
+        content = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
     near = _nearest(row, key)
     return Refusal.at(
-        origin, f"has no {key!r}: {held}", f"did you mean {near!r}?" if near else "mend or remove the row"
+        origin, f"has no {key!r}: {content}", f"did you mean {near!r}?" if near else "fix or remove the row"
     )
 
 
@@ -232,7 +228,7 @@ def _listed(keys: list[str]) -> str:
 
 
 def _nearest(row: Row, key: str) -> str | None:
-    """The likeliest meant path: one that ends in the same name (a forgotten parent), else one spelled alike."""
+    """The most likely intended path: one that ends in the same name (a missing parent), else one spelled alike."""
     paths = list(row)
     paths += [f"{column}.{inner}" for column, value in row.items() if isinstance(value, dict) for inner in value]
     same_end = [path for path in paths if path.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# One prompt and the responses to it, out of the many ways in which rows write them down.
-
 Turns = str | list[Message]
 """A text, or the messages of a chat."""
 
-# Where the answer begins in dialogues written as one text (Anthropic's helpful and harmless pairs).
+# Start of the answer in dialogues stored as one text (Anthropic's helpful and harmless pairs).
 ANSWER_MARK = "\n\nAssistant:"
-# How the text of a chat begins that was written as JSON, or as Python shows it.
+# Start of a chat stored as JSON text, or as the repr of a Python list.
 _CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 _PYTHON_CHAT = re.compile(
     r"\[\{'(role|from)': '\w+', '(content|value)': |\[\{'(content|value)': .*, '(role|from)': '\w+'", re.DOTALL
@@ -33,10 +31,10 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 
 
 def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
-    """The prompt and each response without it. A prompt of None is what all responses begin with.
+    """The prompt, and each response without it. If the prompt is None, it is the common beginning of the responses.
 
-    Responses are texts or chats; a chat that does not start with the assistant is a whole one and must begin with
-    the prompt. `names` say which column each response came from.
+    Responses are texts or chats. A chat that does not start with the assistant is a full chat and must begin with the
+    prompt. `names` are the columns of the responses.
     """
     responses = [_filled(name, response, origin) for name, response in zip(names, responses, strict=True)]
     if len({type(response) for response in responses}) > 1:
@@ -51,32 +49,32 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     else:
         beginning, rests = _continued(as_turns(prompt, "the prompt", origin), responses, names, origin)
     if isinstance(beginning, list) and beginning[-1]["role"] == "assistant":
-        raise Refusal.at(origin, "the prompt ends with the assistant, who would answer itself", "mend the prompt")
+        raise Refusal.at(origin, "the prompt ends with the assistant, who would answer itself", "fix the prompt")
     for name, rest in zip(names, rests, strict=True):
         _refuse_no_answer(name, rest, origin)
     return beginning, rests
 
 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
-    """A dialogue that is written as one text up to the mark of its answer, as a chat; None for anything else.
+    """A dialogue stored as one text up to the answer mark, as a chat; None for anything else.
 
-    A chat template would put the whole of it into one message of the user.
+    A chat template would otherwise put all of it into one user message.
     """
     if not isinstance(beginning, str) or not all(isinstance(answer, str) for answer in answers):
         return None
     before, *pieces = _SPEAKERS.split("\n\n" + beginning.lstrip())
-    speakers, said = pieces[0::2], [piece.strip() for piece in pieces[1::2]]
-    if before or speakers[:1] != ["Human"] or speakers[-1:] != ["Assistant"] or said[-1] or not all(said[:-1]):
+    speakers, contents = pieces[0::2], [piece.strip() for piece in pieces[1::2]]
+    if before or speakers[:1] != ["Human"] or speakers[-1:] != ["Assistant"] or contents[-1] or not all(contents[:-1]):
         return None
     roles = {"Human": "user", "Assistant": "assistant"}
-    turns = [{"role": roles[who], "content": text} for who, text in zip(speakers[:-1], said[:-1], strict=True)]
+    turns = [{"role": roles[who], "content": text} for who, text in zip(speakers[:-1], contents[:-1], strict=True)]
     return turns, [str(answer).strip() for answer in answers]
 
 
 def as_turns(value: Any, name: str, origin: Origin) -> Turns:
-    """A text, or messages in the form that templates know: of a list, or of one message alone. Else a refusal.
+    """A text, or messages in the standard form, from a list or a single message. Anything else is refused.
 
-    A text that is the JSON of messages, as a csv file has them, is that chat.
+    A text that is the JSON of messages, as in csv files, is parsed.
     """
     if isinstance(value, str):
         value = _written_chat(value, name, origin)
@@ -85,13 +83,13 @@ def as_turns(value: Any, name: str, origin: Origin) -> Turns:
     turns = [value] if is_message(value) else value
     if not isinstance(turns, list) or not all(map(is_message, turns)):
         raise Refusal.at(
-            origin, f"{name} is neither text nor a list of {{role, content}} messages", "mend or remove the row"
+            origin, f"{name} is neither text nor a list of {{role, content}} messages", "fix or remove the row"
         )
     return as_messages(turns, origin)
 
 
 def _written_chat(text: str, name: str, origin: Origin) -> Any:
-    """The messages that a text is the JSON of, else the text."""
+    """The messages, if the text is their JSON, else the text."""
     if not _CHAT_TEXT.match(text):
         return text
     try:
@@ -118,7 +116,9 @@ def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
             raise Refusal.at(origin, f"{name} has no answer after the prompt", "remove the row or fill it in")
     elif not rest or rest[0]["role"] != "assistant" or rest[-1]["role"] != "assistant":
         raise Refusal.at(
-            origin, f"{name} must go on after the prompt with the assistant and end with it", "mend or remove the row"
+            origin,
+            f"{name} must start with an assistant turn after the prompt and end with one",
+            "fix or remove the row",
         )
 
 
@@ -126,16 +126,16 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
     heads: list[list[Message]] = []
     rests: list[list[Message]] = []
     for name, chat in zip(names, chats, strict=True):
-        whole = chat[0]["role"] != "assistant"
-        cut = _end_of_prompt(prompt, chat) if whole else 0
+        full = chat[0]["role"] != "assistant"
+        cut = _end_of_prompt(prompt, chat) if full else 0
         if cut is None:
             raise Refusal.at(
                 origin,
-                f"{name} is a whole chat that does not begin with the prompt",
-                "the prompt belongs to another row, or mend the columns' settings (data.prompt_key)",
+                f"{name} is a full chat that does not begin with the prompt",
+                "check that the prompt belongs to this row, or set data.prompt_key",
             )
         opening = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        heads.append(chat[:cut] if whole else opening)
+        heads.append(chat[:cut] if full else opening)
         rests.append(chat[cut:])
     if any(head != heads[0] for head in heads):
         raise _different_prompts(names, origin)
@@ -143,7 +143,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
 
 
 def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
-    """How many messages of a whole chat are the prompt. A prompt of text is the last user turn that says it."""
+    """Number of messages of a full chat that are the prompt. A text prompt is the last user turn with that text."""
     if isinstance(prompt, list):
         return len(prompt) if chat[: len(prompt)] == prompt else None
     turns = [
@@ -160,7 +160,7 @@ def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: 
     if cut == shortest:
         short = names[[len(chat) for chat in chats].index(shortest)]
         raise Refusal.at(
-            origin, f"{short} is only the beginning of the others, so it has no answer", "mend or remove the row"
+            origin, f"{short} is only the beginning of the others, so it has no answer", "fix or remove the row"
         )
     if not cut or any(chat[cut]["role"] != "assistant" for chat in chats):
         raise _different_prompts(names, origin)
@@ -174,14 +174,14 @@ def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> 
     else:
         cut = next((i for i in range(len(common), 0, -1) if common[i - 1].isspace()), 0)
     rests = [text[cut:] for text in texts]
-    # A further answer behind the cut: the dialogues part before their last answer.
+    # Another answer after the cut: the dialogues differ before their last answer.
     if not common[:cut].strip() or any(ANSWER_MARK in rest for rest in rests):
         raise _different_prompts(names, origin)
     return common[:cut], rests
 
 
 def common_length(sequences: Sequence[Any]) -> int:
-    """How long the beginning is that all share."""
+    """Length of the common prefix."""
     first, shortest = sequences[0], min(map(len, sequences))
     return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))
 
@@ -198,14 +198,12 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
-# Special tokens that are spelt out in the text of a row.
-#
-# A tokenizer reads them as what they are called, whoever wrote them: a user's `<|im_end|>` ends the user's turn. So
-# it is for every trainer that renders a chat and tokenises the text; here it is counted and said.
-
-
 class SpecialText:
-    """The names of a tokenizer's special tokens, to be looked for in texts."""
+    """Finds special tokens of a tokenizer in texts.
+
+    The tokenizer reads them as special tokens: an `<|im_end|>` in a user's text ends the user's turn. Such rows are
+    counted and reported.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
@@ -214,7 +212,7 @@ class SpecialText:
         self._any = re.compile("|".join(map(re.escape, sorted(names))) or r"(?!)")
 
     def inside(self, turns: Iterable[Turns]) -> bool:
-        """Whether any of the texts, or of the chats' contents, holds one."""
+        """Whether a text or a message content contains one."""
         return any(
             self._in(str(message.get("content") or ""))
             for one in turns
@@ -222,12 +220,12 @@ class SpecialText:
         )
 
     def _in(self, text: str) -> bool:
-        # Most texts hold not even the character that all names begin with.
+        # Fast path: most texts do not contain even the first character of a name.
         return any(first in text for first in self._firsts) and self._any.search(text) is not None
 
 
-def told(rows: int, first: object) -> str:
-    """For the lines that say what was found."""
+def special_rows_note(rows: int, first: object) -> str:
+    """Text for the data report."""
     return (
         f"{rows:,} rows hold special tokens of the tokenizer in their text, which are read as such and may end a turn; "
         f"the first is {first}"

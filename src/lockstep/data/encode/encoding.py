@@ -1,4 +1,4 @@
-"""Texts and chats as tokens within the token limit: shared by all row readers."""
+"""Encodes texts and chats within the token limit; shared by all row readers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Sequences within the limit of tokens, as `data.overlong` says: refused, dropped, or cut at an end.
-
 ExampleT = TypeVar("ExampleT", bound=Example)
 
 _DROP = "raise data.max_tokens or drop the row"
 
 
 class OverLimit(Refusal):
-    """A row over the limit, which is `data.overlong`'s business alone."""
+    """A row over the token limit. `data.overlong` handles it, not `data.bad_rows`."""
 
 
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
-    """Which of the tokens stay: None when the row is dropped. `over` is raised where nothing may be cut."""
+    """The tokens to keep by `data.overlong`; None if the row is dropped. `over` is raised if cutting is not allowed."""
     if tokens <= limit:
         return slice(0, tokens)
     if overlong == "drop":
@@ -48,7 +46,7 @@ def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
 
 
 def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token") -> ExampleT | None:
-    """The example within `limit` tokens, of which one `needed` must stay; None when it is dropped."""
+    """The example within `limit` tokens, with at least one `needed` token; None if it is dropped."""
     if len(example) <= limit:
         return example
     over = too_long(example.origin, f"has {len(example)}", limit)
@@ -64,9 +62,9 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
 def fit_responses(
     examples: Sequence[Example], names: Sequence[str], limit: int, overlong: str
 ) -> Sequence[Example] | None:
-    """Responses to one prompt within `limit` tokens each; None when they are dropped.
+    """Responses to one prompt within `limit` tokens each; None if they are dropped.
 
-    From the left the prompt alone is cut, for all responses at the same position; from the right each response.
+    truncate_left cuts the prompt, at the same position for all responses; truncate_right cuts each response.
     """
     longest = max(len(example) for example in examples)
     if longest <= limit:
@@ -91,12 +89,12 @@ def fit_responses(
 
 
 def prompt_length(example: Example) -> int:
-    """Tokens before the response."""
+    """Number of tokens before the response."""
     return example.trained.index(1)
 
 
 def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str = "") -> None:
-    """Refuse responses that are the same tokens: there is nothing to prefer."""
+    """Refuse responses with identical tokens: there is no preference between them."""
     first: dict[tuple[int, ...], str] = {}
     for name, example in zip(names, examples, strict=True):
         twin = first.setdefault(tuple(example.ids), name)
@@ -106,11 +104,8 @@ def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str =
             )
 
 
-# Texts and chats as tokens: what every reader of rows shares, whatever it trains.
-
-
 class Encoding:
-    """One tokenizer with the settings of `data`. Without `learned` nothing need end in an end token."""
+    """A tokenizer with the settings of `data`. Without `learned`, no end token is required."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data, *, learned: bool = True):
         self.tokenizer = tokenizer
@@ -120,25 +115,25 @@ class Encoding:
         self.require_end = data.require_end and learned
         self.special = special_ids(tokenizer)
         self.unseparated = 0
-        """Prompts that were joined with a response without a space or line break between them."""
-        # What the tokenizer itself puts before plain text: a BOS token, or nothing.
+        """Prompts joined to a response without a space or line break between them."""
+        # Tokens that the tokenizer puts before plain text: a BOS token, or nothing.
         self.opening: list[int] = list(tokenizer("")["input_ids"])
         if data.system and not self.templated:
             raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of the text alone."""
+        """The tokens of the text, without special tokens."""
         return token_ids(self.tokenizer, text)
 
     def chat(self, messages: list[Message], origin: Origin, tools: Tools = ()) -> tuple[Example, bool]:
-        """A chat whose every assistant turn is trained, and whether it was split at a turn's border."""
+        """A chat with all assistant turns trained, and whether it was split at the border of a turn."""
         check_messages(messages, origin)
         self.need_template(origin)
         spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
         return encode_spans(self.tokenizer, spans, origin)
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
-        """Prompt, in its format, and response as they are, tokenised apart; response and end token are trained."""
+        """Formatted prompt and response, tokenised separately. The response and the end token are trained."""
         prompt = formatted(prompt, self.prompt_format)
         self.unseparated += bool(prompt[-1:].strip() and response[:1].strip())
         before = self.opening + self.ids(prompt)
@@ -176,7 +171,7 @@ class Encoding:
         return []
 
     def checked(self, example: Example) -> Example:
-        """The example, unless it opens twice, trains nothing or does not learn to stop."""
+        """The example. Refuses two BOS tokens, no trained token, and a missing end token."""
         self.refuse_two_openings(example)
         if not example.targets:
             raise Refusal.at(example.origin, "no token of the row is trained")
@@ -201,15 +196,15 @@ class Encoding:
 
 
 def after_system(messages: list[Message], system: str | None) -> list[Message]:
-    """The chat after the message of `data.system`, where it has none of its own; an empty one gives way to it."""
-    own = [message for message in messages if message["role"] in ("system", "developer")]
-    if not system or any(str(message["content"]).strip() for message in own):
+    """The chat with the message of `data.system`, if it has no system message; an empty one is replaced."""
+    present = [message for message in messages if message["role"] in ("system", "developer")]
+    if not system or any(str(message["content"]).strip() for message in present):
         return messages
-    return [{"role": "system", "content": system}, *(message for message in messages if message not in own)]
+    return [{"role": "system", "content": system}, *(message for message in messages if message not in present)]
 
 
 def written(prompt: Any, form: str | None, origin: Origin) -> Any:
-    """A prompt in the text of `data.prompt_format`: a text, or the user's one message of a chat."""
+    """Apply `data.prompt_format` to a text, or to the only user message of a chat."""
     if form is None or isinstance(prompt, str):
         return prompt if form is None else formatted(prompt, form)
     users = [number for number, turn in enumerate(prompt) if turn["role"] == "user"]
@@ -219,19 +214,19 @@ def written(prompt: Any, form: str | None, origin: Origin) -> Any:
             "the prompt is a chat of several turns, and data.prompt_format is for one",
             "remove data.prompt_format",
         )
-    asked = prompt[users[0]]
+    user = prompt[users[0]]
     turns = list(prompt)
-    turns[users[0]] = {**asked, "content": formatted(str(asked["content"]), form)}
+    turns[users[0]] = {**user, "content": formatted(str(user["content"]), form)}
     return turns
 
 
 def formatted(prompt: str, form: str | None) -> str:
-    """The prompt in the text of `data.prompt_format`."""
+    """Apply `data.prompt_format` to a text."""
     return prompt if form is None else form.replace("{}", prompt, 1)
 
 
 def last_trained(example: Example) -> int:
-    """The token that ends the row's training; generation must stop at it."""
+    """The last trained token of the row. Generation must stop at it."""
     return example.ids[bytes(example.trained).rindex(1)]
 
 

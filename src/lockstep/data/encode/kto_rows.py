@@ -1,4 +1,4 @@
-"""Rows of single responses with a verdict, good or bad; pairs are taken as one of each."""
+"""KTO rows: responses labelled desirable or undesirable. A pair becomes one of each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.dataset import Kept
-from lockstep.data.encode.columns import CHATS, NOTHING, PROMPTS, Beside, ColumnFinder, filled, lookup
+from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, PROMPTS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import as_turns, divide
 from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
-from lockstep.data.encode.preference_rows import RankingColumns, find_pair_columns, pair_names, pair_of, prompt_told
+from lockstep.data.encode.preference_rows import (
+    RankingColumns,
+    find_pair_columns,
+    pair_names,
+    pair_of,
+    prompt_description,
+)
 from lockstep.data.encode.responses import ResponseEncoder
+from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
 from lockstep.types import Example, Judged, Origin, Row
 
@@ -21,28 +27,28 @@ if TYPE_CHECKING:
 
 
 RESPONSES = ("completion", "response", "output")
-# Every spelling that says clearly good or bad; 1 == 1.0 == True, so these cover the booleans too.
+# Accepted labels. 1 == 1.0 == True, so these include the booleans.
 VERDICTS: dict[Any, bool] = {1: True, 0: False, -1: False}
 SPELLED = {"true": True, "false": False, "1": True, "+1": True, "0": False, "-1": False}
 
 
 @dataclass(frozen=True)
 class JudgedColumns:
-    """A prompt with its response, or a chat that ends with it; beside it the verdict."""
+    """Columns of the label, and of a prompt and response or of a chat that ends with the response."""
 
     label: str
     prompt: str = ""
     response: str = ""
     messages: str = ""
-    beside: Beside = NOTHING
+    extra: ExtraColumns = NO_EXTRA_COLUMNS
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.label, self.prompt, self.response, self.messages, *self.beside.columns)
+        return (self.label, self.prompt, self.response, self.messages, *self.extra.columns)
 
 
 def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
-    """What the settings name, then responses with a label, chats with a label, pairs."""
+    """Columns by setting, else responses with a label, chats with a label, or pairs."""
     label = finder.find("label_key", ("label", "kto_tag"))
     pair = find_pair_columns(finder)
     if pair and (not label or finder.setting("chosen_key")):
@@ -54,16 +60,18 @@ def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
     messages = finder.find("messages_key", CHATS)
     wants_chat = bool(finder.setting("messages_key")) and not finder.setting("response_key")
     if label and prompt and response and not wants_chat:
-        return JudgedColumns(label, prompt=prompt, response=response, beside=finder.beside(prompt, response, label))
+        return JudgedColumns(
+            label, prompt=prompt, response=response, extra=finder.extra_columns(prompt, response, label)
+        )
     if label and messages:
-        return JudgedColumns(label, messages=messages, beside=finder.beside(messages, label))
+        return JudgedColumns(label, messages=messages, extra=finder.extra_columns(messages, label))
     if pair:
         return pair
     raise finder.unknown("hold the judged responses", "set data.prompt_key, data.response_key and data.label_key")
 
 
 class JudgedRows:
-    """The rows of one source as judged responses, with a count of the verdicts."""
+    """Reads the rows of one source as labelled responses, and counts the labels."""
 
     unusable = 0
 
@@ -90,23 +98,23 @@ class JudgedRows:
         if isinstance(columns, RankingColumns):
             names, responses = pair_of(row, columns, origin)
             divided = self.encode.as_chats(*columns.divided(row, responses, names, origin), self.tally)
-            examples = self.encode(*divided, origin, columns.beside.tools_of(row, origin))
+            examples = self.encode(*divided, origin, columns.extra.tools_of(row, origin))
             refuse_equal(examples, names)
             verdicts = [True, False]
         else:
             names, verdicts = [columns.response or columns.messages], [verdict(row, columns.label, origin)]
             prompt, response = _answered(row, columns, origin)
             divided = divide(prompt, [response], names, origin)
-            examples = self.encode(*divided, origin, columns.beside.tools_of(row, origin))
+            examples = self.encode(*divided, origin, columns.extra.tools_of(row, origin))
         kept = [self._kept(*parts) for parts in zip(examples, names, verdicts, strict=True)]
         self.tally.update("desirable" if entry.item.desirable else "undesirable" for entry in kept if entry is not None)
         return kept
 
-    def _kept(self, whole: Example, name: str, desirable: bool) -> Kept[Judged] | None:
-        fitted = fit_responses([whole], [name], self.limit, self.overlong)
+    def _kept(self, example: Example, name: str, desirable: bool) -> Kept[Judged] | None:
+        fitted = fit_responses([example], [name], self.limit, self.overlong)
         if fitted is None:
             return None
-        return Kept.of(Judged(fitted[0], desirable), len(fitted[0]) < len(whole), (last_trained(whole),))
+        return Kept.of(Judged(fitted[0], desirable), len(fitted[0]) < len(example), (last_trained(example),))
 
     def found(self) -> str:
         return self._found() + self.finder.unread(*self.columns.names)
@@ -115,34 +123,34 @@ class JudgedRows:
         columns = self.columns
         verdicts = f"{self.tally['desirable']:,} desirable, {self.tally['undesirable']:,} undesirable"
         if isinstance(columns, RankingColumns):
-            prompt = prompt_told(columns, self.tally)
+            prompt = prompt_description(columns, self.tally)
             return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"
-        parts = (columns.messages or f"{columns.prompt}, {columns.response}") + columns.beside.told()
+        parts = (columns.messages or f"{columns.prompt}, {columns.response}") + columns.extra.description()
         return f"judged responses ({parts}; verdict from {columns.label}): {verdicts}"
 
 
 def verdict(row: Row, key: str, origin: Origin) -> bool:
-    """Whether the row's label calls the response desirable."""
+    """Whether the label of the row is desirable."""
     label = lookup(row, key, origin)
     if isinstance(label, str):
         found = SPELLED.get(label.strip().lower())
     else:
         found = VERDICTS.get(label) if isinstance(label, bool | int | float) else None
     if found is None:
-        raise Refusal.at(origin, f"{key} is {label!r}, which is no verdict", "write true or false, 1 or 0, or 1 or -1")
+        raise Refusal.at(origin, f"{key} is {label!r}, which is not a label", "write true or false, 1 or 0, or 1 or -1")
     return found
 
 
 def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, Any]:
-    """The prompt, and the response to it: a column, or the last turn of the chat."""
+    """The prompt and its response: a column, or the last turn of the chat."""
     if not columns.messages:
-        asked = columns.beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
-        return asked, lookup(row, columns.response, origin)
+        prompt = columns.extra.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+        return prompt, lookup(row, columns.response, origin)
     chat = as_turns(filled(row, columns.messages, origin), columns.messages, origin)
     if isinstance(chat, str) or len(chat) < 2 or chat[-1]["role"] != "assistant":
         raise Refusal.at(
             origin,
-            f"{columns.messages} must be a chat of a prompt and the assistant's turn that is judged",
-            "mend or remove the row",
+            f"{columns.messages} must be a chat that ends with the labelled assistant turn",
+            "fix or remove the row",
         )
-    return columns.beside.chat(chat[:-1], row, origin), chat[-1:]
+    return columns.extra.chat(chat[:-1], row, origin), chat[-1:]

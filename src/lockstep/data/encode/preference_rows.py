@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.data.dataset import Kept
-from lockstep.data.encode.columns import NOTHING, Beside, ColumnFinder, filled, lookup
+from lockstep.data.encode.columns import NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import Turns, as_turns, divide
 from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
 from lockstep.data.encode.responses import DIALOGUES, ResponseEncoder
+from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
 from lockstep.types import Example, Origin, Ranking, Row, ScoredExample
 
@@ -20,16 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Responses with scores, best first: texts beside a list of scores, or objects that hold both (UltraFeedback).
-
-# Keys of an object that holds a response and its score, looked for in this order.
+# Keys of an object with a response and its score (UltraFeedback), in order of preference.
 TEXTS = ("response", "text", "content", "completion")
 SCORES = ("overall_score", "score", "rating", "reward")
 
 
 @dataclass(frozen=True)
 class RankedResponses:
-    """Responses, best first, with what to call each of them; `alike` counts those left out for an equal score."""
+    """Responses with their names, best first. `alike` counts responses dropped for an equal score."""
 
     names: list[str]
     responses: list[Any]
@@ -37,7 +35,7 @@ class RankedResponses:
 
 
 def is_objects(responses: Sequence[Any]) -> bool:
-    """Whether each response is an object with a score of its own, and not a message."""
+    """Whether each response is an object, and not a message."""
     return all(isinstance(one, dict) and "role" not in one and "from" not in one for one in responses)
 
 
@@ -47,12 +45,12 @@ def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin)
     score = next((key for key in SCORES if all(is_number(one.get(key)) for one in responses)), None)
     if text is None or score is None:
         missing = f"a text ({', '.join(TEXTS)})" if text is None else f"a number ({', '.join(SCORES)})"
-        raise Refusal.at(origin, f"not every response of {column} has {missing}", "mend or remove the row")
+        raise Refusal.at(origin, f"not every response of {column} has {missing}", "fix or remove the row")
     return [one[text] for one in responses], [one[score] for one in responses], score
 
 
 def best_first(responses: Sequence[Any], names: Sequence[str], scores: Sequence[float]) -> RankedResponses:
-    """By falling score; of equal scores, which do not say what is better, the first alone stays."""
+    """Sort by descending score. Of equal scores, only the first response is kept."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     kept = [i for place, i in enumerate(order) if not place or scores[i] != scores[order[place - 1]]]
     return RankedResponses([names[i] for i in kept], [responses[i] for i in kept], len(order) - len(kept))
@@ -62,8 +60,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# Rows that say which response is better: pairs, and rankings of several.
-
 Read = Literal["response", "score"]
 _BY = "by "
 SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
@@ -71,7 +67,7 @@ SCORES_OF_PAIR = (("score_chosen", "score_rejected"), ("chosen_score", "rejected
 
 @dataclass(frozen=True)
 class RankingColumns:
-    """Where the parts of a row are; empty strings where it has no such part. Either a pair or a list of responses."""
+    """Columns of a pair or of a list of responses. Empty string: no such column."""
 
     prompt: str
     chosen: str = ""
@@ -80,42 +76,42 @@ class RankingColumns:
     scores_of_pair: tuple[str, str] | None = None
     responses: str = ""
     scores: str = ""
-    beside: Beside = NOTHING
+    extra: ExtraColumns = NO_EXTRA_COLUMNS
 
     @property
     def names(self) -> tuple[str, ...]:
         sides = (self.chosen, self.rejected, self.margin, *(self.scores_of_pair or ()), self.responses, self.scores)
-        return (self.prompt, *sides, *self.beside.columns)
+        return (self.prompt, *sides, *self.extra.columns)
 
     def divided(
         self, row: Row, responses: Sequence[Any], names: Sequence[str], origin: Origin
     ) -> tuple[Turns, list[Turns]]:
-        """The prompt of a row, with what belongs to it, and each response without it."""
+        """The prompt of a row with its extra columns, and each response without the prompt."""
         if not self.prompt:
             beginning, answers = divide(None, responses, names, origin)
-            return self.beside.chat(beginning, row, origin), answers
-        asked = filled(row, self.prompt, origin)
+            return self.extra.chat(beginning, row, origin), answers
+        prompt = filled(row, self.prompt, origin)
         turns = [as_turns(response, name, origin) for name, response in zip(names, responses, strict=True)]
         if any(isinstance(chat, list) and chat and chat[0]["role"] != "assistant" for chat in turns):
-            # Whole chats begin with the prompt as it stands in its column, without what is beside it.
-            beginning, answers = divide(asked, turns, names, origin)
-            return self.beside.prompt(beginning, self.prompt, row, origin), answers
-        return divide(self.beside.prompt(asked, self.prompt, row, origin), turns, names, origin)
+            # Full chats begin with the prompt of its column, without the extra columns.
+            beginning, answers = divide(prompt, turns, names, origin)
+            return self.extra.prompt(beginning, self.prompt, row, origin), answers
+        return divide(self.extra.prompt(prompt, self.prompt, row, origin), turns, names, origin)
 
 
 def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
-    """Pairs where there are both sides of one (or a setting names one), else lists of responses."""
+    """The columns of pairs if both sides exist (or a setting names one), else of lists of responses."""
     prompt = finder.prompt()
     pair = find_pair_columns(finder)
     scores = finder.find("scores_key", ("scores",))
-    # Completions without a column of scores are objects that hold their own; by `prm` the name means steps.
+    # Completions without a scores column are objects with scores. For `prm`, `completions` are steps.
     responses = finder.find("responses_key", ("responses", "completions"))
     wants_list = bool(finder.setting("responses_key")) and not finder.setting("chosen_key")
     if pair and not wants_list:
         return pair
     if responses:
         return RankingColumns(
-            prompt, responses=responses, scores=scores, beside=finder.beside(prompt, responses, scores)
+            prompt, responses=responses, scores=scores, extra=finder.extra_columns(prompt, responses, scores)
         )
     raise finder.unknown(
         "hold the preferences",
@@ -124,18 +120,20 @@ def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
 
 
 def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
-    """The columns of a pair, None where a side is missing."""
+    """The columns of a pair; None if a side is missing."""
     chosen, rejected = finder.find("chosen_key", ("chosen",)), finder.find("rejected_key", ("rejected",))
     if not (chosen and rejected):
         return None
-    margin, scores = finder.find("margin_key", ("margin",)), finder.known_pair(SCORES_OF_PAIR)
+    margin, scores = finder.find("margin_key", ("margin",)), finder.first_pair(SCORES_OF_PAIR)
     prompt = finder.prompt()
-    return RankingColumns(prompt, chosen, rejected, margin, scores, beside=finder.beside(prompt, chosen, rejected))
+    return RankingColumns(
+        prompt, chosen, rejected, margin, scores, extra=finder.extra_columns(prompt, chosen, rejected)
+    )
 
 
 class RankingRows:
-    """The rows of one source as rankings. `read` is what the model gives of a response: its log-probability, token by
-    token, or a score at the last token of the text. Without `several` a row has two responses."""
+    """Reads the rows of one source as rankings. `read` is the model output that is used: log-probs of the response, or
+    a score at the last token. Without `several`, a row has two responses."""
 
     def __init__(
         self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, read: Read, several: bool
@@ -163,30 +161,30 @@ class RankingRows:
 
     @property
     def scored_by(self) -> str:
-        """Where the scores of listed responses stand; empty where their order says it all."""
+        """The column of the scores; empty if the order of the list is the ranking."""
         return next((key.removeprefix(_BY) for key in self.tally if key.startswith(_BY)), "")
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Ranking] | None]:
         columns = self.columns
-        found = self._ranked(row, origin)
-        if found is None:
+        ranked = self._ranked(row, origin)
+        if ranked is None:
             return [None]
-        names, responses = found
+        names, responses = ranked
         margin = _margin(row, columns, origin, used=self.read == "score")
         divided = columns.divided(row, responses, names, origin)
         beginning, answers = self.encode.as_chats(*divided, self.tally)
-        whole = self.encode(beginning, answers, origin, columns.beside.tools_of(row, origin))
-        refuse_equal(whole, names)
-        fitted = fit_responses(whole, names, self.limit, self.overlong)
+        examples = self.encode(beginning, answers, origin, columns.extra.tools_of(row, origin))
+        refuse_equal(examples, names)
+        fitted = fit_responses(examples, names, self.limit, self.overlong)
         if fitted is None:
             return [None]
-        truncated = any(len(short) < len(long) for short, long in zip(fitted, whole, strict=True))
+        truncated = any(len(short) < len(long) for short, long in zip(fitted, examples, strict=True))
         if self.read == "score":
             return [Kept.of(Ranking(tuple(map(_scored_at_the_end, fitted)), margin), truncated)]
-        return [Kept.of(Ranking(tuple(fitted)), truncated, tuple(map(last_trained, whole)))]
+        return [Kept.of(Ranking(tuple(fitted)), truncated, tuple(map(last_trained, examples)))]
 
     def _ranked(self, row: Row, origin: Origin) -> tuple[list[str], list[Any]] | None:
-        """The responses that are compared, best first; None where their scores do not say which is better."""
+        """The responses to compare, best first; None if all scores are equal."""
         columns = self.columns
         if not columns.responses:
             return pair_of(row, columns, origin)
@@ -209,36 +207,36 @@ class RankingRows:
             )
         return names, responses
 
-    def _told_of_scores(self) -> str:
-        told = {
+    def _score_counts(self) -> str:
+        texts = {
             "passed over": "the best against the worst, {:,} others left out",
             "alike": "{:,} responses left out, whose score another has too",
             "all equal": "{:,} rows dropped, whose scores are all equal",
         }
-        return "".join(f"; {said.format(self.tally[key])}" for key, said in told.items() if self.tally[key])
+        return "".join(f"; {text.format(self.tally[key])}" for key, text in texts.items() if self.tally[key])
 
     def found(self) -> str:
         return self._found() + self.finder.unread(*self.columns.names)
 
     def _found(self) -> str:
         columns = self.columns
-        prompt = prompt_told(columns, self.tally)
+        prompt = prompt_description(columns, self.tally)
         if columns.responses:
             order = f"by {self.scored_by}" if self.scored_by else "best first"
-            return f"rankings ({prompt}, {columns.responses}; {order}{self._told_of_scores()})"
+            return f"rankings ({prompt}, {columns.responses}; {order}{self._score_counts()})"
         margin = columns.margin or " - ".join(columns.scores_of_pair or ())
         if self.read == "score":
-            said = f"; margin from {margin}" if margin else ""
+            note = f"; margin from {margin}" if margin else ""
         else:
-            said = f"; the margin ({margin}) is not used" if margin else ""
-        return f"{'prompt/' if columns.prompt else ''}chosen/rejected pairs ({prompt}, {pair_names(columns)}{said})"
+            note = f"; the margin ({margin}) is not used" if margin else ""
+        return f"{'prompt/' if columns.prompt else ''}chosen/rejected pairs ({prompt}, {pair_names(columns)}{note})"
 
 
-def prompt_told(columns: RankingColumns, tally: Counter[str]) -> str:
-    """Where the prompts come from, and how they were read."""
+def prompt_description(columns: RankingColumns, tally: Counter[str]) -> str:
+    """Text for the data report: the columns of the prompts, and how they were read."""
     count = tally[DIALOGUES]
     spoken = f", {count:,} dialogues of Human and Assistant read as chats" if count else ""
-    return (columns.prompt or "the prompt is what the responses begin with") + columns.beside.told() + spoken
+    return (columns.prompt or "the prompt is what the responses begin with") + columns.extra.description() + spoken
 
 
 def pair_names(columns: RankingColumns) -> str:
@@ -246,18 +244,18 @@ def pair_names(columns: RankingColumns) -> str:
 
 
 def pair_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str], list[Any]]:
-    """The two responses, the better one first, and what to call each of them."""
+    """The names and values of the two responses, the better one first."""
     keys = [columns.chosen, columns.rejected]
     refuse_swapped(row, columns, origin)
     return keys, [lookup(row, key, origin) for key in keys]
 
 
 def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[RankedResponses, str]:
-    """The responses of a list, best first, and where their scores stand: empty where their order says it all."""
+    """The responses of a list, best first, and the column of their scores (empty if the list is the ranking)."""
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(
-            origin, f"{columns.responses} must be a list of two or more responses", "mend or remove the row"
+            origin, f"{columns.responses} must be a list of two or more responses", "fix or remove the row"
         )
     names = [f"{columns.responses}.{i}" for i in range(len(responses))]
     if columns.scores:
@@ -270,7 +268,7 @@ def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple
 
 
 def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
-    """Scores that contradict the columns' names mean that somebody mixed the sides up."""
+    """Refuse a pair whose scores contradict its columns: the sides are swapped."""
     if columns.scores_of_pair is None:
         return
     better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)
@@ -278,14 +276,14 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
         raise Refusal.at(
             origin,
             f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: the sides are swapped",
-            "swap the responses, or mend the scores",
+            "swap the responses, or fix the scores",
         )
 
 
 def _scores(row: Row, columns: RankingColumns, count: int, origin: Origin) -> list[float]:
     scores = lookup(row, columns.scores, origin)
     if not isinstance(scores, list) or not all(is_number(score) for score in scores):
-        raise Refusal.at(origin, f"{columns.scores} must be a list of finite numbers", "mend or remove the row")
+        raise Refusal.at(origin, f"{columns.scores} must be a list of finite numbers", "fix or remove the row")
     if len(scores) != count:
         raise Refusal.at(origin, f"has {count} responses and {len(scores)} scores", "give each response its score")
     return scores
@@ -301,14 +299,16 @@ def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) ->
         margin = better - worse
     if margin < 0 or not math.isfinite(margin):
         raise Refusal.at(
-            origin, f"a margin of {margin} asks that the rejected response wins", "swap the responses or mend it"
+            origin,
+            f"the margin is {margin}: a negative margin prefers the rejected response",
+            "swap the responses or fix it",
         )
     return margin
 
 
 def _finite(value: Any, key: str, origin: Origin) -> float:
     if not is_number(value):
-        raise Refusal.at(origin, f"{key} is {value!r}, not a finite number", "mend or remove the row")
+        raise Refusal.at(origin, f"{key} is {value!r}, not a finite number", "fix or remove the row")
     return float(value)
 
 

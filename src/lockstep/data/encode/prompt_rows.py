@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from lockstep.data.dataset import Kept, LoadedRows, RowCounts, load_rows
+from lockstep.data.dataset import LoadedRows, load_rows
 from lockstep.data.encode.chat import refuse_no_content, render_prompt
-from lockstep.data.encode.columns import CHATS, NOTHING, PROMPTS, Beside, ColumnFinder, filled, lookup
+from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, PROMPTS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import SpecialText
 from lockstep.data.encode.encoding import OverLimit, after_system, as_chat, formatted, kept_span, written
-from lockstep.data.encode.template_checks import refuse_vanished
+from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.data.encode.tokenizer_cache import token_ids
+from lockstep.data.row_reader import Kept, RowCounts
 from lockstep.data.sources.read import RowSet
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.keys_data import Data, Source
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The final answer of a worked one: GSM8K's after `####`, MATH's in `\boxed{...}`.
-
-# An opening box, an escaped character (which opens and closes nothing), or a brace.
+# An opening box, an escaped character or a brace.
 _TOKEN = re.compile(r"\\f?boxed\s*\{|\\.|[{}]", re.DOTALL)
 MARK = "####"
 _NUMBER = re.compile(r"[-+$]?[\d,]+(\.\d+)?")
@@ -37,16 +36,16 @@ GSM8K, MATH, MATH_500 = "openai/gsm8k", "lighteval/MATH", "HuggingFaceH4/MATH-50
 
 @dataclass(frozen=True)
 class Truth:
-    """What a right answer says, and the data set whose rows are written so; empty where nothing shows it."""
+    """The ground truth, and the data set whose answer format was recognised (empty if none)."""
 
     value: str
     source: str = ""
 
 
 def final_answer(worked: str) -> Truth:
-    """The answer at the end of a worked one; a text without such an end is the answer itself.
+    """The final answer of a worked solution: after `####` (GSM8K), or in `\\boxed{...}` (MATH), else the full text.
 
-    The mark stands on the last line, alone with the answer: with lines after it, it is a heading.
+    `####` must be on the last line. With lines after it, it is a heading.
     """
     before, mark, final = worked.strip().rpartition(MARK)
     final = final.strip()
@@ -56,15 +55,15 @@ def final_answer(worked: str) -> Truth:
     return Truth(worked.strip()) if boxed is None else Truth(boxed, MATH)
 
 
-def answer_beside(answer: str, solution: object) -> Truth:
-    r"""An answer, worked or bare; beside a solution that ends in `\boxed{...}` it is written as those of MATH-500."""
+def answer_with_solution(answer: str, solution: object) -> Truth:
+    r"""The final answer. A plain answer with a solution that ends in `\boxed{...}` is in the format of MATH-500."""
     truth = final_answer(answer)
     boxed = not truth.source and isinstance(solution, str) and final_answer(solution).source == MATH
     return Truth(truth.value, MATH_500) if boxed else truth
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the `\boxed{...}` that closes last, braces within it being paired. None without one."""
+    r"""The content of the `\boxed{...}` that closes last, with balanced braces; None if there is none."""
     found = None
     starts: list[int | None] = []
     for token in _TOKEN.finditer(text):
@@ -78,57 +77,56 @@ def last_boxed(text: str) -> str | None:
     return found or None
 
 
-# RL rows: questions with a checkable answer, and the prompts of an online run as token ids.
-
-ASKED = frozenset({"ground_truth", "data_source"})
-# Names of the ground truth in rows that are not of the RL schema, looked for in this order.
+REWARD_FIELDS = frozenset({"ground_truth", "data_source"})
+"""Fields of a row that rewards can read."""
+# Columns of the ground truth in rows without the RL schema, in order of preference.
 TRUTHS = ("ground_truth", "answer", "solution")
 _SCHEMA_TRUTH = "reward_model.ground_truth"
 
 
 @dataclass(frozen=True)
 class QuestionColumns:
-    """Where a row holds its question."""
+    """Columns of the question of a row."""
 
     prompt: str = "prompt"
     truth: str = _SCHEMA_TRUTH
-    """Empty where there is none."""
+    """Empty if there is none."""
     source: str = ""
-    """What a row without a `data_source` comes from."""
-    asked: frozenset[str] = frozenset()
-    """Those of `ground_truth` and `data_source` that a row must have."""
+    """The `data_source` of rows without one."""
+    required: frozenset[str] = frozenset()
+    """The fields of `REWARD_FIELDS` that a row must have."""
     worked: bool = False
-    """Whether the ground truth may be the end of a worked answer."""
-    beside: Beside = NOTHING
+    """Whether the ground truth may be the final answer of a worked solution."""
+    extra: ExtraColumns = NO_EXTRA_COLUMNS
 
-    def told(self) -> str:
-        return f"{self.prompt}{self.beside.told()}; " + (
+    def description(self) -> str:
+        return f"{self.prompt}{self.extra.description()}; " + (
             f"ground truth from {self.truth}" if self.truth else "no ground truth"
         )
 
 
-def find_question_columns(finder: ColumnFinder, asked: frozenset[str] = ASKED) -> QuestionColumns:
-    """The columns that settings name, else the RL schema's, else those that other projects' rows have.
+def find_question_columns(finder: ColumnFinder, reward_fields: frozenset[str] = REWARD_FIELDS) -> QuestionColumns:
+    """Columns by setting, else of the RL schema, else by the column names of other projects.
 
-    `asked` is what the rewards read of a row.
+    `reward_fields` are the fields that the rewards read.
     """
     prompt, truth = finder.setting("prompt_key"), finder.setting("label_key")
-    named = frozenset({"ground_truth"} if truth else ())  # what a setting names must be there
+    named = frozenset({"ground_truth"} if truth else ())  # a column named by a setting is required
     path, schema = finder.source.path, bool({"data_source", "reward_model"} & set(finder.available))
     if prompt:
-        return QuestionColumns(prompt, truth, path, named, beside=finder.beside(prompt, truth))
-    prompt = "prompt" if schema else finder.known((*PROMPTS, *CHATS))
+        return QuestionColumns(prompt, truth, path, named, extra=finder.extra_columns(prompt, truth))
+    prompt = "prompt" if schema else finder.first_column((*PROMPTS, *CHATS))
     if not prompt:
         raise finder.unknown("hold the prompts", "set data.prompt_key, and data.label_key for the ground truth")
     worked = False
     if not truth and "reward_model" in finder.available:
         truth = _SCHEMA_TRUTH
     elif not truth:
-        truth, worked = finder.known(TRUTHS), True
-    if not truth and "ground_truth" in asked:
+        truth, worked = finder.first_column(TRUTHS), True
+    if not truth and "ground_truth" in reward_fields:
         raise finder.unknown("hold the ground truth, which the rewards read", "set data.label_key")
-    must = named | (asked if schema else asked - {"data_source"})
-    return QuestionColumns(prompt, truth, path, must, worked, finder.beside(prompt, truth))
+    required = named | (reward_fields if schema else reward_fields - {"data_source"})
+    return QuestionColumns(prompt, truth, path, required, worked, finder.extra_columns(prompt, truth))
 
 
 def read_questions(
@@ -138,8 +136,8 @@ def read_questions(
     *,
     first: int = 0,
 ) -> list[Question]:
-    """`limit` rows (all by default) from the `first` on; rows that do not fit are refused together. Without `columns`
-    they are found by the names that rows have, and nothing can be set."""
+    """Read `limit` rows (default: all) starting at `first`. Bad rows are reported together. Without `columns`, they are
+    found by name."""
     columns = columns or _named_columns(rows)
     questions: list[Question] = []
     problems: list[Problem] = []
@@ -157,26 +155,28 @@ def _named_columns(rows: RowSet) -> QuestionColumns:
     try:
         return find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns))
     except Refusal as refusal:
-        # A recipe of an offline method has no keys for them.
-        remedy = f"name that of the prompts prompt, and that of the ground truth one of {', '.join(TRUTHS)}"
+        # A recipe of an offline method has no keys for these columns.
+        remedy = (
+            f"rename the column of the prompts to prompt, and that of the ground truth to one of {', '.join(TRUTHS)}"
+        )
         raise Refusal([Problem(p.where, p.why, remedy) for p in refusal.problems]) from refusal
 
 
 def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
-    """A row as a question: a prompt, and a ground truth where there is one."""
+    """The question of a row: a prompt, and a ground truth if there is one."""
     return _question(row, origin, columns)[0]
 
 
 def _question(row: Row, origin: Origin, columns: QuestionColumns) -> tuple[Question, Truth]:
-    turns = columns.beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+    turns = columns.extra.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
     truth = _truth(row, origin, columns)
     source = row.get("data_source")
-    if source is None and "data_source" in columns.asked:
+    if source is None and "data_source" in columns.required:
         source = lookup(row, "data_source", origin)
     extra = row.get("extra_info")
     if not isinstance(extra, dict):
         extra = {"answer": str(row[columns.truth])} if truth.source else {}
-    tools = columns.beside.tools_of(row, origin) or ()
+    tools = columns.extra.tools_of(row, origin) or ()
     named = str(source or truth.source or columns.source)
     return Question(named, as_chat(turns), truth.value, origin, extra, tools), truth
 
@@ -186,21 +186,21 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
         return Truth("")
     try:
         value = lookup(row, columns.truth, origin)
-        # What is not a number is how tables write that there is nothing.
+        # Tables store a missing value as NaN.
         if value is None or not str(value).strip() or value != value:
             raise Refusal.at(origin, f"{columns.truth} is empty", "remove the row or fill it in")
     except Refusal:
-        if "ground_truth" in columns.asked:
+        if "ground_truth" in columns.required:
             raise
         return Truth("")
     if columns.worked and isinstance(value, str):
-        return answer_beside(value, row.get("solution") if columns.truth != "solution" else None)
-    # Lists and objects reach a reward as JSON, which it can read, as all that is text.
+        return answer_with_solution(value, row.get("solution") if columns.truth != "solution" else None)
+    # Lists and objects are passed to rewards as JSON text.
     return Truth(json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else str(value))
 
 
 class PromptCounts(RowCounts):
-    """Of rows that are asked."""
+    """Counts of prompts."""
 
     def sentence(self) -> str:
         return f"{self.tokens:,} in {self.rows:,} prompts; longest {self.longest}"
@@ -225,7 +225,7 @@ class PromptSet(LoadedRows[Prompt]):
 
 
 class PromptRows:
-    """The rows of one source as prompts. `asked` is what the rewards read of a row."""
+    """Reads the rows of one source as prompts. `reward_fields` are the fields that the rewards read."""
 
     split_rows = unusable = special_rows = unseparated_rows = 0
 
@@ -235,13 +235,13 @@ class PromptRows:
         tokenizer: PreTrainedTokenizerBase,
         limit: int,
         *,
-        asked: frozenset[str] = ASKED,
+        reward_fields: frozenset[str] = REWARD_FIELDS,
     ):
         self.tokenizer, self.limit, self.data, self.finder = tokenizer, limit, finder.data, finder
         self.special_text = SpecialText(tokenizer)
-        self.columns = find_question_columns(finder, asked)
+        self.columns = find_question_columns(finder, reward_fields)
         self.tally: Counter[str] = Counter()
-        """Rows by the data set whose way of writing a worked answer they have."""
+        """Rows by the data set whose answer format they have."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
         question, truth = _question(row, origin, self.columns)
@@ -249,8 +249,8 @@ class PromptRows:
         check_prompt(self.tokenizer, question, self.data)
         if self.data.template != "none":
             self.special_rows += self.special_text.inside([question.prompt])
-        asked = with_format(with_system(question, self.data.system), self.data)
-        return [fit_prompt(asked, self.tokenizer, self.limit, self.data.overlong, self.data)]
+        formatted_question = with_format(with_system(question, self.data.system), self.data)
+        return [fit_prompt(formatted_question, self.tokenizer, self.limit, self.data.overlong, self.data)]
 
     def found(self) -> str:
         several = len(self.tally) > 1
@@ -260,8 +260,8 @@ class PromptRows:
             if kind or several
         )
         columns = self.columns
-        read = (columns.prompt, columns.truth, *columns.beside.columns, "data_source", "reward_model", "extra_info")
-        return f"prompts ({columns.told()}{how}){self.finder.unread(*read)}"
+        read = (columns.prompt, columns.truth, *columns.extra.columns, "data_source", "reward_model", "extra_info")
+        return f"prompts ({columns.description()}{how}){self.finder.unread(*read)}"
 
 
 _WORKED = {
@@ -280,14 +280,15 @@ def load_prompts(
     advance: Callable[[int], None] = lambda rows: None,
     opened: Sequence[RowSet] | None = None,
     *,
-    asked: frozenset[str] = ASKED,
+    reward_fields: frozenset[str] = REWARD_FIELDS,
 ) -> PromptSet:
-    """The prompts of all sources; `asked` is what the rewards read of a row."""
-    return load_rows(PromptSet, partial(PromptRows, asked=asked), sources, data, tokenizer, limit, advance, opened)
+    """The prompts of all sources. `reward_fields` are the fields that the rewards read."""
+    open_rows = partial(PromptRows, reward_fields=reward_fields)
+    return load_rows(PromptSet, open_rows, sources, data, tokenizer, limit, advance, opened)
 
 
 def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> None:
-    """Refuse what a template would answer with an error of its own, or render as something else than was meant."""
+    """Refuse prompts that a chat template would reject or render wrongly."""
     if data is not None and data.template == "none":
         if data.system is not None:
             raise Refusal.at("data.system", "prompts without a chat template have no place for it", "remove it")
@@ -302,31 +303,31 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
         )
     if question.prompt[-1]["role"] == "assistant":
         raise Refusal.at(
-            question.origin, "the prompt ends with the assistant, who would answer itself", "mend or remove the row"
+            question.origin, "the prompt ends with the assistant, who would answer itself", "fix or remove the row"
         )
     for number, message in enumerate(question.prompt, 1):
         refuse_no_content(message, number, question.origin)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> list[int]:
-    """The question as the model sees it, up to where its answer begins."""
+    """The token ids of the prompt, ending with the generation prompt."""
     if data is not None and data.template == "none":
         return list(tokenizer(formatted(str(question.prompt[0]["content"]), data.prompt_format))["input_ids"])
     text = render_prompt(tokenizer, question.prompt, question.origin, question.tools)
-    refuse_vanished(text, question.prompt, question.tools, question.origin)
+    refuse_dropped_by_template(text, question.prompt, question.tools, question.origin)
     return token_ids(tokenizer, text)
 
 
 def fit_prompt(
     question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str, data: Data | None = None
 ) -> Kept[Prompt] | None:
-    """The prompt within the limit, as `data.overlong` says; None when it is dropped. Its end is never cut."""
+    """The prompt within the limit, by `data.overlong`; None if it is dropped. Its end is never cut."""
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
-        raise Refusal.at(question.origin, "the prompt has no tokens", "mend or remove the row")
-    # Without the key the limit is what the response leaves of the model's context or of batch.tokens.
+        raise Refusal.at(question.origin, "the prompt has no tokens", "fix or remove the row")
+    # Without the key, the limit is the model's context or batch.tokens minus the response.
     is_set = data is not None and data.max_prompt_tokens is not None
-    way = "raise data.max_prompt_tokens" if is_set else "lower rollout.max_tokens, which the prompt shares a limit with"
+    way = "raise data.max_prompt_tokens" if is_set else "lower rollout.max_tokens, which shares a limit with the prompt"
     over = OverLimit.at(
         question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
@@ -344,7 +345,7 @@ def with_system(question: Question, system: str | None) -> Question:
 
 
 def with_format(question: Question, data: Data | None) -> Question:
-    """The question in the text of `data.prompt_format`; without a chat template it is written when it is encoded."""
+    """Apply `data.prompt_format`. Without a chat template, `prompt_ids` applies it."""
     if data is None or data.prompt_format is None or data.template == "none":
         return question
     return replace(question, prompt=written(question.prompt, data.prompt_format, question.origin))

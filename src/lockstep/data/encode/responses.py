@@ -1,4 +1,4 @@
-"""The responses to one prompt as tokens that begin alike."""
+"""Encodes the responses to one prompt so that all share the same prompt tokens."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from lockstep.data.encode.chat import (
     Spans,
     Tools,
     check_messages,
+    contains_turn,
     encode_spans,
     has_markers,
     is_trained,
     refuse_another_opening,
     render_chat,
     render_prompt,
-    says,
 )
 from lockstep.data.encode.dialogue import SpecialText, Turns, spoken
 from lockstep.data.encode.encoding import Encoding, as_chat, prompt_length, written
-from lockstep.data.encode.template_checks import lost_beside, refuse_vanished
+from lockstep.data.encode.template_checks import dropped_by_template, refuse_dropped_by_template
 from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
 DIALOGUES = "dialogues"
-"""In the tally of a reader: prompts that were read as `as_chats` does."""
+"""Tally key of a reader: prompts converted by `as_chats`."""
 
 
 class ResponseEncoder:
-    """Prompts and responses into examples that train the response alone, whatever the prompt's chat holds."""
+    """Encodes prompts and responses to examples in which only the response is trained."""
 
     def __init__(self, encoding: Encoding):
         self.encoding = encoding
@@ -49,7 +49,7 @@ class ResponseEncoder:
         return [self.encoding.checked(example) for example in examples]
 
     def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
-        """A dialogue written as one text becomes a chat where a template will write it; it is counted."""
+        """Convert a dialogue stored as one text to a chat, if a template is used, and count it."""
         chat = spoken(prompt, responses) if self.encoding.templated else None
         if chat is None:
             return prompt, responses
@@ -66,19 +66,19 @@ class ResponseEncoder:
         encoded = [encode_spans(tokenizer, spans, origin) for spans in rendered]
         examples, split = [example for example, _ in encoded], any(split for _, split in encoded)
         if not _begin_alike(examples):
-            # What follows can change how a prompt's last words become tokens; alone it is always the same tokens.
+            # The response can change the tokens of the prompt's last word; tokenised alone they are always the same.
             examples, split = [self._apart(spans, origin) for spans in rendered], True
         if not _begin_alike(examples):
             raise Refusal.at(
                 origin,
                 "the chat template renders the prompt differently for each response",
-                "use a template that renders a prompt alike whatever follows",
+                "use a template that renders the prompt the same for every response",
             )
         self.split_rows += split
         return examples
 
     def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
-        """The whole chat as text, of which the answer's assistant turns are trained."""
+        """The full chat as text, with the assistant turns of the answer trained."""
         tokenizer = self.encoding.tokenizer
         check_messages([*prompt, *answer], origin)
         if not is_trained(answer[0]):
@@ -90,25 +90,24 @@ class ResponseEncoder:
         prompt = self.encoding.with_system(prompt)
         before = render_prompt(tokenizer, prompt, origin, tools)
         if len(answer) == 1 and not has_markers(tokenizer):
-            # Not by `render_chat`: it would ask of the prompt's own assistant turns that they can be found too, and
-            # templates that shorten earlier turns (reasoning models') do not let them be.
+            # `render_chat` would also check the prompt's assistant turns, which some templates shorten.
             text = render_prompt(tokenizer, [*prompt, *answer], origin, tools, open_turn=False)
             spans = Spans(text, ((len(before), len(text)),))
-            refuse_vanished(text, [*prompt, *answer], tools, origin)
+            refuse_dropped_by_template(text, [*prompt, *answer], tools, origin)
             if not text.startswith(before):
                 refuse_another_opening(before, text, answer[0], "the response", origin)
         else:
-            # Of the whole chat the answer alone is trained.
+            # Only the answer is trained.
             earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
             spans = render_chat(tokenizer, [*earlier, *answer], origin, tools)
-        whole_answer = says(spans.text, len(before), len(spans.text), answer[0]) and not lost_beside(
+        unchanged = contains_turn(spans.text, len(before), len(spans.text), answer[0]) and not dropped_by_template(
             answer[0], spans.text[len(before) :]
         )
-        if not spans.text.startswith(before) or not whole_answer:
+        if not spans.text.startswith(before) or not unchanged:
             raise Refusal.at(
                 origin,
-                "the chat template does not render the response as it is after the prompt it would generate from",
-                "mend the template, or use one that neither drops nor changes assistant turns",
+                "the chat template does not render the response unchanged after the generation prompt",
+                "fix the template, or use one that neither drops nor changes assistant turns",
             )
         return spans
 

@@ -1,4 +1,4 @@
-"""Rows of supervised training: which columns a source has, what of a row is trained, and what is refused."""
+"""SFT rows: finds their columns and encodes them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.dataset import Kept
 from lockstep.data.encode.chat import Tools
-from lockstep.data.encode.columns import CHATS, NOTHING, Beside, ColumnFinder, filled
+from lockstep.data.encode.columns import CHATS, NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled
 from lockstep.data.encode.dialogue import SpecialText, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit, last_trained, written
 from lockstep.data.encode.messages import refuse_not_text
+from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_data import Data
 from lockstep.types import Example, Origin, Row
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Column names that users of other trainers know, looked for in this order when no key is set.
+# Column names of other trainers, in order of preference; used when no key is set.
 PAIR_COLUMNS = (
     ("prompt", "response"),
     ("prompt", "completion"),
@@ -38,42 +38,42 @@ TEXT_COLUMNS = ("text", "content")
 
 @dataclass(frozen=True)
 class SupervisedColumns:
-    """Where the parts of a row are. Empty strings where a shape does not use them."""
+    """Columns of the parts of a row. Empty string: not used by the shape."""
 
     shape: str
     messages: str = ""
     prompt: str = ""
     response: str = ""
     text: str = ""
-    beside: Beside = NOTHING
+    extra: ExtraColumns = NO_EXTRA_COLUMNS
 
     def __str__(self) -> str:
         keys = " + ".join(key for key in (self.messages, self.prompt, self.response, self.text) if key)
-        return f"{self.shape} ({keys}{self.beside.told()})"
+        return f"{self.shape} ({keys}{self.extra.description()})"
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.messages, self.prompt, self.response, self.text, *self.beside.columns)
+        return (self.messages, self.prompt, self.response, self.text, *self.extra.columns)
 
 
 def find_columns(finder: ColumnFinder) -> SupervisedColumns:
-    """The source's own settings, then the recipe's, then the well-known names."""
+    """Columns by the settings of the source, then of the recipe, then by well-known names."""
     data = finder.data
     shape = finder.source.shape or (None if data.shape == "auto" else data.shape)
     keys = ("messages_key", "prompt_key", "response_key", "text_key")
     messages, prompt, response, text = map(finder.setting, keys)
     if shape is None:
         shape = "messages" if messages else "prompt_response" if prompt or response else "text" if text else None
-    chat, plain = finder.known(CHATS), finder.known(TEXT_COLUMNS)
-    pair = finder.known_pair(PAIR_COLUMNS)
+    chat, plain = finder.first_column(CHATS), finder.first_column(TEXT_COLUMNS)
+    pair = finder.first_pair(PAIR_COLUMNS)
     if shape is None:
         shape = "messages" if chat else "prompt_response" if pair else "text" if plain else None
     if shape == "messages" and (messages or chat):
-        return SupervisedColumns(shape, messages=messages or chat, beside=finder.beside(messages or chat))
+        return SupervisedColumns(shape, messages=messages or chat, extra=finder.extra_columns(messages or chat))
     if shape == "prompt_response" and (pair or (prompt and response)):
-        known = pair or ("", "")
-        prompt, response = prompt or known[0], response or known[1]
-        return SupervisedColumns(shape, prompt=prompt, response=response, beside=finder.beside(prompt, response))
+        by_name = pair or ("", "")
+        prompt, response = prompt or by_name[0], response or by_name[1]
+        return SupervisedColumns(shape, prompt=prompt, response=response, extra=finder.extra_columns(prompt, response))
     if shape == "text" and (text or plain):
         return SupervisedColumns(shape, text=text or plain)
     wanted = {
@@ -86,7 +86,7 @@ def find_columns(finder: ColumnFinder) -> SupervisedColumns:
 
 
 class Encoder:
-    """Turns the rows of one source into examples with one tokenizer."""
+    """Encodes the rows of one source as examples."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, columns: SupervisedColumns, data: Data):
         self.encoding = Encoding(tokenizer, data)
@@ -111,14 +111,14 @@ class Encoder:
             )
 
     def __call__(self, row: Row, origin: Origin) -> Example:
-        """The sft example of a row, or a refusal that names the row."""
+        """The example of a row. A refusal names the row."""
         shape = self.columns.shape
         if shape == "text":
             refuse_not_text(row, "the row", origin)
             text = self._text(filled(row, self.columns.text, origin), self.columns.text, origin)
             example = self.encoding.text(text, origin)
         elif shape == "messages":
-            beside, key = self.columns.beside, self.columns.messages
+            extra, key = self.columns.extra, self.columns.messages
             messages = as_turns(filled(row, key, origin), key, origin)
             if isinstance(messages, str):
                 raise Refusal.at(
@@ -126,7 +126,7 @@ class Encoder:
                     f"{key} is text, not a list of messages",
                     "set data.text_key, if it is meant, or write it as JSON",
                 )
-            example = self._chat(beside.chat(messages, row, origin), origin, beside.tools_of(row, origin))
+            example = self._chat(extra.chat(messages, row, origin), origin, extra.tools_of(row, origin))
         else:
             example = self._pair(row, origin)
         return self.encoding.checked(example)
@@ -138,13 +138,13 @@ class Encoder:
         return example
 
     def _pair(self, row: Row, origin: Origin) -> Example:
-        columns, beside = self.columns, self.columns.beside
-        asked = beside.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
+        columns, extra = self.columns, self.columns.extra
+        question = extra.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
         response = as_turns(filled(row, columns.response, origin), columns.response, origin)
-        tools = beside.tools_of(row, origin)
-        if isinstance(asked, str) and isinstance(response, str) and not tools and not self.encoding.templated:
-            return self.encoding.joined(asked, response, origin)
-        prompt = as_chat(written(asked, self.encoding.prompt_format, origin))
+        tools = extra.tools_of(row, origin)
+        if isinstance(question, str) and isinstance(response, str) and not tools and not self.encoding.templated:
+            return self.encoding.joined(question, response, origin)
+        prompt = as_chat(written(question, self.encoding.prompt_format, origin))
         # A response that is itself a list of messages continues the prompt's chat.
         answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
         return self._chat([*prompt, *answer], origin, tools)
@@ -156,7 +156,7 @@ class Encoder:
 
 
 class SupervisedRows:
-    """One example a row."""
+    """Reads one example per row."""
 
     unusable = 0
 
@@ -178,11 +178,11 @@ class SupervisedRows:
         return self.encoder.encoding.unseparated
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Example] | None]:
-        whole = self.encoder(row, origin)
-        example = fit(whole, self.limit, self.overlong)
+        full = self.encoder(row, origin)
+        example = fit(full, self.limit, self.overlong)
         if example is None:
             return [None]
-        return [Kept.of(example, len(example) < len(whole), (last_trained(whole),))]
+        return [Kept.of(example, len(example) < len(full), (last_trained(full),))]
 
     def found(self) -> str:
         columns = self.encoder.columns

@@ -1,4 +1,9 @@
-"""Rows with a label on each step of a solution (process reward models)."""
+"""Rows with a label for each step of a solution (process reward models).
+
+A placeholder follows each step; the model is scored there. A row is a text with placeholders, or a prompt with a list
+of steps, written as `step 1<placeholder>\\nstep 2<placeholder>`. The steps are the assistant turn after the prompt, or
+lines after the prompt without a chat template.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.dataset import Kept
 from lockstep.data.encode.chat import check_messages, render_prompt
 from lockstep.data.encode.columns import ColumnFinder, filled
 from lockstep.data.encode.dialogue import Turns, as_turns
 from lockstep.data.encode.encoding import Encoding, as_chat, fit
-from lockstep.data.encode.template_checks import refuse_vanished
+from lockstep.data.encode.template_checks import refuse_dropped_by_template
+from lockstep.data.row_reader import Kept
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Message, Origin, Row, ScoredExample, Steps
 
@@ -23,12 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The tokens that judge a step, where they are asked for, and a row's labels in them.
-
-
 @dataclass(frozen=True)
 class Marks:
-    """The placeholder and the judging tokens, each a single one."""
+    """The placeholder and the label tokens, each a single token."""
 
     placeholder: str
     placeholder_id: int
@@ -37,7 +39,7 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, placeholder: str, tokens: Sequence[str]) -> Marks:
-        """Refuse what is several tokens here, before any row is read."""
+        """Refuse texts that are not a single token, before any row is read."""
         texts = [("prm.placeholder", placeholder), *(("prm.tokens", token) for token in tokens)]
         ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text in texts]
         problems = [
@@ -57,9 +59,9 @@ class Marks:
 
 
 def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:
-    """The wanted distribution over the judging tokens at each step, of a list or of one written as JSON.
+    """The target distribution over the label tokens at each step, from a list or its JSON.
 
-    A token is certain. A number (with two tokens) is the first one's probability: true, 1, 0.8.
+    A token has probability 1. A number (with two tokens) is the probability of the first: true, 1, 0.8.
     """
     if isinstance(value, str):
         try:
@@ -69,7 +71,7 @@ def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tup
                 origin, f"{key} is text, but not a JSON list: {error.msg}", 'write it as ["+", "-"] or [1, 0]'
             ) from error
     if not isinstance(value, list) or not value:
-        raise Refusal.at(origin, f"{key} must be a list with a label for each step", "mend or remove the row")
+        raise Refusal.at(origin, f"{key} must be a list with a label for each step", "fix or remove the row")
     return [_distribution(label, number, key, marks, origin) for number, label in enumerate(value, 1)]
 
 
@@ -86,15 +88,13 @@ def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origi
     )
 
 
-# Verdicts on steps as their projects publish them: Math-Shepherd's written into the text, PRM800K's ratings.
-
-# Stands after each step of Math-Shepherd's `input`; its `label` is the same text with a verdict in that place.
+# Follows each step of Math-Shepherd's `input`. Its `label` is the same text with + or - in that place.
 SHEPHERD = "ки"
 _VERDICTS = {"+": 1, "-": 0}
 
 
 def shepherd(text: str, labelled: str, names: tuple[str, str], origin: Origin) -> tuple[list[str], list[int]]:
-    """The pieces of the text before each placeholder and after the last, and the verdict in each place."""
+    """The text split at the placeholders, and the label at each placeholder."""
     pieces = text.split(SHEPHERD)
     verdicts: list[int] = []
     rest = labelled
@@ -115,14 +115,14 @@ def shepherd(text: str, labelled: str, names: tuple[str, str], origin: Origin) -
 def _parts(names: tuple[str, str], number: int, origin: Origin) -> Refusal:
     return Refusal.at(
         origin,
-        f"{names[1]} is not {names[0]} with + or - in place of each {SHEPHERD!r}: they part at step {number}",
-        "mend or remove the row",
+        f"{names[1]} is not {names[0]} with + or - in place of each {SHEPHERD!r}: they differ at step {number}",
+        "fix or remove the row",
     )
 
 
 @dataclass(frozen=True)
 class Rated:
-    """The steps that were gone on from, with their verdicts; `others` were rated too, and led nowhere."""
+    """The steps of a PRM800K solution with their labels. `others` counts rated completions outside of it."""
 
     problem: str
     steps: list[str]
@@ -135,24 +135,23 @@ def is_rated(label: Any) -> bool:
 
 
 def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: Origin) -> Rated:
-    """A solution of PRM800K: at each step the completion that was chosen, or a person's own, or the last one rated.
+    """A solution of PRM800K: at each step the chosen completion, or the human one, or the last rated one.
 
-    A rating of 1 is good and so is 0 (neutral), as its paper scores them; -1 is bad. At a step that nobody rated the
-    solution ends.
+    Ratings 1 and 0 (neutral) are good, as in its paper; -1 is bad. The solution ends at an unrated step.
     """
     problem = question.get("problem") if isinstance(question, dict) else None
     if not isinstance(problem, str) or not problem.strip():
-        raise Refusal.at(origin, f"{names[0]} has no problem", "mend or remove the row")
+        raise Refusal.at(origin, f"{names[0]} has no problem", "fix or remove the row")
     steps: list[str] = []
     verdicts: list[int] = []
     others = 0
     for number, step in enumerate(label["steps"], 1):
         completions = (step.get("completions") if isinstance(step, dict) else None) or []
         if not isinstance(step, dict) or not all(isinstance(one, dict) for one in completions):
-            raise Refusal.at(origin, f"step {number} of {names[1]} is not one of PRM800K", "mend or remove the row")
-        chosen, own = step.get("chosen_completion"), step.get("human_completion")
-        if chosen is None and isinstance(own, dict):
-            taken: dict[str, Any] = {"rating": 1, **{key: own[key] for key in own if own[key] is not None}}
+            raise Refusal.at(origin, f"step {number} of {names[1]} is not in PRM800K format", "fix or remove the row")
+        chosen, human = step.get("chosen_completion"), step.get("human_completion")
+        if chosen is None and isinstance(human, dict):
+            taken: dict[str, Any] = {"rating": 1, **{key: human[key] for key in human if human[key] is not None}}
             others += len(completions)
         elif completions and (chosen is None or (isinstance(chosen, int) and 0 <= chosen < len(completions))):
             taken = completions[chosen or 0]
@@ -164,20 +163,14 @@ def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: 
             break
         if rating not in (-1, 0, 1) or not isinstance(text, str) or not text.strip():
             raise Refusal.at(
-                origin, f"step {number} of {names[1]} has the rating {rating!r} or no text", "mend or remove the row"
+                origin, f"step {number} of {names[1]} has the rating {rating!r} or no text", "fix or remove the row"
             )
         steps.append(text)
         verdicts.append(int(rating >= 0))
-        if chosen is None and not isinstance(own, dict):
+        if chosen is None and not isinstance(human, dict):
             break
     return Rated(problem, steps, verdicts, others)
 
-
-# Rows of solutions whose every step is judged: a placeholder stands after each step, where the judgement is read.
-#
-# A row is a text that holds the placeholders, or a prompt with a list of steps. The latter is written as the steps in
-# lines of their own, the placeholder at the end of each: `step 1<placeholder>\nstep 2<placeholder>`. They are the
-# assistant's turn after the prompt as the user's, or without a chat template a line each after the prompt.
 
 LABELS = ("label", "labels", "value", "values")
 TEXTS = ("input", "text", "prompt")
@@ -185,7 +178,7 @@ TEXTS = ("input", "text", "prompt")
 
 @dataclass(frozen=True)
 class StepColumns:
-    """A text with placeholders, or a prompt with its steps; beside it the verdicts."""
+    """Columns of the labels, and of a text with placeholders or of a prompt and its steps."""
 
     label: str
     text: str = ""
@@ -194,7 +187,7 @@ class StepColumns:
 
 
 def find_step_columns(finder: ColumnFinder) -> StepColumns:
-    """A list of steps where there is one (`steps_key`, `completions`), else a text with placeholders."""
+    """The column of a list of steps (`steps_key`, `completions`), else of a text with placeholders."""
     label, steps = finder.find("label_key", LABELS), finder.find("steps_key", ("completions",))
     prompt = finder.prompt()
     wants_text = bool(finder.setting("text_key")) and not finder.setting("steps_key")
@@ -204,34 +197,34 @@ def find_step_columns(finder: ColumnFinder) -> StepColumns:
     if label and text:
         return StepColumns(label, text=text)
     if label and prompt:
-        # PRM800K: a question, and a label that holds the steps with their ratings.
+        # PRM800K: a question, and a label object with rated steps.
         return StepColumns(label, prompt=prompt)
     raise finder.unknown(
-        "hold the judged steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
+        "hold the labelled steps", "set data.label_key, and data.text_key or data.prompt_key and data.steps_key"
     )
 
 
 class StepWriter:
-    """Steps as the text that a process reward model reads, in training and when it judges."""
+    """Formats steps for a process reward model, in training and in scoring."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Marks):
         self.tokenizer, self.marks = tokenizer, marks
-        # Tokenizers that mark a word's beginning know the placeholder as a word, and need the space before it.
+        # Tokenizers that mark word starts need a space before the placeholder.
         sticks = self._ids("x" + marks.placeholder)[-1] != marks.placeholder_id
         self.before_placeholder = " " if sticks else ""
 
     def marked(self, steps: Sequence[str]) -> str:
-        """Each step in a line of its own, the placeholder at its end."""
+        """One line per step, with the placeholder at its end."""
         return "\n".join(step + self.before_placeholder + self.marks.placeholder for step in steps)
 
     def chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
-        """The text of a chat whose last turn holds marked steps, and its tokens."""
+        """The text and tokens of a chat whose last turn holds marked steps."""
         text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
-        refuse_vanished(text, messages, (), origin)
+        refuse_dropped_by_template(text, messages, (), origin)
         return text, self._ids(text)
 
     def positions(self, ids: Sequence[int]) -> list[int]:
-        """Where the steps are judged."""
+        """Positions of the placeholder tokens."""
         return [position for position, token in enumerate(ids) if token == self.marks.placeholder_id]
 
     def _ids(self, text: str) -> list[int]:
@@ -239,7 +232,7 @@ class StepWriter:
 
 
 class StepRows:
-    """The rows of one source as judged steps. Of `tokens`, which judge a step, the first is the good one."""
+    """Reads the rows of one source as labelled steps. The first of the label `tokens` is the good one."""
 
     split_rows = special_rows = unseparated_rows = 0
 
@@ -268,16 +261,16 @@ class StepRows:
         labels, text, ids = read
         positions = self.writer.positions(ids)
         self._refuse_mismatch(text, len(positions), len(labels), origin)
-        probe = ScoredExample(
+        example = ScoredExample(
             array("q", ids), bytes(len(ids)), origin, positions=tuple(positions), token_ids=self.marks.token_ids
         )
-        self.encoding.refuse_two_openings(probe)
-        whole = Steps(probe, tuple(labels))
-        fitted = fit_steps(whole, self.limit, self.overlong)
-        return [None] if fitted is None else [Kept.of(fitted, fitted is not whole)]
+        self.encoding.refuse_two_openings(example)
+        item = Steps(example, tuple(labels))
+        fitted = fit_steps(item, self.limit, self.overlong)
+        return [None] if fitted is None else [Kept.of(fitted, fitted is not item)]
 
     def _labelled(self, row: Row, origin: Origin) -> tuple[list[tuple[float, ...]], str, list[int]] | None:
-        """The labels, the text and its tokens; None for a row in which nothing is judged."""
+        """The labels, the text and its tokens; None for a row without rated steps."""
         columns = self.columns
         value = filled(row, columns.label, origin)
         if is_rated(value) and not columns.steps:
@@ -285,7 +278,7 @@ class StepRows:
         if not (columns.steps or columns.text):
             raise Refusal.at(
                 origin,
-                f"{columns.label} has no steps with ratings, as PRM800K has them, and there is no column of steps",
+                f"{columns.label} has no rated steps (PRM800K format), and there is no column of steps",
                 "set data.steps_key or data.text_key",
             )
         text = filled(row, columns.text, origin) if columns.text else None
@@ -327,7 +320,7 @@ class StepRows:
             )
         if self.tally["rated"]:
             kind = "rated solutions of PRM800K"
-            others = f"{self.tally['others']:,} completions that were not gone on from are left out"
+            others = f"{self.tally['others']:,} completions outside the solutions are left out"
             how = f": 1 and 0 are good, -1 is bad; {others}"
         left = f"; {self.unusable:,} rows dropped, in which no step is rated" if self.unusable else ""
         unread = self.finder.unread(columns.label, columns.text, columns.prompt, columns.steps)
@@ -343,7 +336,7 @@ class StepRows:
         steps = filled(row, self.columns.steps, origin)
         if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
             raise Refusal.at(
-                origin, f"{self.columns.steps} must be a list of texts, none empty", "mend or remove the row"
+                origin, f"{self.columns.steps} must be a list of texts, none empty", "fix or remove the row"
             )
         if len(steps) != labels:
             raise Refusal.at(origin, f"has {len(steps)} steps and {labels} labels", "give each step its label")
@@ -364,31 +357,31 @@ class StepRows:
 
     def _refuse_mismatch(self, text: str, found: int, labels: int, origin: Origin) -> None:
         placeholder = self.marks.placeholder
-        held = text.count(placeholder)
-        if not held:
+        count = text.count(placeholder)
+        if not count:
             raise Refusal.at(
                 origin, f"the text holds no placeholder {placeholder!r}", "set prm.placeholder to what the rows use"
             )
-        if held != found:
+        if count != found:
             raise Refusal.at(
                 origin,
-                f"the text holds the placeholder {placeholder!r} {held} times, but its token {found} times: it merges "
+                f"the text holds the placeholder {placeholder!r} {count} times, but its token {found} times: it merges "
                 "with its neighbours",
-                "put a space or a line break around it, or add it to the tokenizer as a token of its own",
+                "put a space or a line break around it, or add it to the tokenizer as a token",
             )
-        if held != labels:
+        if count != labels:
             raise Refusal.at(
                 origin,
-                f"has {held} placeholders {placeholder!r} and {labels} labels",
+                f"has {count} placeholders {placeholder!r} and {labels} labels",
                 "give each placeholder its label, or set prm.placeholder to a text that no step holds",
             )
 
 
 def fit_steps(item: Steps, limit: int, overlong: str) -> Steps | None:
-    """The item within `limit` tokens, with the steps that remain; None when it is dropped."""
+    """The item within `limit` tokens, with the remaining steps; None if it is dropped."""
     fitted = fit(item.example, limit, overlong, needed="placeholder")
     if fitted is None or fitted is item.example:
         return None if fitted is None else item
-    # One end alone is cut, and with it the steps there.
+    # Only one end is cut, with the steps there.
     count = len(fitted.positions)
     return Steps(fitted, item.labels[-count:] if overlong == "truncate_left" else item.labels[:count])

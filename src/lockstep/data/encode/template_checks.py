@@ -1,4 +1,4 @@
-"""What a chat template left out of its text: a message, a call of a tool, the tools. Training without it is refused."""
+"""Refuses chats of which the chat template drops a part: a message, a tool call, the tools."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 from lockstep.errors import Refusal
 from lockstep.types import Message, Origin
 
-# Under these names reasoning stands beside the content of a turn.
+# Keys under which a turn holds reasoning next to its content.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _REMEDY = "use a template that writes it (data.template), or remove it from the row"
 
 
-def refuse_vanished(text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin) -> None:
-    """Refuse a text that lacks a part of the chat it was made from.
+def refuse_dropped_by_template(
+    text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin
+) -> None:
+    """Refuse a rendered text that lacks a part of the chat.
 
-    What other roles say must stand there in its order, but for a system message, which templates move. Contents of the
-    assistant are the business of whoever trains them: earlier turns may be shortened.
+    Contents of other roles must appear in order. A system message may move, because templates move it. Assistant
+    contents are checked by the callers that train them, because templates may shorten earlier turns.
     """
     for tool in tools:
         for name in _names(tool["function"]):
@@ -29,7 +31,7 @@ def refuse_vanished(text: str, messages: Sequence[Message], tools: Sequence[dict
         role, content = message["role"], str(message.get("content") or "").strip()
         where = f"message {number} ({role})"
         if role in ("system", "developer") and content:
-            # Where others say the same words too, these are not the system message's.
+            # Occurrences inside other messages do not count as the system message.
             others = sum(
                 str(other.get("content")).count(content)
                 for other in messages
@@ -46,19 +48,19 @@ def refuse_vanished(text: str, messages: Sequence[Message], tools: Sequence[dict
             reached = _past_call(call["function"], text, reached, where, origin)
 
 
-def lost_beside(turn: Message, text: str) -> str:
-    """What stands beside the content of a turn, its reasoning or a call, and is not in its text; empty where all is."""
+def dropped_by_template(turn: Message, text: str) -> str:
+    """The reasoning key or tool call of a turn that is missing from its text; empty if nothing is missing."""
     if turn.keys() == {"role", "content"}:
         return ""
-    told = ((key, turn.get(key)) for key in REASONING)
-    reasoning = next((key for key, said in told if isinstance(said, str) and said.strip() not in text), "")
+    fields = ((key, turn.get(key)) for key in REASONING)
+    reasoning = next((key for key, value in fields if isinstance(value, str) and value.strip() not in text), "")
     calls = (call["function"]["name"] for call in turn.get("tool_calls") or [])
     lost = next((name for name in calls if _found(name, text, 0) < 0), "")
     return reasoning or (lost and f"call of {lost!r}")
 
 
 def _names(function: dict[str, Any]) -> list[str]:
-    """Of the function, and of its parameters: a user may well name a tool, but hardly all that it takes."""
+    """Names of the function and its parameters: a user may mention a tool, but hardly all its parameters."""
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return [function["name"], *(properties if isinstance(properties, dict) else ())]
@@ -92,7 +94,7 @@ def _spellings(value: Any) -> tuple[str, ...]:
 
 
 def _found(part: str, text: str, start: int) -> int:
-    """Where the part ends in the text, as it is or as JSON spells it; -1 where it does not stand."""
+    """End of the part in the text, as it is or JSON-escaped; -1 if it is missing."""
     found = text.find(part, start)
     if found >= 0:
         return found + len(part)

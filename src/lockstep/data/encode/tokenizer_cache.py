@@ -1,4 +1,20 @@
-"""Fast tokenisation: each distinct piece of text is tokenised once."""
+"""Fast tokenisation: each distinct piece of text is tokenised once and cached.
+
+Byte-level BPE first splits a text into words by a regular expression, and tokenises each word independently. Where a
+word ends regardless of its context, the text can be cut, and the tokens of the parts are the tokens of the text. A chat
+consists of some hundred such pieces, of some thousand distinct ones, so look-ups are many times faster than tokenising.
+New pieces (or their words, in ASCII) are given to the tokenizer; no BPE merge is done here. Texts that cannot be cut
+safely are tokenised as one.
+
+Safe cuts for the patterns in `_CUTS`:
+
+- Before white space that follows anything else, because words contain white space only at their start. Exception:
+  newlines after punctuation belong to the punctuation, except in GPT-2's pattern.
+- After the last newline of white space. Exceptions: GPT-2's pattern, which splits white space before its last
+  character, and a following "/" in patterns that let newlines and slashes follow punctuation.
+
+The patterns look ahead only over white space, and never back.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +33,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Texts as tokens by their pieces: each different piece is tokenised once and its tokens are known from then on.
-#
-# Byte-level BPE first cuts a text into words by a pattern, and each word becomes tokens by itself. Where a word of
-# the pattern surely ends whatever stands around it, the text can be cut too, and both parts give the tokens of the
-# whole. Chats are some hundred such pieces of some thousand different ones, so that looking them up is many times
-# faster than tokenising. A piece that was not seen before is given to the tokenizer itself, or its words are where it
-# is ASCII: no merge is done here. What may not be cut so, in all that is known of it, is left to the tokenizer as a
-# whole.
-#
-# Where a word surely ends, for the patterns in `_CUTS`:
-#
-# - Before white space that follows anything else. Their words hold white space at the beginning, where they are not
-# white   space altogether. But newlines at the end of punctuation belong to it, except in GPT-2's pattern. - Behind
-# the last newline of white space, but not in GPT-2's pattern, which parts white space before its last character,
-# and not before a "/" in those that let newlines and slashes follow punctuation.
-#
-# They look ahead only over white space, for what follows it, and never back.
-
-# Characters of the different pieces that are known at a time, with some for what else a piece takes; of the longest
-# piece; and how many words are known: about 50 MB at most in all.
-MOST, BESIDE, LONGEST, MOST_WORDS = 1 << 22, 16, 256, 1 << 16
+# Limits of the cache, about 50 MB in all: characters of all pieces, overhead per piece, longest piece, number of words.
+MOST, OVERHEAD, LONGEST, MOST_WORDS = 1 << 22, 16, 256, 1 << 16
 
 _NEWLINES = r"[\r\n](?:\s*[\r\n])?"
 _AT_SPACE = r"\s*\S+|\s+"
 _AT_NEWLINE = rf"[^\S\r\n]*\S+(?:{_NEWLINES})?|\s*[\r\n]|\s+"
 _AT_NEWLINE_BUT_SLASH = rf"[^\S\r\n]*\S+(?:{_NEWLINES}/\S*)*(?:{_NEWLINES})?|\s*[\r\n]|\s+"
-# By the pattern of the words: the pieces that a text may be cut into.
+# Word pattern of the tokenizer -> pattern of the pieces that a text may be cut into.
 _CUTS = {
-    # GPT-2's, which ByteLevel has in itself
+    # GPT-2, built into ByteLevel
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _AT_SPACE,
     # Llama 3
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -68,122 +65,122 @@ _CUTS = {
 _GPT2 = next(iter(_CUTS))
 
 
-class NotKnown(Exception):
-    """A text, or a cut in it, of which it is not sure that its pieces give its tokens."""
+class NotCacheable(Exception):
+    """The tokens of a text, or of a cut in it, cannot be composed from its pieces."""
 
 
 class Pieces(dict[str, bytes]):
-    """The tokens of each piece that was seen, as 64-bit integers."""
+    """Cache of the tokens of each piece, as 64-bit integers."""
 
     def __init__(self, backend: Tokenizer, pieces: str, words: str | None, added: dict[str, int]):
         from tokenizers.pre_tokenizers import ByteLevel
 
         super().__init__()
-        # Bytes as the letters that vocabularies have for them.
+        # Maps bytes to the characters of byte-level vocabularies.
         self._spelling = ByteLevel(add_prefix_space=False, use_regex=False)
         self._owner = ref(backend)
         self._find = re.compile(pieces)
         self._composes = backend.normalizer is not None
         self._added_ids = {content: array("q", [token]).tobytes() for content, token in added.items()}
-        # The longest that stands there, as the tokenizer finds them.
+        # Longest match first, as in the tokenizer.
         longest_first = sorted(added, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._parts: dict[tuple[str, int], tuple[bytes, bytes]] = {}
         self._held = 0
         self._letters = {letter for letter in map(chr, range(128)) if self._agrees(letter)}
         self._words = None if words is None else self._ascii_words(re.compile(words, re.ASCII).findall)
-        self._known_words: dict[str, bytes] = {}
+        self._word_tokens: dict[str, bytes] = {}
 
     @property
     def _backend(self) -> Tokenizer:
-        """What made the tokens, and keeps them: alive for whoever asks."""
+        """The tokenizer backend. The caller keeps it alive."""
         backend = self._owner()
         assert backend is not None
         return backend
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Pieces | None:
-        """None for a tokenizer that does not work word by word, or with words of which nothing is said here."""
+        """None for a tokenizer that does not work word by word, or whose word pattern is not in `_CUTS`."""
         patterns, added = _patterns(backend), _plain_added(backend)
         return None if patterns is None or added is None else cls(backend, *patterns, added)
 
     def runs(self, text: str, borders: Sequence[int] = ()) -> list[bytes] | None:
-        """The tokens of the whole text, cut at the borders: one run more than there are borders.
+        """The tokens of the text, split at the borders: one run more than there are borders.
 
-        None where that is not known: a word or an added token reaches over a border, or the text is none for pieces.
+        None if a word or an added token crosses a border, or if the text cannot be cut into pieces.
         """
         try:
             return self._runs(text, borders)
-        except (NotKnown, UnicodeEncodeError):  # half of a surrogate pair is no text
+        except (NotCacheable, UnicodeEncodeError):  # half of a surrogate pair
             return None
 
     def _runs(self, text: str, borders: Sequence[int]) -> list[bytes]:
         if self._composes and not text.isascii() and self._backend.normalizer.normalize_str(text) != text:
-            raise NotKnown  # the tokenizer would see another text, and its words
+            raise NotCacheable  # the normaliser would change the text
         made: list[bytes] = []
         run: list[bytes] = []
         ahead, start = [*borders, len(text) + 1], 0
-        known, words, added_ids = self.__getitem__, self._find.findall, self._added_ids
+        tokens_of, words, added_ids = self.__getitem__, self._find.findall, self._added_ids
         for added in self._added.finditer(text):
             before, behind = added.span()
             while ahead[0] < before:
                 start = self._to_border(text, start, before, ahead, made, run)
             if start < before:
-                run += map(known, words(text, start, before))
+                run += map(tokens_of, words(text, start, before))
             while ahead[0] == before:
                 _next_run(ahead, made, run)
             run.append(added_ids[added.group()])
             start = behind
         while ahead[0] < len(text):
             start = self._to_border(text, start, len(text), ahead, made, run)
-        run += map(known, words(text, start))
+        run += map(tokens_of, words(text, start))
         while len(ahead) > 1:
             _next_run(ahead, made, run)
         made.append(b"".join(run))
         return made
 
     def _to_border(self, text: str, start: int, end: int, ahead: list[int], made: list[bytes], run: list[bytes]) -> int:
-        """Up to the next border, which lies before the end; returns how far the tokens reach."""
+        """Tokenise up to the next border, which lies before the end; returns the end of the tokenised text."""
         border = ahead[0]
         if border < start:
-            raise NotKnown  # in an added token, or in a piece that had a border already
+            raise NotCacheable  # inside an added token, or a second border in one piece
         match, right = self._find.match, b""
         while start < border:
             found = match(text, start, end)
-            assert found is not None  # white space or anything else
+            assert found is not None  # the pattern matches any character
             piece, begin, start = found.group(), start, found.end()
             if start <= border:
                 run.append(self[piece])
             else:
-                left, right = self._parted(piece, border - begin)
+                left, right = self._split(piece, border - begin)
                 run.append(left)
         _next_run(ahead, made, run)
         run.append(right)
         return start
 
-    def _parted(self, piece: str, place: int) -> tuple[bytes, bytes]:
-        """The tokens of a piece before and behind a place in it where a word of it ends."""
-        known = self._parts.get((piece, place))
-        if known is None:
-            whole, left = self[piece], array("q")
+    def _split(self, piece: str, place: int) -> tuple[bytes, bytes]:
+        """The tokens of a piece before and after a place where a word ends."""
+        parts = self._parts.get((piece, place))
+        if parts is None:
+            tokens, left = self[piece], array("q")
             for word, (_, end) in self._backend.pre_tokenizer.pre_tokenize_str(piece):
                 if end > place:
                     break
                 left.extend(token.id for token in self._backend.model.tokenize(word))
                 reached = end
             begin = left.tobytes()
-            if not left or reached != place or not whole.startswith(begin):
-                raise NotKnown
-            known = begin, whole[len(begin) :]
+            if not left or reached != place or not tokens.startswith(begin):
+                raise NotCacheable
+            parts = begin, tokens[len(begin) :]
             self._make_room(piece)
-            self._parts[piece, place] = known
-        return known
+            self._parts[piece, place] = parts
+        return parts
 
     def __missing__(self, piece: str) -> bytes:
-        strange = set(piece) - self._letters
-        if not all(map(self._agrees, strange)):
-            raise NotKnown
-        self._letters |= strange
+        new_letters = set(piece) - self._letters
+        if not all(map(self._agrees, new_letters)):
+            raise NotCacheable
+        self._letters |= new_letters
         if self._words is not None and piece.isascii():
             tokens = b"".join(map(self._of_word, self._words(piece)))
         else:
@@ -194,34 +191,33 @@ class Pieces(dict[str, bytes]):
         return tokens
 
     def _of_word(self, word: str) -> bytes:
-        tokens = self._known_words.get(word)
+        tokens = self._word_tokens.get(word)
         if tokens is None:
             ((spelt, _),) = self._spelling.pre_tokenize_str(word)
             tokens = array("q", [token.id for token in self._backend.model.tokenize(spelt)]).tobytes()
             if len(word) <= LONGEST:
-                if len(self._known_words) >= MOST_WORDS:
-                    self._known_words.clear()
-                self._known_words[word] = tokens
+                if len(self._word_tokens) >= MOST_WORDS:
+                    self._word_tokens.clear()
+                self._word_tokens[word] = tokens
         return tokens
 
     def _ascii_words(self, words: Callable[[str], list[str]]) -> Callable[[str], list[str]] | None:
-        """The words of a piece in ASCII, which Python's own patterns find fast; None where they are not the
-        tokenizer's, asked for every three kinds of letters that follow each other."""
+        """Splits an ASCII piece into words with Python's fast regular expressions. None if they differ from the
+        tokenizer's words; checked on every combination of three kinds of characters."""
         tried = "".join(map("".join, itertools.product("aSl1 .'/\n\r\t", repeat=3)))
         found = [tried[start:end] for _, (start, end) in self._backend.pre_tokenizer.pre_tokenize_str(tried)]
         return words if words(tried) == found else None
 
     def _make_room(self, piece: str) -> None:
-        self._held += len(piece) + BESIDE
+        self._held += len(piece) + OVERHEAD
         if self._held > MOST:
-            self._held = len(piece) + BESIDE
+            self._held = len(piece) + OVERHEAD
             self.clear()
             self._parts.clear()
 
     def _agrees(self, letter: str) -> bool:
-        """Whether the tokenizer takes the letter for white space where Python does, and only there: the versions of
-        Unicode differ. Asked of the pattern itself: white space ends a word of punctuation, and no newline starts one
-        behind it."""
+        """Whether the tokenizer and Python agree that the letter is white space: their Unicode versions may differ.
+        Tested with the word pattern: white space ends a word of punctuation, and a newline after it starts no word."""
         if letter in "\r\n":
             return True
         words = self._backend.pre_tokenizer.pre_tokenize_str
@@ -236,8 +232,8 @@ def _next_run(ahead: list[int], made: list[bytes], run: list[bytes]) -> None:
 
 
 def _in_ascii(pattern: str) -> str:
-    """The pattern for texts of ASCII alone, without the classes that Python does not know."""
-    kinds = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9"}  # there are no others
+    """The pattern for ASCII texts, without the character classes that Python does not support."""
+    kinds = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9"}  # other classes have no ASCII members
     inside, made = False, []
     for part in re.split(r"(\\p\{\w+\}|\\.|[\[\]])", pattern):
         if part.startswith("\\p"):
@@ -250,7 +246,7 @@ def _in_ascii(pattern: str) -> str:
 
 
 def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
-    """The pattern of the pieces, and that of the words in ASCII where it is known; of a byte-level BPE."""
+    """The pattern of the pieces of a byte-level BPE, and of its ASCII words (None if unsupported)."""
     from tokenizers.models import BPE
 
     model = backend.model
@@ -266,7 +262,7 @@ def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
     if kinds[-1:] != ["ByteLevel"] or steps[-1]["add_prefix_space"]:
         return None
     if steps[-1]["use_regex"]:
-        # Digits may be set apart before: they are no white space, so that the pieces are the same, but not the words.
+        # A Digits step before changes the words, but not the pieces: digits are not white space.
         if kinds in (["ByteLevel"], ["Digits", "ByteLevel"]):
             return _CUTS[_GPT2], _in_ascii(_GPT2) if kinds == ["ByteLevel"] else None
         return None
@@ -277,13 +273,12 @@ def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
 
 
 def _state(part: Any) -> Any:
-    """What a tokenizer.json says of a part."""
+    """The settings of a component, as in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
-    """The added tokens; None where one is found otherwise than by its text, or is white space, whose place in the
-    text a tokenizer may not tell."""
+    """The added tokens; None if one is not matched by its exact text, or is white space (its offset is unreliable)."""
     found: dict[str, int] = {}
     for index, token in backend.get_added_tokens_decoder().items():
         if token.normalized or token.lstrip or token.rstrip or token.single_word or not token.content.strip():
@@ -294,14 +289,12 @@ def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
     return found
 
 
-# Texts as tokens, on the short way: what a tokenizer's own call gives, without what the call does around it.
-#
-# Of a call on one row's text, transformers' own work takes as long as a quarter of the tokenising itself; and most of
-# that is spared where the text is made of pieces whose tokens are known (`data/encode/tokenizer_cache.py`).
+# The functions below give the result of the tokenizer's `__call__` without its overhead in transformers, which takes a
+# quarter of the tokenisation time.
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of the text alone, nothing put before or after them."""
+    """The tokens of the text, without special tokens."""
     backend = plain_backend(tokenizer)
     if backend is None:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -311,7 +304,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def token_ids_and_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The same, and for each token the characters of the text that it stands for: (first, behind the last)."""
+    """The tokens of the text with their character offsets: (first, after the last)."""
     backend = plain_backend(tokenizer)
     if backend is None:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -321,8 +314,8 @@ def token_ids_and_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tupl
 
 
 def token_runs(tokenizer: PreTrainedTokenizerBase, text: str, borders: Sequence[int]) -> list[bytes] | None:
-    """The tokens of the text before, between and behind the borders, which are places in it in their order; each run
-    as 64-bit integers (`as_array`). None where that takes the places of all tokens to tell."""
+    """The tokens of the text before, between and after the borders (sorted positions), each run as 64-bit integers
+    (`as_array`). None if this needs the offsets of all tokens."""
     backend = plain_backend(tokenizer)
     return None if backend is None else _runs(backend, text, borders)
 
@@ -337,24 +330,24 @@ def _runs(backend: Tokenizer, text: str, borders: Sequence[int]) -> list[bytes] 
     if backend.encode_special_tokens or backend.pre_tokenizer is None:
         return None
     state = (backend.get_vocab_size(), backend.pre_tokenizer.__getstate__())
-    known = _PIECES.get(backend)
-    if known is None or known[0] != state:
-        known = _PIECES[backend] = (state, Pieces.of(backend))
-    return None if known[1] is None else known[1].runs(text, borders)
+    cached = _PIECES.get(backend)
+    if cached is None or cached[0] != state:
+        cached = _PIECES[backend] = (state, Pieces.of(backend))
+    return None if cached[1] is None else cached[1].runs(text, borders)
 
 
 _PIECES: WeakKeyDictionary[Tokenizer, tuple[tuple[int, bytes], Pieces | None]] = WeakKeyDictionary()
 
 
 def forget_pieces(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Before many texts: a word of the vocabulary that became an added token since is seen by nothing else."""
+    """Clear the cache. A vocabulary word that became an added token is not detected otherwise."""
     backend = plain_backend(tokenizer)
     if backend is not None:
         _PIECES.pop(backend, None)
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """What the tokenizer's own call asks, in the state in which it asks it; None where the call does more than ask."""
+    """The Rust tokenizer behind `__call__`, in the state that `__call__` uses; None if `__call__` does more."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -363,7 +356,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
         return None
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     backend: Tokenizer = tokenizer.backend_tokenizer
-    # A tokenizer.json may say that texts are cut or padded; a call that asks for neither says that they are not.
+    # tokenizer.json may enable truncation and padding; `__call__` disables them by default.
     if backend.truncation is not None:
         backend.no_truncation()
     if backend.padding is not None:
@@ -374,34 +367,36 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 class TokenFacts:
-    """What is asked of a tokenizer's vocabulary for every row."""
+    """Special and blank tokens of a vocabulary."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special = frozenset(added | set(tokenizer.all_special_ids))
         self.size = len(tokenizer)
-        self._is_special = np.zeros(max(self.special, default=0) + 2, dtype=bool)  # from the last one on none is
+        self._is_special = np.zeros(
+            max(self.special, default=0) + 2, dtype=bool
+        )  # all later ids are clipped to the last entry, which is False
         self._is_special[list(self.special)] = True
         self._blank: dict[int, bool] = {}
 
     def where_special(self, ids: array[int]) -> list[int]:
-        """The places of the special tokens among the ids, which are 64-bit integers."""
+        """Positions of the special tokens among the 64-bit ids."""
         found: list[int] = self._is_special.take(np.frombuffer(ids, dtype=np.int64), mode="clip").nonzero()[0].tolist()
         return found
 
     def blank(self, tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-        """Whether nothing is seen of the token."""
+        """Whether the token decodes to white space or nothing."""
         if token not in self._blank:
             self._blank[token] = not tokenizer.decode([token]).strip()
         return self._blank[token]
 
 
-_KNOWN: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDictionary()
+_TOKEN_FACTS: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDictionary()
 
 
 def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
-    """Asked once, and again when tokens were added."""
-    known = _KNOWN.get(tokenizer)
-    if known is None or known.size != len(tokenizer):
-        known = _KNOWN[tokenizer] = TokenFacts(tokenizer)
-    return known
+    """Cached; computed again when tokens were added."""
+    facts = _TOKEN_FACTS.get(tokenizer)
+    if facts is None or facts.size != len(tokenizer):
+        facts = _TOKEN_FACTS[tokenizer] = TokenFacts(tokenizer)
+    return facts

@@ -16,8 +16,6 @@ from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.run.files import replace_text, written_aside
 from lockstep.types import Message, Row
 
-# What the makers of data share: rows of the RL schema, and rows as files that appear whole or not at all.
-
 
 def rl_row(data_source: str, prompt: list[Message], truth: object, **extra_info: Any) -> Row:
     """A row of mathematics in verl's schema."""
@@ -30,30 +28,30 @@ def rl_row(data_source: str, prompt: list[Message], truth: object, **extra_info:
     }
 
 
-def asked(text: str) -> list[Message]:
+def user_message(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
-def answered(text: str) -> list[Message]:
+def assistant_message(text: str) -> list[Message]:
     return [{"role": "assistant", "content": text}]
 
 
 def too_few(**rows: int) -> list[Problem]:
-    """What is wrong with numbers of rows below 1, by their options."""
+    """Problems of options with fewer than 1 row."""
     return [
         Problem(name, f"{count} rows are not enough", "give at least 1") for name, count in rows.items() if count < 1
     ]
 
 
 def write_files(folder: Path, files: Mapping[str, Sequence[Row]]) -> dict[str, int]:
-    """Each of them as `name`.parquet; returns rows by file."""
+    """Write each list as `name`.parquet; returns rows by file."""
     for name, rows in files.items():
         write_rows(folder / f"{name}.parquet", rows)
     return {f"{name}.parquet": len(rows) for name, rows in files.items()}
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """As parquet or, by another ending of the name, as JSON lines."""
+    """Write rows as parquet, or as JSON lines for any other suffix. The file appears complete or not at all."""
     if path.parent.exists() and not path.parent.is_dir():
         raise Refusal.at(path.parent, "is a file, not a folder", "give another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,13 +65,11 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), aside)
 
 
-# Generated arithmetic with checkable answers: the embedded default's data, at four difficulties.
-#
-# Every answer works the sum out in small steps and ends with `#### result`. Questions are drawn without repetition,
-# and no validation question is a training question.
+# Generated arithmetic at four difficulties, with checkable answers: every answer is worked out in small steps and ends
+# with `#### result`. Questions do not repeat, and validation questions are not in the training data.
 
 ARITHMETIC_SOURCE = "arithmetic"
-# At most this share of a level's questions is held out when the level is small.
+# Maximum fraction of a small level's questions used for validation.
 LARGEST_VAL_SHARE = 0.2
 
 
@@ -97,7 +93,7 @@ def write_arithmetic(
 
     Difficulty 1: sums of two or three 1-digit numbers (1,100 questions in all). 2: sums of two 2-digit numbers
     (8,100). 3: sums and differences of 3-digit numbers (1,214,550). 4: products of 2-digit numbers (8,100).
-    A level with fewer questions than asked for gives what it has, a fifth of it for validation at most: the returned
+    A level with fewer questions than requested gives all it has, at most a fifth of them for validation: the returned
     counts say so. Questions are held out, not facts: `3 + 4 = 7` may be a step of another row's answer.
     """
     problems = too_few(train_rows=train_rows, val_rows=val_rows)
@@ -115,7 +111,7 @@ def write_arithmetic(
         files[split] = [
             rl_row(
                 ARITHMETIC_SOURCE,
-                asked(w.question),
+                user_message(w.question),
                 w.result,
                 split=split,
                 index=i,
@@ -124,7 +120,9 @@ def write_arithmetic(
             )
             for i, w in enumerate(splits[split])
         ]
-        files[f"sft_{split}"] = [{"messages": asked(w.question) + answered(w.answer)} for w in splits[split]]
+        files[f"sft_{split}"] = [
+            {"messages": user_message(w.question) + assistant_message(w.answer)} for w in splits[split]
+        ]
     return write_files(folder, files)
 
 
@@ -150,7 +148,7 @@ def _three_digit(number: int) -> ArithmeticQuestion:
     return "-", (100 + a, 100 + rest - a * (a - 1) // 2)
 
 
-# How many questions a level has, and which is the one of a number.
+# Number of questions of a level, and the question of an index.
 LEVELS: dict[int, tuple[int, Callable[[int], ArithmeticQuestion]]] = {
     1: (1100, _one_digit),
     2: (90 * 90, lambda number: ("+", _two_digit(number))),
@@ -180,7 +178,7 @@ def running_steps(numbers: tuple[int, ...]) -> Iterator[str]:
 
 
 def _column_steps(a: int, b: int) -> Iterator[str]:
-    """Right to left with the carry, as on paper."""
+    """Addition right to left with carry."""
     carry = 0
     while a or b:
         column = a % 10 + b % 10 + carry
@@ -189,7 +187,7 @@ def _column_steps(a: int, b: int) -> Iterator[str]:
 
 
 def _difference_steps(a: int, b: int) -> Iterator[str]:
-    """Right to left; a column that is too small takes ten from the next."""
+    """Subtraction right to left with borrow."""
     borrow = 0
     while a or b:
         top, bottom = a % 10, b % 10 + borrow
@@ -205,11 +203,9 @@ def _product_steps(a: int, b: int) -> Iterator[str]:
     yield f"{a * tens} + {a * ones} = {a * b}"
 
 
-# Generated preferences: sums of one-digit numbers where the prompt says how the answer should look.
-#
-# Every sum is asked twice, once for a brief answer and once for a worked one, with the same two answers the other way
-# round: whoever does not read the request is right half of the time. Beside the pairs: the same prompts for online
-# methods, and lists of small sums with a verdict on each for process reward models.
+# Generated preferences: sums of one-digit numbers, where the prompt requests a brief or a worked answer. Every sum
+# occurs with both requests and swapped answers, so ignoring the request is right half of the time. The same prompts are
+# written for online methods, and lists of labelled small sums for process reward models.
 
 BREVITY_SOURCE = "brevity"
 BRIEF, WORKED = "Be brief.", "Show the work."
@@ -226,14 +222,14 @@ class RequestedSum:
 
     @property
     def prompt(self) -> list[Message]:
-        return asked(f"What is {' + '.join(map(str, self.numbers))}? {self.request}")
+        return user_message(f"What is {' + '.join(map(str, self.numbers))}? {self.request}")
 
 
 def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> dict[str, int]:
     """Write `pairs_*`, `prompts_*` (RL schema) and `steps_*`, a file for training and one for validation; returns rows
     by file.
 
-    There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; where more are asked for, the
+    There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; if more are requested, the
     files hold what there is, a fifth of it for validation at most. No sum of a validation pair or prompt is among the
     training rows, and no row of steps has the sums of another; single facts such as `3 + 4 = 7` are in both.
     """
@@ -241,7 +237,7 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
     wanted = {"train": train_rows, "val": val_rows}
     questions = _questions(wanted, random.Random(f"pairs/{seed}"))
     steps = _step_rows(random.Random(f"steps/{seed}"))
-    # Validation first: it keeps its rows whatever the number of training rows is.
+    # Validation first, so that its rows do not depend on the number of training rows.
     judged = {split: [next(steps) for _ in range(wanted[split])] for split in ("val", "train")}
     files: dict[str, list[Row]] = {}
     for split in ("train", "val"):
@@ -255,10 +251,10 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
 
 
 def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[RequestedSum]]:
-    """Each sum with both requests (an odd last one with one of them), in an order that keeps the two apart."""
+    """Each sum with both requests (the last one with one, if odd), in an order that separates the two."""
     size, question_at = LEVELS[1]
     drawn = draw.sample(range(size), size)
-    # Two questions a sum, rounded up.
+    # Two questions per sum, rounded up.
     held_out = min(-(-wanted["val"] // 2), int(LARGEST_VAL_SHARE * size))
     sums = {"val": drawn[:held_out], "train": drawn[held_out:]}
     questions = {}
@@ -273,7 +269,7 @@ def _pair_row(question: RequestedSum) -> Row:
     brief = f"#### {sum(question.numbers)}"
     worked = "\n".join([*running_steps(question.numbers), brief])
     chosen, rejected = (brief, worked) if question.request == BRIEF else (worked, brief)
-    return {"prompt": question.prompt, "chosen": answered(chosen), "rejected": answered(rejected)}
+    return {"prompt": question.prompt, "chosen": assistant_message(chosen), "rejected": assistant_message(rejected)}
 
 
 def _step_rows(draw: random.Random) -> Iterator[Row]:
@@ -287,7 +283,7 @@ def _step_rows(draw: random.Random) -> Iterator[Row]:
         sums = draw.choices(facts, k=draw.randint(FEWEST_STEPS, MOST_STEPS))
         labels = [draw.random() < 0.5 for _ in sums]
         yield {
-            "prompt": asked(STEPS_PROMPT),
+            "prompt": user_message(STEPS_PROMPT),
             "completions": [
                 f"{a}+{b}={a + b if right else _wrong(a + b, draw)}" for (a, b), right in zip(sums, labels, strict=True)
             ],
@@ -299,7 +295,7 @@ def _wrong(result: int, draw: random.Random) -> int:
     return draw.choice([number for number in range(10) if number != result])
 
 
-# GSM8K as RL rows: from the data set's raw jsonl files, or from the hub.
+# GSM8K as RL rows, from its raw jsonl files or from the hub.
 
 GSM8K_SOURCE = "openai/gsm8k"
 INSTRUCTION = "Think step by step, and give the final answer after ####."
@@ -317,7 +313,9 @@ def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = T
         if check_counts and len(rows) != expected:
             problems.append(
                 Problem(
-                    path, f"has {len(rows):,} rows, the data set has {expected:,}", "get a whole copy of the data set"
+                    path,
+                    f"has {len(rows):,} rows, the data set has {expected:,}",
+                    "get a complete copy of the data set",
                 )
             )
         written[split] = list(_convert(rows, split, problems))
@@ -337,5 +335,5 @@ def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[Row]
         if not mark or not _NUMBER.fullmatch(truth):
             problems.append(Problem(str(origin), "the answer does not end with '#### number'"))
             continue
-        prompt = asked(f"{question} {INSTRUCTION}")
+        prompt = user_message(f"{question} {INSTRUCTION}")
         yield rl_row(GSM8K_SOURCE, prompt, truth, split=split, index=index, question=question, answer=answer)

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.data.prepare.generated import answered, write_rows
+from lockstep.data.prepare.generated import assistant_message, write_rows
 from lockstep.data.sources.read import read_rows
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.types import Message, Row
-
-# Scored responses by question: what `lockstep sample` wrote, read and checked, and what of it can be used.
 
 COLUMNS = ("question", "prompt", "response", "reward", "stop", "tokens")
 NO_SCORE, CUT, EMPTY = "without a score", "cut off at the length limit", "empty"
@@ -29,7 +27,7 @@ class ScoredResponse:
 
 @dataclass
 class ScoredQuestion:
-    """A question with its responses that can be used, in the order of the file."""
+    """A question with its usable responses, in file order."""
 
     prompt: list[Message]
     responses: list[ScoredResponse] = field(default_factory=list)
@@ -41,7 +39,7 @@ class ScoredQuestion:
 
 @dataclass(frozen=True)
 class Scored:
-    """`unused` counts the responses that belong to no group, by reason."""
+    """Scored responses by question. `unused` counts the other responses by reason."""
 
     groups: list[ScoredQuestion]
     responses: int
@@ -49,7 +47,7 @@ class Scored:
 
 
 def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
-    """The responses behind a file or pattern. Files that answer the same question of the same data go together."""
+    """Read the output of `lockstep sample` from a file or pattern. Responses to the same question are merged."""
     rows = read_rows(samples)
     missing = [column for column in COLUMNS if column not in rows.columns]
     if missing:
@@ -64,7 +62,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
     for number, row in enumerate(rows):
         wrong = _wrong(row)
         if wrong:
-            problems.append(Problem(str(rows.origin(number)), wrong, "mend or remove the row"))
+            problems.append(Problem(str(rows.origin(number)), wrong, "fix or remove the row"))
             continue
         key = row["question"], json.dumps(row["prompt"], ensure_ascii=False, sort_keys=True)
         group = groups.setdefault(key, ScoredQuestion(row["prompt"]))
@@ -78,7 +76,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
 
 
 def _wrong(row: Row) -> str:
-    """What makes the row no response at all, or nothing."""
+    """Why the row is not a valid response; empty if it is."""
     prompt, reward = row["prompt"], row["reward"]
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and m.get("role") for m in prompt):
         return "prompt is not a list of chat messages"
@@ -87,7 +85,7 @@ def _wrong(row: Row) -> str:
     if reward is not None and (isinstance(reward, str | bool) or not math.isfinite(reward)):
         return f"reward is {reward!r}, not a number"
     if not isinstance(row["tokens"], int) or not isinstance(row["question"], int):
-        return "question and tokens must be whole numbers"
+        return "question and tokens must be integers"
     return ""
 
 
@@ -99,9 +97,8 @@ def _unusable(row: Row, keep_cut: bool) -> str:
     return "" if row["response"].strip() else EMPTY
 
 
-# Conditional SFT (arXiv 2308.12050): every response is learned, with its reward as a part of the prompt.
-#
-# A model that has read prompts with the rewards of their responses is asked for a good one by writing a high reward.
+# Conditional SFT (arXiv 2308.12050): every response is trained, with its reward in the prompt. At inference, a high
+# reward in the prompt requests a good response.
 
 TEMPLATE = "{input} <rm_score>: {reward} "
 _FIELDS = ("{input}", "{reward}")
@@ -114,7 +111,7 @@ def refuse_template(template: str) -> None:
 
 
 def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
-    """Rewards less their mean, over their deviation (with n - 1), of all responses that can be used."""
+    """Normalise rewards by their mean and standard deviation (n - 1) over all usable responses."""
     rewards = [response.reward for group in groups for response in group.responses]
     mean = math.fsum(rewards) / max(len(rewards), 1)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1)
@@ -128,25 +125,23 @@ def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
 
 
 def conditioned(prompt: Sequence[Message], reward: float, template: str) -> list[Message]:
-    """The prompt with the reward, in two decimals, written into its last message."""
+    """The prompt with the reward (two decimals) in its last message."""
     *before, last = prompt
-    # What the prompt itself says is put in last: a brace in it is text.
+    # The prompt is inserted last, so that braces in it stay text.
     text = template.replace("{reward}", f"{reward:.2f}").replace("{input}", str(last["content"]))
     return [*before, {**last, "content": text}]
 
 
 def conditional_rows(group: ScoredQuestion, responses: Sequence[ScoredResponse], template: str) -> list[Row]:
     return [
-        {"messages": [*conditioned(group.prompt, r.reward, template), *answered(r.text)], "reward": r.reward}
+        {"messages": [*conditioned(group.prompt, r.reward, template), *assistant_message(r.text)], "reward": r.reward}
         for r in responses
     ]
 
 
-# Scored responses as training rows: the best of each question, best against worst, or good and bad ones.
-
 KINDS = ("pairs", "sft", "kto", "conditional")
 TIES = ("first", "shortest")
-# Rewards of rules are 0 or 1; half-way between them a response counts as good.
+# Rewards of rules are 0 or 1; from this value on, a response counts as good.
 THRESHOLD = 0.5
 
 EQUAL = "all rewards equal"
@@ -158,7 +153,7 @@ CLOSE = "margin below --min-margin"
 
 @dataclass(frozen=True)
 class Selection:
-    """What is taken of a question. `threshold` None is the mean of the question's rewards."""
+    """How responses of a question are selected. `threshold` None is the mean of the question's rewards."""
 
     kind: str = "pairs"
     per_prompt: int = 1
@@ -182,7 +177,7 @@ def choice_of(
     reward_template: str | None = None,
     normalize: bool = False,
 ) -> Selection:
-    """The options of the command, those of another kind refused: none is passed over in silence."""
+    """Convert the options of the command; refuses options of another kind of rows."""
     if kind not in KINDS:
         raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}")
     if length_tie not in (None, *TIES):
@@ -231,7 +226,7 @@ def _threshold(given: str) -> float | None:
 
 @dataclass
 class SelectionCounts:
-    """What became of the questions and responses: `left_out` counts questions, `unused` responses, by reason."""
+    """Counts of the conversion: `left_out` counts questions, `unused` responses, by reason."""
 
     questions: int = 0
     responses: int = 0
@@ -252,7 +247,7 @@ class SelectionCounts:
 
 
 def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
-    """Read the responses behind `samples`, write the rows chosen to `out` (.parquet or .jsonl), count both."""
+    """Read the responses of `samples` and write the selected rows to `out` (.parquet or .jsonl); returns the counts."""
     if out.suffix not in (".parquet", ".jsonl"):
         raise Refusal.at(out, "does not say which format to write", "end it in .parquet or .jsonl")
     if out.exists():
@@ -268,7 +263,7 @@ def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
 
 
 def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: SelectionCounts) -> Iterator[Row]:
-    """The rows of every question in order; `counts` learns what was taken and what was not."""
+    """The rows of every question in order; updates `counts`."""
     makers: dict[str, Callable[[ScoredQuestion, Selection], list[Row] | str]] = {
         "pairs": _pairs,
         "sft": _best,
@@ -288,16 +283,16 @@ def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: Sel
 
 
 def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """The best different responses that reach the least reward; why there is none otherwise."""
+    """The best distinct responses with the minimum reward; otherwise the reason for none."""
     ranked = _distinct(_ranked(group.responses, choice.length_tie, best_first=True))
     if not ranked:
         return NOTHING
     good = [response for response in ranked if response.reward >= choice.min_reward][: choice.per_prompt]
-    return [{"messages": [*group.prompt, *answered(r.text)], "reward": r.reward} for r in good] or BELOW
+    return [{"messages": [*group.prompt, *assistant_message(r.text)], "reward": r.reward} for r in good] or BELOW
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Best against worst, then the next of either end; no text stands in two places. Otherwise why there is none."""
+    """Pairs of best and worst, then the next of either end, without repeated texts; otherwise the reason for none."""
     if group.tied:
         return EQUAL
     best = _ranked(group.responses, choice.length_tie, best_first=True)
@@ -321,8 +316,8 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
         made.append(
             {
                 "prompt": group.prompt,
-                "chosen": answered(chosen.text),
-                "rejected": answered(rejected.text),
+                "chosen": assistant_message(chosen.text),
+                "rejected": assistant_message(rejected.text),
                 "margin": margin,
                 "score_chosen": chosen.reward,
                 "score_rejected": rejected.reward,
@@ -332,7 +327,7 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Each different response with a label: whether its reward reaches the threshold, or the question's mean."""
+    """Each distinct response, labelled by the threshold or the question's mean reward."""
     if not group.responses:
         return NOTHING
     threshold = choice.threshold
@@ -341,13 +336,18 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
             return EQUAL
         threshold = math.fsum(response.reward for response in group.responses) / len(group.responses)
     return [
-        {"prompt": group.prompt, "completion": answered(r.text), "label": r.reward >= threshold, "reward": r.reward}
+        {
+            "prompt": group.prompt,
+            "completion": assistant_message(r.text),
+            "label": r.reward >= threshold,
+            "reward": r.reward,
+        }
         for r in _distinct(group.responses)
     ]
 
 
 def _conditional(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Each different response, its reward written into the prompt."""
+    """Each distinct response, with its reward in the prompt."""
     return conditional_rows(group, _distinct(group.responses), choice.reward_template) or NOTHING
 
 
@@ -357,7 +357,7 @@ def _ranked(responses: Sequence[ScoredResponse], tie: str, *, best_first: bool) 
 
 
 def _distinct(responses: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """The first of each text."""
+    """The first response of each text."""
     kept: dict[str, ScoredResponse] = {}
     for response in responses:
         kept.setdefault(response.text, response)
@@ -370,7 +370,7 @@ def _why_none(counts: SelectionCounts) -> str:
 
 
 def _remedy(counts: SelectionCounts) -> str:
-    """For the reason that cost most questions; where responses were already missing, for the reason of that."""
+    """The remedy for the most frequent reason, of unused responses if there are any, else of questions."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
         reason = counts.unused.most_common(1)[0][0]
@@ -379,7 +379,7 @@ def _remedy(counts: SelectionCounts) -> str:
         TOO_FEW: "sample more responses (--n), or at a higher temperature",
         BELOW: "lower --min-reward, or sample more responses (--n)",
         CLOSE: "lower --min-margin, or sample more responses (--n)",
-        NO_SCORE: "mend the reward and sample again; the column `failure` says what went wrong",
+        NO_SCORE: "fix the reward and sample again; the column `failure` says what went wrong",
         CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
         EMPTY: "sample from a model that answers",
     }[reason]

@@ -1,4 +1,4 @@
-"""The data files that a path names, and the cache of files that were read before."""
+"""Finds the data files of a path, and caches the metadata of files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from lockstep.data.sources.rowset import ColumnKinds, FileInfo, RowFile, origin_
 from lockstep.errors import Refusal
 from lockstep.types import Origin, Row
 
-# The data files that a path of the recipe names: a file, or those of a folder or of a pattern, in order of name.
-
 FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -29,9 +27,9 @@ FORMATS = {
 }
 TEXT_FORMATS = ("jsonl", "json", "csv")
 SUPPORTED = ".parquet, .arrow, .jsonl, .ndjson, .json, .csv (the text formats also with .gz)"
-# What the package datasets writes beside its rows, and what it keeps there of earlier work.
+# Metadata and cache files of the package datasets.
 _ABOUT_ROWS = re.compile(r"(dataset_infos?|dataset_dict|state)\.json|cache-.*\.arrow")
-# Words in the names of files that say which rows they hold.
+# Words in file names that name a split.
 _SPLITS = {
     "train": "train",
     "training": "train",
@@ -47,7 +45,7 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class DataFile:
-    """`name` is how messages call it (as given), `path` is where it is."""
+    """A data file. `name` is its name in messages (as given)."""
 
     name: str
     path: Path
@@ -61,7 +59,7 @@ class FoundFiles:
 
 
 def format_of(name: str) -> str | None:
-    """The format that a file name promises, or None."""
+    """The format by the suffix of a file name, or None."""
     lower = name.lower()
     stem, packed = (lower[:-3], True) if lower.endswith(".gz") else (lower, False)
     found = FORMATS.get(os.path.splitext(stem)[1])
@@ -69,7 +67,7 @@ def format_of(name: str) -> str | None:
 
 
 def locate(given: str, base: Path | None) -> FoundFiles:
-    """The data files behind `given`, sorted by name. A relative name is looked up under `base`."""
+    """The data files of `given` (file, folder or pattern), sorted by name. Relative names start at `base`."""
     if not given.strip():
         raise Refusal.at("data path", "is empty", "name a file, a folder, a glob pattern or hub:owner/name")
     root = base or Path()
@@ -91,16 +89,16 @@ def locate(given: str, base: Path | None) -> FoundFiles:
 
 
 def _refuse_pipe(given: str, path: Path) -> None:
-    """Reading a pipe or a device may never end."""
+    """Refuse pipes and devices: reading them may never end."""
     if path.exists() and not path.is_file():
         raise Refusal.at(given, "is a pipe or a device, not a file", "write the rows into a file and name that")
 
 
 def _refuse_odd(given: str, path: Path) -> None:
-    """A pipe, or a link to itself, which looks like nothing at all."""
+    """Refuse pipes and broken symbolic links."""
     _refuse_pipe(given, path)
     if path.is_symlink() and not path.exists():
-        raise Refusal.at(given, "is a symbolic link that leads nowhere, or to itself", "name the file itself")
+        raise Refusal.at(given, "is a broken symbolic link", "name the file itself")
 
 
 def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
@@ -122,7 +120,7 @@ def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
 
 
 def _no_files(given: str, root: Path, ignored: Sequence[str]) -> Refusal:
-    beside = f"; ignored: {', '.join(ignored[:10])}" if ignored else ""
+    note = f"; ignored: {', '.join(ignored[:10])}" if ignored else ""
     folders = [name for name in ignored if name.endswith(os.sep)]
     inside = {name: list(filter(format_of, os.listdir(root / os.path.expanduser(name)))) for name in folders}
     filled = {name: files[0] for name, files in inside.items() if files}
@@ -133,11 +131,11 @@ def _no_files(given: str, root: Path, ignored: Sequence[str]) -> Refusal:
         remedy = f"name the folder that is meant ({', '.join(list(filled)[:10])}), or a pattern such as {pattern}"
     elif folders:
         remedy += f"; sub-folders are read with a pattern such as {pattern}"
-    return Refusal.at(given, f"holds no data file{beside}", remedy)
+    return Refusal.at(given, f"holds no data file{note}", remedy)
 
 
 def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
-    """Whoever names the folder of a published data set means one split of it, hardly the test rows too."""
+    """Refuse files of several splits: training on the test split is hardly intended."""
     splits: dict[str, str] = {}
     shared = len(os.path.commonpath([os.path.dirname(file.name) for file in files]))
     for file in files:
@@ -146,17 +144,17 @@ def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
         if len(found) == 1:
             splits.setdefault(found.pop(), file.name)
     if len(splits) > 1:
-        held = ", ".join(f"{split} ({name})" for split, name in splits.items())
+        listed = ", ".join(f"{split} ({name})" for split, name in splits.items())
         one = splits.get("train") or next(iter(splits.values()))
         raise Refusal.at(
             given,
-            f"holds the rows of several splits: {held}",
+            f"holds the rows of several splits: {listed}",
             f"name one: {one}, or a pattern that fits its files alone; all of them can be given as a list",
         )
 
 
 def _missing(given: str, path: Path) -> Refusal:
-    """Names the first part of the path that does not exist, and what is there instead."""
+    """Name the first part of the path that does not exist, and the nearest existing name."""
     missing, parent = path, path.parent
     while not parent.exists() and parent != parent.parent:
         missing, parent = parent, parent.parent
@@ -173,14 +171,8 @@ def _missing(given: str, path: Path) -> Refusal:
     return Refusal.at(given, what, remedy)
 
 
-# Data files that were read before, known by content: how many rows, which columns, on which lines.
-#
-# Reading a file means to parse and check all of it. One that was found whole once is parsed again only where its rows
-# are asked for, which is never where all of them are kept encoded.
-
-
-class KnownFile:
-    """A `RowFile` that is opened when a row is asked for."""
+class CachedFile:
+    """A `RowFile` with cached metadata. The file is parsed only when a row is read."""
 
     def __init__(
         self,
@@ -210,32 +202,32 @@ class KnownFile:
         return iter(self.opened)
 
 
-class KnownFiles:
-    """What is known of files, in a folder of the cache."""
+class FileCache:
+    """Cache of file metadata (rows, columns, line numbers), by content hash. It avoids parsing valid files again."""
 
     def __init__(self, folder: Path):
         self._folder = folder / "files"
 
-    def find(self, name: str, form: str, size: int, sha256: str, open_file: Callable[[], RowFile]) -> KnownFile | None:
-        """The file of this content in this form, if it was read before; `name` is what messages call it now."""
-        said = kept(self._folder / f"{sha256}.{form}", self._key(sha256, form))
-        if said is None:
+    def find(self, name: str, form: str, size: int, sha256: str, open_file: Callable[[], RowFile]) -> CachedFile | None:
+        """The cached file of this content and format, or None. `name` is its current name in messages."""
+        entry = kept(self._folder / f"{sha256}.{form}", self._key(sha256, form))
+        if entry is None:
             return None
-        rows, shape, lines, partly = json.loads(bytes(said))
+        rows, shape, lines, partly = json.loads(bytes(entry))
         every = range(1, rows + 1) if lines == "all" else lines
-        return KnownFile(FileInfo(name, rows, size, sha256), shape, every, partly, open_file)
+        return CachedFile(FileInfo(name, rows, size, sha256), shape, every, partly, open_file)
 
     def remember(self, form: str, file: RowFile) -> None:
-        """Of a file that was found whole; small ones are read as fast as what is known of them."""
+        """Store the metadata of a valid file. Small files are not stored: parsing them is as fast."""
         info, lines = file.info, file.lines
         if not worth_keeping(info.rows):
             return
         numbers = None if lines is None else list(lines)
         every = "all" if numbers == list(range(1, info.rows + 1)) else numbers
-        said = [info.rows, dict(file.shape), every, dict(file.partly)]
-        with contextlib.suppress(OSError):  # it is read again next time
+        entry = [info.rows, dict(file.shape), every, dict(file.partly)]
+        with contextlib.suppress(OSError):  # the file is parsed again next time
             path = self._folder / f"{info.sha256}.{form}"
-            keep(path, self._key(info.sha256, form), json.dumps(said).encode())
+            keep(path, self._key(info.sha256, form), json.dumps(entry).encode())
 
     def _key(self, sha256: str, form: str) -> str:
         return f"{sha256} {form} {code_digest()}"

@@ -1,6 +1,6 @@
-"""Rows from the bytes of parquet, arrow, jsonl, json and csv files, each looked at whole.
+"""Parses parquet, arrow, jsonl, json and csv files completely.
 
-Everything wrong is reported by row or line; parsing goes on where it can.
+Problems are reported by row or line; parsing continues after them where possible.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lockstep.data.sources.rowset import JsonRows, LineOrigin, Problems, ShapeGr
 from lockstep.types import Origin, Row
 
 _MAGIC, _ARROW_MAGIC, _ARROW_END = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
-_BATCH_ROWS = 8192  # small enough that no batch of long answers passes Arrow's 2 GiB limit for a string column
+_BATCH_ROWS = 8192  # keeps batches of long answers below Arrow's 2 GiB limit for a string column
 _INDEX = "Unnamed: 0"
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
-PART_BYTES = 8 << 20  # of JSON lines that one process looks at: about a tenth of a second
+PART_BYTES = 8 << 20  # JSON lines per task of a worker: about 0.1 s
 _NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
 
 
 @dataclass
 class Parsed:
-    """Rows in file order. `lines` runs beside them in line formats and is None in json. `groups` are the rows by
-    shape, where they were looked at on the way."""
+    """Rows in file order. `lines` are their line numbers (None for json). `groups` are the rows by shape, if the
+    parser collected them."""
 
     rows: Sequence[Row] = field(default_factory=list)
     lines: Sequence[int] | None = None
@@ -63,7 +63,7 @@ def _parse_jsonl(name: str, data: bytes, problems: Problems) -> Parsed:
 
 @dataclass
 class _JsonLines:
-    """Some lines of JSON: where those begin and end that hold a row, and what is wrong with the others."""
+    """A part of a JSON lines file: offsets of its rows, and problems of the other lines."""
 
     problems: Problems
     starts: array[int] = field(default_factory=lambda: array("q"))
@@ -73,7 +73,7 @@ class _JsonLines:
 
 
 def _line_parts(data: bytes) -> list[tuple[int, int, int]]:
-    """Parts of whole lines: the first byte, the end and the number of the first line."""
+    """Split at line ends: (first byte, end, number of the first line) of each part."""
     parts, start, line = [], 0, 1
     while start < len(data):
         end = data.find(b"\n", start + PART_BYTES) + 1 or len(data)
@@ -106,8 +106,8 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
         except json.JSONDecodeError as error:
             cut = line == last and raw[:1] == b"{" and (not data.endswith(b"\n") or _ran_out(error, text))
             why = f"invalid JSON at line {line}, column {error.colno}: {error.msg}"
-            told = why + (f"; {_TRUNCATED}" if cut else "")
-            problems.add(LineOrigin(name, line), told, _COPY_AGAIN if cut else _one_a_line(raw, line))
+            why += f"; {_TRUNCATED}" if cut else ""
+            problems.add(LineOrigin(name, line), why, _COPY_AGAIN if cut else _one_a_line(raw, line))
         except (ValueError, RecursionError) as error:
             problems.add(LineOrigin(name, line), f"JSON that cannot be read: {error}")
         else:
@@ -117,16 +117,14 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
                 found.lines.append(line)
                 found.groups.add(value)
             else:
-                remedy = "one JSON list for the whole file is the .json format" if isinstance(value, list) else ""
+                remedy = "a file with one JSON list needs the suffix .json" if isinstance(value, list) else ""
                 problems.add(LineOrigin(name, line), f"is {a(kind_of(value))}, not an object", remedy)
     return found
 
 
 def _one_a_line(raw: bytes, line: int) -> str:
     if line == 1 and raw in (b"[", b"{"):
-        return (
-            "a .jsonl file has one whole object on each line; a list or object over several lines is the .json format"
-        )
+        return "a .jsonl file has one object per line; a list or object over several lines is the .json format"
     return ""
 
 
@@ -153,7 +151,7 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
-    """The rows' list: the whole file, the only list of objects in an object such as {"data": [...]}, or one row."""
+    """The list of rows: the file itself, the only list of objects in an object such as {"data": [...]}, or one row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -163,9 +161,9 @@ def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
     if len(lists) == 1:
         return next(iter(lists.values()))
     if not any(isinstance(inner, list | dict) for inner in value.values()):
-        return [value]  # a file for each row, as MATH is published
-    held = f"several lists of objects ({', '.join(map(repr, lists))})" if lists else "no list of objects"
-    problems.add(name, f"is an object with {held}", 'give a list of objects, or an object with one: {"data": [...]}')
+        return [value]  # one row per file, as in MATH
+    content = f"several lists of objects ({', '.join(map(repr, lists))})" if lists else "no list of objects"
+    problems.add(name, f"is an object with {content}", 'give a list of objects, or an object with one: {"data": [...]}')
     return []
 
 
@@ -177,7 +175,7 @@ def _objects(name: str, values: list[Any], problems: Problems) -> list[Row]:
     for number, value in enumerate(values):
         if not isinstance(value, dict):
             problems.add(Origin(name, number), f"is {a(kind_of(value))}, not an object")
-    # A row left out would shift the numbers of those after it, so nothing is judged further until this is mended.
+    # Dropping a row would shift the numbers of the following rows, so checking stops here.
     return values if all(isinstance(value, dict) for value in values) else []
 
 
@@ -194,7 +192,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
         return parsed
     line, header = first
     if header[0] == "" and header.count("") == 1 and len(header) > 1:
-        header[0] = _INDEX  # of a table that pandas wrote
+        header[0] = _INDEX  # the index column of pandas
     if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
         why = f"the header is one column, {header[0]!r}"
         problems.add(LineOrigin(name, line), why, "separate the columns with commas")
@@ -202,7 +200,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
     twice = sorted({column for column in header if header.count(column) > 1})
     if twice or "" in header:
         what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"
-        problems.add(LineOrigin(name, line), f"the header {what}", "give every column its own name")
+        problems.add(LineOrigin(name, line), f"the header {what}", "give every column a unique name")
         return parsed
     last = text.rstrip("\r\n").count("\n") + 1
     for line, fields in records:
@@ -217,7 +215,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int, list[str]]]:
-    """(the line it starts on, fields) for each record; blank lines are none."""
+    """(start line, fields) of each record; blank lines are skipped."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     start = 1
     with _no_field_limit():
@@ -242,8 +240,8 @@ def _no_field_limit() -> Iterator[None]:
 
 
 def _load(text: str) -> Any:
-    """json.loads that refuses what it would silently lose or what no tokenizer can take."""
-    # `json.loads` would make a decoder for each text; it also has words of its own for a byte order mark.
+    """json.loads that refuses duplicate keys and unpaired surrogates."""
+    # `json.loads` would create a decoder for each text. It has its own error for a byte order mark.
     value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
     if "\\u" in text and ("\\ud" in text or "\\uD" in text):
         try:
@@ -291,11 +289,11 @@ def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, 
 
 
 def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """The file's batches, or nothing if there is a problem."""
-    if not _is_whole(name, path, problems):
+    """The record batches of the file; empty if there is a problem."""
+    if not _is_complete(name, path, problems):
         return []
     try:
-        # ParquetFile, not read_table: that would add columns for parents called "key=value".
+        # ParquetFile, because read_table adds columns for folders named "key=value".
         with pq.ParquetFile(path) as file:
             if _repeats(name, file.schema_arrow.names, problems):
                 return []
@@ -308,7 +306,7 @@ def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBat
 
 
 def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """The batches of an Arrow file, or of a stream, as the package datasets writes; nothing if there is a problem."""
+    """The record batches of an Arrow file or stream (package datasets); empty if there is a problem."""
     try:
         source = pa.memory_map(str(path))
         is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
@@ -320,7 +318,7 @@ def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch
             stream = pa.ipc.open_stream(source)
             schema, batches = stream.schema, list(stream)
             source.seek(max(0, source.size() - len(_ARROW_END)))
-            if source.read() != _ARROW_END:  # cut off between two batches, which reads as a shorter stream
+            if source.read() != _ARROW_END:  # truncated between two batches, which reads as a shorter stream
                 problems.add(name, "is truncated: the end of the arrow stream is missing", _COPY_AGAIN)
                 return []
     except (pa.ArrowException, OSError) as error:
@@ -336,12 +334,12 @@ def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch
 def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
     twice = sorted({column for column in columns if columns.count(column) > 1})
     if twice:
-        problems.add(name, f"has the column {', '.join(map(repr, twice))} twice", "give every column its own name")
+        problems.add(name, f"has the column {', '.join(map(repr, twice))} twice", "give every column a unique name")
     return bool(twice)
 
 
-def _is_whole(name: str, path: Path, problems: Problems) -> bool:
-    """Parquet begins and ends with the same four bytes; a copy that was cut off has only the first."""
+def _is_complete(name: str, path: Path, problems: Problems) -> bool:
+    """Check the magic bytes at both ends. A truncated file lacks those at its end."""
     with path.open("rb") as file:
         head = file.read(len(_MAGIC))
         file.seek(-min(len(_MAGIC), path.stat().st_size), 2)
@@ -356,7 +354,7 @@ def _is_whole(name: str, path: Path, problems: Problems) -> bool:
 
 
 def _check_values(name: str, batches: list[pa.RecordBatch], problems: Problems) -> None:
-    """Arrow does not look at string bytes when it reads, so text that is not UTF-8 would fail mid-training."""
+    """Validate string bytes, which Arrow does not do when it reads: invalid UTF-8 would fail during training."""
     start = 0
     for batch in batches:
         if _fault(batch):

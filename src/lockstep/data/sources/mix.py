@@ -1,10 +1,9 @@
-"""In which order the rows of several sources are visited: a pure function of (seed, epoch).
+"""The order in which rows of several sources are visited: a pure function of (seed, epoch).
 
 The random numbers are splitmix64 (Steele, Lea and Flood, 2014) used as a hash: number i of a stream is
-`mix64(key + (i + 1) * GOLDEN)`, and a permutation is the argsort of such numbers. That is integer arithmetic modulo
-2^64 and nothing else, so the order is the same on every platform and with every version of every library, and a
-resume needs no generator state. GOLDEN is odd and mix64 is one-to-one, so the numbers of a stream are all different
-and the sort has no ties.
+`mix64(key + (i + 1) * GOLDEN)`, and a permutation is the argsort of such numbers. This is integer arithmetic modulo
+2^64, so the order is the same on every platform and library version, and a resume needs no generator state. GOLDEN is
+odd and mix64 is one-to-one, so the numbers of a stream are distinct and the sort has no ties.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from lockstep.errors import Problem, Refusal, refuse_all
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_ROWS, _SOURCE, _INTERLEAVE = 1, 2, 3  # what a stream is for; part of its key, so that no two uses share numbers
+_ROWS, _SOURCE, _INTERLEAVE = 1, 2, 3  # purpose of a stream; part of its key, so that streams are independent
 
 
 class RowOrder(Sequence[tuple[int, int]]):
-    """(source, row) pairs kept as two arrays: an epoch of a million rows does not become a million tuples."""
+    """(source, row) pairs, stored as two arrays to save memory."""
 
     def __init__(self, sources: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
         self._sources = sources
@@ -45,13 +44,13 @@ class RowOrder(Sequence[tuple[int, int]]):
 
 
 class Mixture:
-    """Sources of `sizes` rows mixed by `weights` (any positive scale), or plainly joined without weights.
+    """Mixes sources of `sizes` rows by `weights` (any positive scale), or concatenates them without weights.
 
-    An epoch always has as many rows as all sources together. Without weights it is every row once. With weights each
-    source has its share of the epoch (rounded by largest remainder), and walks on from epoch to epoch through one
-    permutation of its rows after another, so that no row comes again before all of its source have come.
+    An epoch has as many rows as all sources together. Without weights it visits every row once. With weights each
+    source has its share of the epoch (rounded by largest remainder). It continues across epochs through successive
+    permutations of its rows, so no row repeats before all rows of its source were visited.
 
-    With `shuffle` off, rows keep their order: source after source, or, weighted, evenly interleaved.
+    Without `shuffle`, rows keep their order: source after source, or, weighted, evenly interleaved.
     """
 
     def __init__(self, sizes: list[int], weights: list[float] | None, seed: int, shuffle: bool) -> None:
@@ -83,7 +82,7 @@ class Mixture:
         if self.shuffle:
             sources = sources[permutation(self.epoch_length, self.seed, _INTERLEAVE, epoch)]
         else:
-            # Row k of n stands at (k + 1/2) / n of the epoch; the stable sort settles ties by source.
+            # Row k of n has position (k + 1/2) / n of the epoch; the stable sort resolves ties by source.
             positions = np.concatenate([(2 * np.arange(count) + 1) / (2 * count) for count in counts])
             sources = sources[np.argsort(positions, kind="stable")]
         rows = np.empty(self.epoch_length, dtype=np.int64)
@@ -104,7 +103,7 @@ class Mixture:
 
 
 def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
-    """The permutation of range(length) that belongs to the key's integers."""
+    """The permutation of range(length) for a key of integers."""
     return np.argsort(_numbers(length, _fold(key)), kind="stable")
 
 
@@ -115,7 +114,7 @@ def _mix64(value: int) -> int:
 
 
 def _fold(numbers: Sequence[int]) -> int:
-    """One 64-bit key from several integers; the order counts."""
+    """Hash several integers, in order, to one 64-bit key."""
     key = 0
     for number in numbers:
         key = _mix64(((key + _GOLDEN) ^ number) & _MASK)
@@ -123,7 +122,7 @@ def _fold(numbers: Sequence[int]) -> int:
 
 
 def _numbers(length: int, key: int) -> npt.NDArray[np.uint64]:
-    """splitmix64 seeded with `key`: its first `length` numbers. Array arithmetic on uint64 wraps, as is wanted."""
+    """splitmix64 seeded with `key`: its first `length` numbers. uint64 arithmetic wraps, as intended."""
     value = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -131,7 +130,7 @@ def _numbers(length: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """Largest remainder, in exact fractions: floats would let rounding decide who gets the last row."""
+    """Largest remainder, in exact fractions, so that float rounding does not decide."""
     exact = [Fraction(weight) for weight in weights]
     quotas = [total * weight / sum(exact) for weight in exact]
     counts = [math.floor(quota) for quota in quotas]

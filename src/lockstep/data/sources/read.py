@@ -1,7 +1,7 @@
-"""Rows from what a recipe names: a file, a folder or a pattern of files, or a data set of the hub.
+"""Reads the rows of a source: a file, a folder, a pattern of files, or a hub data set.
 
-Everything is looked at before the first row is handed out, and all that is wrong is refused at once: a run must not
-die at hour nine of a truncated last file.
+All files are checked before the first row is used, and all problems are reported together: a truncated last file must
+not stop a run after hours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.sources.files import DataFile, KnownFiles, locate
+from lockstep.data.sources.files import DataFile, FileCache, locate
 from lockstep.data.sources.formats import parse, read_arrow, read_parquet
 from lockstep.data.sources.rowset import (
     ArrowFile,
@@ -52,11 +52,10 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 def read_rows(
     path: str, *, base: Path | None = None, reader: OwnReader | None = None, cache: Path | None = None
 ) -> RowSet:
-    """The rows behind `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
+    """The rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
-    A relative path is looked up under `base` (the working folder if not given). Files are taken in order of name.
-    `reader` is a function of the user's own, which reads whatever `path` means to it. `cache` is a folder in which
-    files are known that were read before (`data/sources/files.py`).
+    Relative paths start at `base` (default: the working directory). Files are sorted by name. `reader` is a user
+    function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/files.py`).
     """
     if reader is not None:
         return read_own(path, reader)
@@ -64,14 +63,14 @@ def read_rows(
         return read_hub(path)
     found = locate(path, base)
     problems = Problems(path)
-    known = None if cache is None else KnownFiles(cache)
-    parts = [part for file in found.files if (part := _read_file(file, problems, known)) is not None]
+    file_cache = None if cache is None else FileCache(cache)
+    parts = [part for file in found.files if (part := _read_file(file, problems, file_cache)) is not None]
     _check_agreement(parts, problems)
     problems.refuse()
     return RowSet(parts, found.ignored)
 
 
-def _read_file(file: DataFile, problems: Problems, known: KnownFiles | None) -> RowFile | None:
+def _read_file(file: DataFile, problems: Problems, cache: FileCache | None) -> RowFile | None:
     """The file's rows, or None with at least one problem added."""
     try:
         size, sha256, is_pointer = _examine(file.path)
@@ -81,12 +80,12 @@ def _read_file(file: DataFile, problems: Problems, known: KnownFiles | None) -> 
             problems.add(file.name, "is empty")
         else:
             form = file.format + (".gz" if file.name.lower().endswith(".gz") else "")
-            before = known and known.find(file.name, form, size, sha256, lambda: _opened_later(file, size, sha256))
-            if before:
-                return before
+            cached = cache and cache.find(file.name, form, size, sha256, lambda: _open_cached(file, size, sha256))
+            if cached:
+                return cached
             read = _parsed(file, size, sha256, problems)
-            if known is not None and read is not None:
-                known.remember(form, read)
+            if cache is not None and read is not None:
+                cache.remember(form, read)
             return read
     except OSError as error:
         problems.add(file.name, f"cannot be read: {error.strerror or error}")
@@ -97,8 +96,8 @@ def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFi
     return (_read_arrow if file.format in TABLES else _read_text)(file, size, sha256, problems)
 
 
-def _opened_later(file: DataFile, size: int, sha256: str) -> RowFile:
-    """A file that is known, for its rows."""
+def _open_cached(file: DataFile, size: int, sha256: str) -> RowFile:
+    """Parse a file whose metadata was cached."""
     problems = Problems(file.name)
     now = _examine(file.path)[:2]
     if now != (size, sha256):
@@ -152,12 +151,12 @@ def _check_agreement(parts: list[RowFile], problems: Problems) -> None:
         return
     groups = [ShapeGroup(part.shape, [number]) for number, part in enumerate(parts)]
     for number, why in disagreements(groups, lambda number: parts[number].info.name):
-        remedy = "files read together need the same columns; give different data as sources of its own"
+        remedy = "files of one source need the same columns; list different data as separate sources"
         problems.add(parts[number].info.name, why, remedy)
 
 
 def _examine(path: Path) -> tuple[int, str, bool]:
-    """(bytes, sha256, whether it is a git-LFS pointer) of the file as it lies on disk."""
+    """(size, sha256, whether it is a git-LFS pointer) of the file on disk."""
     with path.open("rb") as file:
         head = file.read(len(_LFS_POINTER))
     return path.stat().st_size, checksum(path), head == _LFS_POINTER
@@ -172,13 +171,13 @@ def _unpacked(file: DataFile, problems: Problems) -> bytes | None:
     except EOFError:
         problems.add(file.name, "is truncated: the gzip stream ends early", "copy or download it again")
     except (gzip.BadGzipFile, zlib.error) as error:
-        problems.add(file.name, f"is not a whole gzip file: {error}", "copy or download it again")
+        problems.add(file.name, f"is not a valid gzip file: {error}", "copy or download it again")
     return None
 
 
 @dataclass(frozen=True)
 class HubName:
-    """`hub:name[:config[:split]]`, taken apart. A split may be a slice and hold colons itself: train[:100]."""
+    """The parts of `hub:name[:config[:split]]`. A split may be a slice with colons: train[:100]."""
 
     name: str
     config: str | None
@@ -193,7 +192,7 @@ def parse_hub_name(given: str) -> HubName:
 
 
 def read_hub(given: str) -> RowSet:
-    """The rows of one split of a hub data set, kept in Arrow."""
+    """The rows of one split of a hub data set, in Arrow memory."""
     wanted = parse_hub_name(given)
     try:
         import datasets
@@ -203,13 +202,13 @@ def read_hub(given: str) -> RowSet:
     try:
         with _from_its_cache(datasets, only=unreached is not None):
             loaded = datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
-    except Exception as error:  # the package lets network, hub and parser errors of many libraries through
+    except Exception as error:  # the package raises network, hub and parser errors of many libraries
         if unreached is not None:
             raise unreached from error
         raise Refusal.at(given, f"cannot be loaded: {error}", _FORM) from error
     if isinstance(loaded, dict):
         if len(loaded) != 1:
-            # Taking the first would train on whatever happens to stand there, perhaps the test rows.
+            # Taking the first could train on the test split.
             raise Refusal.at(given, f"has several splits: {', '.join(loaded)}", _FORM)
         loaded = next(iter(loaded.values()))
     table: pa.Table = loaded.with_format("arrow")[:]
@@ -221,7 +220,7 @@ def read_hub(given: str) -> RowSet:
 
 
 def _refused_by_hub(name: str, given: str) -> Refusal | None:
-    """Why the hub cannot give the data set, within seconds: the package itself tries again and again for a minute."""
+    """Check the hub within seconds; the package itself retries for a minute. Returns the refusal, or None."""
     from lockstep.model.resolve import ask_hub
 
     remedy = "copy the files of the data set here and name them, or start where there is a network"
@@ -231,13 +230,13 @@ def _refused_by_hub(name: str, given: str) -> Refusal | None:
         return refusal
     if status in (401, 403, 404):
         why = f"the hub has no data set {name} that may be read ({status})"
-        return Refusal.at(given, why, "look at the name; for a private or gated one set HF_TOKEN")
+        return Refusal.at(given, why, "check the name; for a private or gated one set HF_TOKEN")
     return None
 
 
 @contextmanager
 def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
-    """With `only`, read the cache of an earlier download and do not use the network."""
+    """With `only`, use the local cache and no network."""
     from huggingface_hub import constants
 
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]
@@ -252,7 +251,7 @@ def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
 
 
 def _info(given: str, batches: list[pa.RecordBatch]) -> FileInfo:
-    """Hashes the rows as JSON lines: the same rows hash alike however the package cached or chunked them."""
+    """Hash the rows as JSON lines, so that the hash does not depend on how the package stored them."""
     digest, size, rows = hashlib.sha256(), 0, 0
     for batch in batches:
         for start in range(0, batch.num_rows, 1024):

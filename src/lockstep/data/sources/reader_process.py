@@ -1,6 +1,6 @@
-"""The process that runs a user's reader and sends its rows. It imports nothing heavy of its own.
+"""The process that runs a user's reader and sends its rows. It imports no heavy packages.
 
-A line for each thing that is told: its kind (a byte), then JSON. A row's line is what its checksum is made of.
+Each message is a line: its kind (one byte), then JSON. The lines of rows are hashed for the fingerprint.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CALL = ("path",)
 def serve(descriptor: int, file: str, name: str, memory_bytes: int, path: str) -> None:
     """Load the reader, then send the rows of `path`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The reader's own children must not hold the connection open.
+    # Child processes of the reader must not keep the connection open.
     os.set_inheritable(descriptor, False)
     me = os.getpid()
     with socket.socket(fileno=descriptor) as connection, connection.makefile("wb", 2**16) as stream:
-        for kind, said in lines(file, name, memory_bytes, path):
+        for kind, payload in lines(file, name, memory_bytes, path):
             if os.getpid() != me:
-                os._exit(0)  # a copy that the reader forked, and that returned from it like its parent
-            stream.write(kind + said + b"\n")
+                os._exit(0)  # a process forked by the reader that returned from it
+            stream.write(kind + payload + b"\n")
 
 
 def lines(file: str, name: str, memory_bytes: int, path: str) -> Iterator[tuple[bytes, bytes]]:
@@ -50,10 +50,10 @@ def lines(file: str, name: str, memory_bytes: int, path: str) -> Iterator[tuple[
             yield encoded(row)
     except MemoryError as error:
         why = told(error, file)
-        # What it had gathered must go before anything else can be done.
+        # Free the memory of the reader first.
         traceback.clear_frames(error.__traceback__)
         yield OUT_OF_MEMORY, json.dumps(why).encode()
-    except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the reason
+    except BaseException as error:  # noqa: BLE001 - any error of the user function is reported
         yield RAISED, json.dumps(told(error, file)).encode()
     else:
         yield END, b""
@@ -64,7 +64,7 @@ def is_rows(found: Any) -> bool:
 
 
 def encoded(row: Any) -> tuple[bytes, bytes]:
-    """A row as JSON, or why it cannot be kept."""
+    """A row as JSON, or the reason why it cannot be encoded."""
     if not isinstance(row, Mapping) or not row:
         what = "an empty row" if isinstance(row, Mapping) else f"a {type(row).__name__}"
         return BAD_ROW, f"is {what}".encode()

@@ -1,11 +1,10 @@
-"""Rows of one source, readable in any order, each able to say where it came from and what its columns are.
+"""The rows of one source with random access. Each row knows its origin and its columns.
 
-All rows must agree in the columns that say what form a row has (`TELLING`): every row has them, with values of one
-kind. Other columns (an id, a remark) may be missing from some rows, which is reported, and may hold values of several
-kinds: a column that nobody reads cannot stop a run, and whoever reads one checks each value. Kinds are JSON's (string,
-number, boolean, list, object), also for Arrow columns, so that a parquet file and a jsonl file can be compared. Null
-agrees with every kind; integers and floats are one kind. Columns that only some chats need, such as tools, may be
-missing. Only the top level is compared: the reader of a column checks what is inside.
+Rows must agree in the columns that determine their format (`FORMAT_COLUMNS`): every row has them, with values of one
+kind. Other columns (an id, a comment) may be missing in some rows, which is reported, and may hold several kinds: an
+unread column must not stop a run, and readers check each value. Kinds are those of JSON (string, number, boolean, list,
+object), also for Arrow columns, so that parquet and jsonl files can be compared. Null agrees with every kind; integers
+and floats are one kind. Only the top level is compared.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ ColumnKinds = Mapping[str, str]
 
 NULL = "null"
 MIXED = "mixed"
-# Columns that rows may lack, as if they were null: not every chat has tools.
+# Columns that may be missing, as if they were null: not every chat has tools.
 OPTIONAL = frozenset({"tools", "functions", "parallel_tool_calls", "system", "system_prompt", "input", "history"})
-# Columns that say of what form a row is: a row without one, or with one more, was written in another form.
+# Columns that determine the format of a row.
 # fmt: off
-TELLING = frozenset({
+FORMAT_COLUMNS = frozenset({
     "messages", "conversations", "conversation", "prompt", "question", "instruction", "query", "problem", "response",
     "completion", "answer", "output", "solution", "text", "content", "chosen", "rejected", "margin", "score_chosen",
     "score_rejected", "chosen_score", "rejected_score", "responses", "completions", "scores", "label", "labels",
@@ -54,7 +53,7 @@ _KINDS = {
 
 
 class Problems:
-    """Keeps the first problems in full and counts the rest: a broken file can have a million bad lines."""
+    """Keeps the first problems and counts the rest: a broken file can have a million bad lines."""
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
@@ -67,12 +66,12 @@ class Problems:
             self.first.append(Problem(str(where), why, remedy))
 
     def extend(self, other: Problems) -> None:
-        """Those of what follows."""
+        """Append the problems of a later part."""
         self.first += other.first[: SHOWN - len(self.first)]
         self.count += other.count
 
     def refuse(self) -> None:
-        """Raises the refusal if anything was found."""
+        """Raise a refusal if there are problems."""
         if not self.count:
             return
         more = self.count - len(self.first)
@@ -81,10 +80,9 @@ class Problems:
 
 @dataclass(frozen=True)
 class LineOrigin(Origin):
-    """A row that a text editor can show: `row` is the line it starts on, counted from 1.
+    """The origin of a row in a text file: `row` is its first line, counted from 1.
 
-    The one convention: "row N" counts from 0 as code does (parquet, json, hub), "line N" counts from 1 as editors do
-    (jsonl, csv).
+    "row N" counts from 0, as in code (parquet, json, hub); "line N" counts from 1, as in editors (jsonl, csv).
     """
 
     def __str__(self) -> str:
@@ -93,7 +91,7 @@ class LineOrigin(Origin):
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a resume needs to tell whether a file is still the one that was trained on."""
+    """Identity of a data file; a resume compares it."""
 
     name: str
     rows: int
@@ -102,7 +100,7 @@ class FileInfo:
 
 
 class RowFile(Protocol):
-    """The rows of one file. A row is handed out fresh each time, so that no caller can change another's data."""
+    """The rows of one file. Each access returns a new object, so callers cannot change shared data."""
 
     @property
     def info(self) -> FileInfo: ...
@@ -110,13 +108,13 @@ class RowFile(Protocol):
     def shape(self) -> ColumnKinds: ...
     @property
     def partly(self) -> Mapping[str, int]:
-        """Columns that some rows lack, and how many have them."""
+        """Columns that only some rows have, with the number of rows."""
         ...
 
     def row(self, number: int) -> Row: ...
     @property
     def lines(self) -> Sequence[int] | None:
-        """The line of each row, where rows are lines."""
+        """The line of each row; None if rows are not lines."""
         ...
 
     def origin(self, number: int) -> Origin: ...
@@ -124,7 +122,7 @@ class RowFile(Protocol):
 
 
 class JsonRows(Sequence[Row]):
-    """Lines of JSON that were found good, as the bytes of their file: a row is parsed when it is asked for."""
+    """Valid JSON lines, as bytes of their file. A row is parsed on access."""
 
     def __init__(self, data: bytes, starts: Sequence[int], ends: Sequence[int]) -> None:
         self._data, self._starts, self._ends = data, starts, ends
@@ -145,7 +143,7 @@ class JsonRows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class TextFile:
-    """Rows of a text file, parsed. `lines` holds each row's line, or nothing where rows are not lines."""
+    """Parsed rows of a text file. `lines` holds the line of each row; None if rows are not lines."""
 
     info: FileInfo
     shape: ColumnKinds
@@ -171,10 +169,10 @@ def origin_at(name: str, lines: Sequence[int] | None, number: int) -> Origin:
 
 
 class ArrowFile:
-    """Rows that stay in Arrow memory; only those asked for become Python objects.
+    """Rows in Arrow memory; a row becomes a Python object on access.
 
-    The columns are decoded once, when the file is opened: a shuffled epoch jumps between row groups, and decoding a
-    group anew for each jump would cost more than the training step. It also finds damaged pages before training.
+    Columns are decoded once, when the file is opened: with shuffling, decoding a row group per access would cost more
+    than the training step. This also finds damaged pages before training.
     """
 
     def __init__(self, info: FileInfo, shape: ColumnKinds, batches: Sequence[pa.RecordBatch]) -> None:
@@ -202,7 +200,7 @@ class ArrowFile:
 
 
 class RowSet:
-    """All rows of one source, files in order. `ignored` names what stood beside the data and was not read."""
+    """All rows of one source, in file order. `ignored` lists the files that were not read."""
 
     def __init__(self, parts: Sequence[RowFile], ignored: Sequence[str] = ()) -> None:
         self._parts = list(parts)
@@ -212,9 +210,9 @@ class RowSet:
         self.columns: tuple[str, ...] = tuple(dict.fromkeys(name for part in self._parts for name in part.shape))
         self.partly: Counter[str] = Counter()
         for name in set(self.columns) - OPTIONAL:
-            held = [part.partly.get(name, part.info.rows) for part in self._parts if name in part.shape]
-            if sum(held) < self._ends[-1]:
-                self.partly[name] = sum(held)
+            counts = [part.partly.get(name, part.info.rows) for part in self._parts if name in part.shape]
+            if sum(counts) < self._ends[-1]:
+                self.partly[name] = sum(counts)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -224,7 +222,7 @@ class RowSet:
         return part.row(number)
 
     def __iter__(self) -> Iterator[Row]:
-        """In order, and several times faster than asking row by row."""
+        """All rows in order; several times faster than single accesses."""
         for part in self._parts:
             yield from part
 
@@ -233,7 +231,7 @@ class RowSet:
         return part.origin(number)
 
     def origins(self) -> Callable[[int], Origin]:
-        """`origin`, for when the rows themselves are no longer needed."""
+        """The function `origin`, without a reference to the rows."""
         parts, ends = [(part.info.name, part.lines) for part in self._parts], self._ends
 
         def origin(index: int) -> Origin:
@@ -243,12 +241,12 @@ class RowSet:
         return origin
 
     def described(self) -> dict[str, object]:
-        """What a resume compares: content, not names."""
+        """The identity that a resume compares: content, not names."""
         return {"fingerprint": self.fingerprint, "files": [asdict(file) for file in self.files]}
 
     @property
     def fingerprint(self) -> str:
-        """One hash over the contents in order. Names are left out: a moved file is the same data."""
+        """Hash of the contents in order. File names do not count."""
         return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def _find(self, index: int) -> tuple[RowFile, int]:
@@ -261,7 +259,7 @@ class RowSet:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value that came out of JSON or csv."""
+    """The kind of a JSON or csv value."""
     return _KINDS[type(value)]
 
 
@@ -271,7 +269,7 @@ def a(kind: str) -> str:
 
 
 def kind_of_arrow(kind: pa.DataType) -> str:
-    """The JSON kind that values of an Arrow type have as Python objects; the Arrow name where JSON has none."""
+    """The JSON kind of an Arrow type, or its Arrow name if JSON has none."""
     types = pa.types
     if types.is_dictionary(kind):
         return kind_of_arrow(kind.value_type)
@@ -299,7 +297,7 @@ class ShapeGroup:
 
 
 class ShapeGroups:
-    """Rows by shape, in order of first appearance. There are few shapes, so this stays cheap for many rows."""
+    """Rows grouped by shape, in order of first appearance. There are few shapes."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._groups: dict[tuple[Any, ...], ShapeGroup] = {}
@@ -316,10 +314,10 @@ class ShapeGroups:
         self._rows += 1
 
     def extend(self, other: ShapeGroups) -> None:
-        """Rows that follow."""
+        """Append the rows of a later part."""
         for signature, group in other._groups.items():
-            own = self._groups.setdefault(signature, ShapeGroup(group.shape))
-            own.members += [self._rows + number for number in group.members]
+            mine = self._groups.setdefault(signature, ShapeGroup(group.shape))
+            mine.members += [self._rows + number for number in group.members]
         self._rows += other._rows
 
     def all(self) -> list[ShapeGroup]:
@@ -327,17 +325,17 @@ class ShapeGroups:
 
 
 def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
-    """The one shape of all groups: a column is null only where it is null in all of them."""
+    """The combined shape: a column is null only if it is null in all groups."""
     shape: dict[str, str] = {}
     for group in groups:
         for column, kind in group.shape.items():
-            known = shape.get(column, NULL)
-            shape[column] = kind if known in (NULL, kind) else known if kind == NULL else MIXED
+            before = shape.get(column, NULL)
+            shape[column] = kind if before in (NULL, kind) else before if kind == NULL else MIXED
     return shape
 
 
 def partly_there(groups: Sequence[ShapeGroup]) -> dict[str, int]:
-    """Columns that some members lack, and how many have them; without those that any may lack."""
+    """Columns that only some members have, with the number of members; without the optional columns."""
     total = sum(len(group.members) for group in groups)
     having: Counter[str] = Counter()
     for group in groups:
@@ -346,25 +344,23 @@ def partly_there(groups: Sequence[ShapeGroup]) -> dict[str, int]:
 
 
 def disagreements(groups: Sequence[ShapeGroup], name: Callable[[int], str]) -> list[tuple[int, str]]:
-    """(member, what is wrong with it) for each member that differs from what most members have, in order. Only the
-    columns of `TELLING` must be the same in all.
+    """(member, problem) for each member that differs from the majority in `FORMAT_COLUMNS`, in order.
 
-    The majority is the norm, not the first member: one odd first row would otherwise accuse all the others.
-    `name` says a member to the reader, because every complaint names one that has the norm.
+    The majority decides, not the first member, which may be the odd one. `name` names a member in messages.
     """
     norm = _usual_columns(groups)
-    asked = TELLING - OPTIONAL
+    required = FORMAT_COLUMNS - OPTIONAL
     present = {column for group in groups for column in group.shape}
-    kinds = {column: _usual_kind(groups, column) for column in sorted(present & (TELLING | OPTIONAL))}
+    kinds = {column: _usual_kind(groups, column) for column in sorted(present & (FORMAT_COLUMNS | OPTIONAL))}
     found = []
     for group in groups:
         complaints = [
-            f"has the extra column {column!r}" for column in group.shape if column in asked - norm.shape.keys()
+            f"has the extra column {column!r}" for column in group.shape if column in required - norm.shape.keys()
         ]
         complaints += [
             f"lacks the column {column!r}, which {name(norm.members[0])} has"
             for column in norm.shape
-            if column in asked - group.shape.keys()
+            if column in required - group.shape.keys()
         ]
         for column, usual in kinds.items():
             kind = group.shape.get(column, NULL)

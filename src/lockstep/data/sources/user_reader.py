@@ -1,7 +1,7 @@
-"""Rows by a function of the user's own: `reader(path)` yields a dict for each row.
+"""Reads rows with a user function: `reader(path)` yields a dict for each row.
 
-It runs in a process of its own, with limits of time and memory. A callable that was given from Python has no file that
-another process could load: it runs here, with the limit of time alone.
+The function runs in a separate process with time and memory limits. A callable passed from Python cannot be loaded by
+another process: it runs in this one, with the time limit only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REMEDY = "yield a dict of plain values (text, numbers, true and false, lists, di
 
 @dataclass(frozen=True)
 class OwnReader:
-    """`function_path` is `path/to/file.py:name`; `seconds` are for all rows of one path."""
+    """A user function that reads rows, `path/to/file.py:name`. `seconds` limits the time for all rows of a path."""
 
     function_path: str
     seconds: float = Data.model_fields["reader_limit"].default
@@ -55,10 +55,10 @@ class OwnReader:
 
 
 def read_own(path: str, reader: OwnReader) -> RowSet:
-    """All rows, before anything else is done with them; the content's checksum stands for that of a file.
+    """Read all rows. The hash of their content replaces that of a file.
 
-    A process that was killed or stopped from outside is started once more. A second time is `LostProcess`: no fault of
-    the function's, as where a machine lacks memory, so a restart of the run may mend it.
+    A process that was killed or stopped from outside is restarted once. The second time raises `LostProcess`: the
+    function is not at fault (the host may lack memory), so restarting the run may help.
     """
     if given(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
@@ -66,15 +66,15 @@ def read_own(path: str, reader: OwnReader) -> RowSet:
         return _row_set(path, reader, _in_process(path, reader))
     except LostProcess as first:
         (problem,) = first.problems
-        write(f"{problem.where}: {problem.why}; it is started once more", error=True)
+        write(f"{problem.where}: {problem.why}; restarting it once", error=True)
     return _row_set(path, reader, _in_process(path, reader))
 
 
-def _row_set(path: str, reader: OwnReader, told: Iterable[tuple[bytes, bytes]]) -> RowSet:
+def _row_set(path: str, reader: OwnReader, messages: Iterable[tuple[bytes, bytes]]) -> RowSet:
     problems = Problems(path)
     rows: list[Row] = []
     digest, size = hashlib.sha256(), 0
-    for number, (kind, text) in enumerate(told):
+    for number, (kind, text) in enumerate(messages):
         if kind == BAD_ROW:
             where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
             problems.add(where, text.decode(errors="replace"), REMEDY)
@@ -95,7 +95,7 @@ def _row_set(path: str, reader: OwnReader, told: Iterable[tuple[bytes, bytes]]) 
 
 
 def _here(path: str, reader: OwnReader) -> list[tuple[bytes, bytes]]:
-    """Rows, good and bad, of a callable of this process."""
+    """Encoded rows, good and bad, of a callable in this process."""
     function = own_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
 
     def read(path: str) -> list[tuple[bytes, bytes]]:
@@ -108,7 +108,7 @@ def _here(path: str, reader: OwnReader) -> list[tuple[bytes, bytes]]:
 
 
 def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
-    """Rows, good and bad, as they come from the reader's process; its failure is refused when it is met."""
+    """Encoded rows, good and bad, from the reader's process. Its failure is raised when it occurs."""
     file, name = located(reader.function_path, KEY)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.log"
@@ -119,7 +119,7 @@ def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
         try:
             with process.connection.makefile("rb") as stream:
                 for line in stream:
-                    # What was being written when the process ended is no row.
+                    # Ignore a partial line of a process that ended.
                     how = line[:1] if line.endswith(b"\n") else b""
                     if how not in (ROW, BAD_ROW):
                         break
@@ -130,14 +130,14 @@ def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
             process.connection.close()
         if how == END:
             return
-        said = json.loads(line[1:]) if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED) else None
-        why = _failure(path, reader, how, said, deadline.over, f"its process {status}{_last_line(log)}")
-        disturbed = said is None and (deadline.stopped if deadline.over else process.disturbed)
+        payload = json.loads(line[1:]) if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED) else None
+        why = _failure(path, reader, how, payload, deadline.over, f"its process {status}{_last_line(log)}")
+        disturbed = payload is None and (deadline.stopped if deadline.over else process.disturbed)
         raise LostProcess(why.problems) if disturbed else why
 
 
 class Deadline:
-    """Ends the reader's process when its time is over."""
+    """Kills the reader's process at the time limit."""
 
     def __init__(self, process: FunctionProcess, seconds: float):
         self.over = self.stopped = False
@@ -155,23 +155,23 @@ class Deadline:
 
 
 def _failure(
-    path: str, reader: OwnReader, how: bytes, said: str | list[str] | None, late: bool, status: str
+    path: str, reader: OwnReader, how: bytes, payload: str | list[str] | None, late: bool, status: str
 ) -> Refusal:
     if how == UNLOADABLE:
-        assert isinstance(said, list)
-        return reader.refuse(*said)
+        assert isinstance(payload, list)
+        return reader.refuse(*payload)
     if how == NO_ROWS:
-        return reader.refuse(f"returned a {said} for {path}, not rows", REMEDY)
+        return reader.refuse(f"returned a {payload} for {path}, not rows", REMEDY)
     if how == OUT_OF_MEMORY:
         remedy = f"yield the rows one by one, or raise {MEMORY}"
-        return reader.refuse(f"raised {said}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy)
+        return reader.refuse(f"raised {payload}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy)
     if how == RAISED:
-        return reader.refuse(f"raised {said}, for {path}", "mend the function")
+        return reader.refuse(f"raised {payload}, for {path}", "fix the function")
     if late:
-        why = f"had not given all rows of {path} in {reader.seconds:g} s ({TIME})"
-        return reader.refuse(why, f"let it end sooner, or raise {TIME}")
-    remedy = "mend the function, or see who has ended it: a machine that lacks memory does so"
-    return reader.refuse(f"{status}, before it had given all rows of {path}", remedy)
+        why = f"did not yield all rows of {path} in {reader.seconds:g} s ({TIME})"
+        return reader.refuse(why, f"make it faster, or raise {TIME}")
+    remedy = "fix the function, or check what ended the process, for example a lack of memory"
+    return reader.refuse(f"{status}, before it yielded all rows of {path}", remedy)
 
 
 def _last_line(log: Path) -> str:

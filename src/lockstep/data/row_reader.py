@@ -1,0 +1,107 @@
+"""The row reader protocol, and the item and counts that a reader produces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from lockstep.types import Origin, Row
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kept(Generic[T]):
+    """An item within the token limit: sequence lengths, number of trained tokens, and tokens that end a response."""
+
+    item: T
+    lengths: tuple[int, ...]
+    trained: int = 0
+    truncated: bool = False
+    ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, item: Any, truncated: bool, ends: tuple[int, ...] = ()) -> Kept[T]:
+        examples = item.examples
+        trained = sum(example.trained_tokens for example in examples)
+        return cls(item, tuple(len(example) for example in examples), trained, truncated, ends)
+
+
+@dataclass
+class RowCounts:
+    """Row counts of a data set. Every row is counted, also dropped ones."""
+
+    rows: int = 0
+    tokens: int = 0
+    longest: int = 0
+    dropped: int = 0
+    truncated: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {f"data/{name}": float(value) for name, value in vars(self).items()}
+
+    def add(self, kept: Kept[Any]) -> None:
+        self.rows += 1
+        self.truncated += kept.truncated
+        self.tokens += sum(kept.lengths)
+        self.longest = max(self.longest, *kept.lengths)
+
+    def merge(self, other: Mapping[str, int]) -> None:
+        """Add the counts of other rows."""
+        for name, value in other.items():
+            current = getattr(self, name)
+            setattr(self, name, max(current, value) if name == "longest" else current + value)
+
+    def add_split(self, rows: int) -> None:
+        """Count rows that were tokenised in pieces. Prompts have none."""
+
+
+@dataclass
+class TrainedCounts(RowCounts):
+    """Counts of training rows."""
+
+    trained_tokens: int = 0
+    split: int = 0
+
+    def sentence(self) -> str:
+        return f"{self.tokens:,}, of which {self.trained_tokens:,} trained; longest row {self.longest}"
+
+    def add(self, kept: Kept[Any]) -> None:
+        super().add(kept)
+        self.trained_tokens += kept.trained
+
+    def add_split(self, rows: int) -> None:
+        self.split += rows
+
+
+class RowReader(Protocol[T]):
+    """Converts the rows of one source to items within the token limit. A row may give several; None is a dropped one.
+
+    The result depends on the row alone, because rows are read in parts, by several processes, or from the cache. A
+    reader that counts something for `found` has a `tally` (`data/encode_parts.py`).
+    """
+
+    @property
+    def split_rows(self) -> int: ...
+
+    @property
+    def special_rows(self) -> int:
+        """Rows with special tokens in their text (`data/encode/dialogue.py`)."""
+        ...
+
+    @property
+    def unseparated_rows(self) -> int:
+        """Rows whose prompt and response were joined without a separator."""
+        ...
+
+    @property
+    def unusable(self) -> int:
+        """Rows dropped for their content, not for their length; `found` gives the reason."""
+        ...
+
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]: ...
+
+    def found(self) -> str:
+        """Describe what the rows were read as. Called after the last row."""
+        ...
