@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 # Before anything imports torch: a device package that torch would load by itself must not be able to break that import.
 import lockstep.device  # noqa: F401
+from lockstep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lockstep.api.front_door import Comparison, compare, load
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from lockstep.recipe.schema import Recipe
     from lockstep.train.start import train
 
-__version__ = "0.1.0"
 __all__ = ["Comparison", "Datum", "Handle", "Recipe", "Refusal", "Response", "compare", "load", "train"]
 
 _HOMES = {

@@ -28,7 +28,7 @@ app.add_typer(data_app, name="data")
 
 def _version(asked: bool) -> None:
     if asked:
-        from lockstep import __version__
+        from lockstep.version import __version__
 
         write(f"lockstep {__version__}")
         raise typer.Exit()

@@ -21,7 +21,8 @@ from lockstep.recipe.keys_data import Source
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.loader import dump_recipe
-from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, reference_folder, reference_kind, sections_read
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, sections_read
 from lockstep.run.console import Console
 from lockstep.train.offline import train_offline
 from preference_rows import judged_rows, write_recipe

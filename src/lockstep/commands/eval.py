@@ -30,7 +30,7 @@ from lockstep.parallel.world import World, joined
 from lockstep.preflight.prepare import shared_and_moving
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Reward
-from lockstep.recipe.methods import reference_kind
+from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.schema import Model
 from lockstep.reward.process_model import PROCESS, read_judging
 from lockstep.reward.row_rewards import RuleJudge, read_by_rewards

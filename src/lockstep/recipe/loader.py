@@ -15,13 +15,13 @@ from pydantic import BaseModel, ValidationError
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import give
 from lockstep.masking import masked_tree, secrets_in
+from lockstep.recipe.method_checks import preference_reads
 from lockstep.recipe.methods import (
     OFFLINE,
     ONLINE,
     OPTIONAL_SECTIONS,
     method_defaults,
     over,
-    preference_reads,
     sections_read,
     with_method_defaults,
 )

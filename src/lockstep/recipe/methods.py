@@ -6,14 +6,9 @@ is in `methods/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from lockstep.errors import Problem
-
-if TYPE_CHECKING:  # the schema takes the methods' names from here
-    from lockstep.recipe.schema import Recipe
+from typing import Any
 
 # Keys of `data` that name columns, by the kind of rows.
 SUPERVISED_COLUMNS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
@@ -34,37 +29,6 @@ class OfflineRow:
     """What comes out judges and does not answer."""
     preference: str | None = None
     """The row of PREFERENCE_READS where `preference` is read and its loss is no choice."""
-    problems: Callable[[Recipe], Iterator[Problem]] = lambda recipe: iter(())
-    """Combinations of its keys that cannot work."""
-
-
-def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield Problem("rm.loss", "ranking plackett_luce has a loss of its own", "remove it, or set rm.ranking=pairs")
-
-
-def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
-    if len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
-        yield Problem("prm.tokens", "names a word twice", "one word for each verdict")
-
-
-def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.batch.rows_per_update < 2:
-        yield Problem(
-            "batch.rows_per_update",
-            "an update of one row has no mismatched pair to estimate the KL from",
-            "set it to 2 or more",
-        )
-    if recipe.preference.reference_free and recipe.preference.reference:
-        yield Problem("preference.reference", "set together with preference.reference_free", "remove one of them")
-
-
-def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
-    settings = recipe.distill
-    if settings.teacher is None:
-        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
-    if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
-        yield Problem("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
 
 
 def _pairs(**preference: Any) -> OfflineRow:
@@ -79,11 +43,9 @@ def _pairs(**preference: Any) -> OfflineRow:
 OFFLINE: dict[str, OfflineRow] = {
     "sft": OfflineRow(),
     # Ouyang et al. 2022 (arXiv 2203.02155).
-    "rm": OfflineRow(
-        sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True, problems=_rm_problems
-    ),
+    "rm": OfflineRow(sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True),
     # Lightman et al. 2023 (arXiv 2305.20050), with the verdict as a word.
-    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True, problems=_prm_problems),
+    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True),
     # Rafailov et al. 2023 (arXiv 2305.18290).
     "dpo": _pairs(loss="sigmoid"),
     # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities; `average: false` sums them.
@@ -100,10 +62,9 @@ OFFLINE: dict[str, OfflineRow] = {
         sections=("preference",),
         columns=JUDGED_COLUMNS,
         preference="kto",
-        problems=_kto_problems,
     ),
     # Hinton et al. 2015 (arXiv 1503.02531); divergences of Agarwal et al. 2023 (arXiv 2306.13649).
-    "distill": OfflineRow(sections=("distill",), problems=_distill_problems),
+    "distill": OfflineRow(sections=("distill",)),
 }
 
 ONLINE: dict[str, dict[str, Any]] = {
@@ -209,34 +170,6 @@ PREFERENCE_READS: dict[str, tuple[str, ...]] = {
 
 def sections_read(method: str) -> tuple[str, ...]:
     return _ONLINE_SECTIONS if method in ONLINE else OFFLINE[method].sections
-
-
-def preference_reads(recipe: Recipe) -> tuple[str, ...]:
-    """The keys of `preference` that the recipe's method reads."""
-    return PREFERENCE_READS[OFFLINE[recipe.method].preference or recipe.preference.loss]
-
-
-def reference_kind(recipe: Recipe) -> str:
-    """How the run has its reference: `none`, the policy without its `adapter`, a `model` beside it, or `disk`."""
-    if recipe.method in ONLINE:
-        used, folder, precompute = recipe.algorithm.kl.where != "none", recipe.algorithm.kl.reference, False
-    elif "preference" in sections_read(recipe.method):
-        settings = recipe.preference
-        used = "reference" in preference_reads(recipe) and not settings.reference_free
-        folder, precompute = settings.reference, settings.precompute
-    else:
-        return "none"
-    if not used:
-        return "none"
-    if precompute:
-        return "disk"
-    return "adapter" if recipe.model.lora is not None and folder is None else "model"
-
-
-def reference_folder(recipe: Recipe) -> str:
-    """The folder of the reference, which is the policy's own unless the recipe names another."""
-    named = recipe.algorithm.kl.reference if recipe.method in ONLINE else recipe.preference.reference
-    return named or recipe.model.path
 
 
 def with_method_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,8 @@ from lockstep.errors import Problem
 from lockstep.functions import is_function_path
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.measure import measure_problems
-from lockstep.recipe.methods import (
-    OFFLINE,
-    ONLINE,
-    OPTIONAL_SECTIONS,
-    preference_reads,
-    reference_kind,
-    sections_read,
-)
+from lockstep.recipe.method_checks import method_problems, preference_reads, reference_kind
+from lockstep.recipe.methods import OFFLINE, ONLINE, OPTIONAL_SECTIONS, sections_read
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 from lockstep.recipe.rollout_checks import rollout_problems
 from lockstep.recipe.schema import Recipe
@@ -243,7 +237,7 @@ def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _unread_row_keys(recipe)
     if "preference" in sections_read(recipe.method):
         yield from _preference_problems(recipe)
-    yield from row.problems(recipe)
+    yield from method_problems(recipe)
 
 
 def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:

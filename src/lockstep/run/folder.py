@@ -19,11 +19,11 @@ from typing import Any
 
 import yaml
 
-import lockstep
 from lockstep.errors import Refusal, unwritten
 from lockstep.masking import masked_tree, masked_words
 from lockstep.recipe import Recipe
 from lockstep.run.files import atomic_write_text
+from lockstep.version import PACKAGE_FOLDER, __version__
 
 # What a run ran on, told without importing any of it.
 
@@ -47,7 +47,7 @@ PACKAGES = (
 def describe_environment() -> dict[str, Any]:
     """Versions, platform and command line. The host's name is left out: run folders are shared."""
     return {
-        "lockstep": lockstep.__version__,
+        "lockstep": __version__,
         "git_commit": own_commit(),
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := installed_version(name))},
@@ -69,7 +69,7 @@ def installed_version(package: str) -> str | None:
 @cache
 def own_commit() -> str | None:
     """Asked once in a process: what it has imported does not follow a later checkout."""
-    return checkout_commit(Path(lockstep.__file__).parent)
+    return checkout_commit(PACKAGE_FOLDER)
 
 
 def checkout_commit(folder: Path) -> str | None:
