@@ -11,23 +11,23 @@ from lockstep.recipe.schema import Recipe
 
 def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield Problem("rm.loss", "ranking plackett_luce has a loss of its own", "remove it, or set rm.ranking=pairs")
+        yield Problem("rm.loss", "ranking plackett_luce defines its loss", "remove it, or set rm.ranking=pairs")
 
 
 def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
     if len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
-        yield Problem("prm.tokens", "names a word twice", "one word for each verdict")
+        yield Problem("prm.tokens", "contains a word twice", "use a different word for each label")
 
 
 def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.batch.rows_per_update < 2:
         yield Problem(
             "batch.rows_per_update",
-            "an update of one row has no mismatched pair to estimate the KL from",
+            "KTO estimates the KL from mismatched pairs, and an update of one row has none",
             "set it to 2 or more",
         )
     if recipe.preference.reference_free and recipe.preference.reference:
-        yield Problem("preference.reference", "set together with preference.reference_free", "remove one of them")
+        yield Problem("preference.reference", "cannot be combined with preference.reference_free", "remove one of them")
 
 
 def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -58,7 +58,7 @@ def preference_reads(recipe: Recipe) -> tuple[str, ...]:
 
 
 def reference_kind(recipe: Recipe) -> str:
-    """How the run has its reference: `none`, the policy without its `adapter`, a `model` beside it, or `disk`."""
+    """Kind of reference: `none`, `adapter` (the policy without its adapter), `model` (a separate model) or `disk`."""
     if recipe.method in ONLINE:
         used, folder, precompute = recipe.algorithm.kl.where != "none", recipe.algorithm.kl.reference, False
     elif "preference" in sections_read(recipe.method):
@@ -75,6 +75,6 @@ def reference_kind(recipe: Recipe) -> str:
 
 
 def reference_folder(recipe: Recipe) -> str:
-    """The folder of the reference, which is the policy's own unless the recipe names another."""
+    """The folder of the reference; default: the folder of the policy."""
     named = recipe.algorithm.kl.reference if recipe.method in ONLINE else recipe.preference.reference
     return named or recipe.model.path

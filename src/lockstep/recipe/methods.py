@@ -1,7 +1,7 @@
-"""The methods, one row each: a named set of defaults over the same keys. What a recipe says replaces them.
+"""The training methods. A method is a named set of defaults; values in the recipe override them.
 
-An online method is nothing but its defaults. An offline one also says which keys it reads; what it does with its rows
-is in `methods/`.
+An online method consists of its defaults only. An offline method also lists the keys it reads; its loss is in
+`methods/`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ STEP_COLUMNS = ("messages_key", "prompt_key", "text_key", "steps_key", "label_ke
 class OfflineRow:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
-    """Groups of keys of its own that it reads."""
+    """Groups of keys that only this kind of method reads."""
     columns: tuple[str, ...] = SUPERVISED_COLUMNS
     compares: bool = False
-    """Its rows are two sequences or more, which stay in one micro-batch."""
+    """A row has two or more sequences, which stay in one micro-batch."""
     judges: bool = False
-    """What comes out judges and does not answer."""
+    """The trained model scores responses and does not generate."""
     preference: str | None = None
-    """The row of PREFERENCE_READS where `preference` is read and its loss is no choice."""
+    """Key in PREFERENCE_READS, for a method that reads `preference` with a fixed loss."""
 
 
 def _pairs(**preference: Any) -> OfflineRow:
@@ -44,7 +44,7 @@ OFFLINE: dict[str, OfflineRow] = {
     "sft": OfflineRow(),
     # Ouyang et al. 2022 (arXiv 2203.02155).
     "rm": OfflineRow(sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True),
-    # Lightman et al. 2023 (arXiv 2305.20050), with the verdict as a word.
+    # Lightman et al. 2023 (arXiv 2305.20050), with the label as a token.
     "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True),
     # Rafailov et al. 2023 (arXiv 2305.18290).
     "dpo": _pairs(loss="sigmoid"),
@@ -52,7 +52,7 @@ OFFLINE: dict[str, OfflineRow] = {
     "ipo": _pairs(loss="ipo", average=True),
     # Meng et al. 2024 (arXiv 2405.14734).
     "simpo": _pairs(loss="simpo", beta=2.0, gamma=1.0),
-    # Hong et al. 2024 (arXiv 2403.07691): an odds ratio beside the likelihood of the chosen response.
+    # Hong et al. 2024 (arXiv 2403.07691): an odds ratio plus the likelihood of the chosen response.
     "orpo": _pairs(loss="orpo", beta=0.1, nll=1.0),
     # Xu et al. 2024 (arXiv 2401.08417).
     "cpo": _pairs(loss="cpo", beta=0.1, nll=1.0),
@@ -109,7 +109,7 @@ ONLINE: dict[str, dict[str, Any]] = {
     "opo": {"algorithm": {"advantage": "opo", "loss": "policy_gradient"}},
     # Chu et al. 2025 (arXiv 2504.02546).
     "gpg": {"algorithm": {"advantage": "gpg", "loss": "policy_gradient"}},
-    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a whole sequence, with tiny bounds.
+    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a sequence, with tiny bounds.
     "gspo": {
         "algorithm": {
             "advantage": "grpo",
@@ -123,8 +123,8 @@ ONLINE: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"advantage": "grpo", "clip_high": 0.28, "dynamic_sampling": {"rounds": 3}}},
     # MiniMax 2025 (arXiv 2506.13585): the clipped ratio as a constant weight; only the upper bound is used.
     "cispo": {"algorithm": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
-    # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): the student's own responses, each token
-    # rewarded by how much likelier the teacher finds it. No reward besides; `algorithm.kl.reference` is the teacher.
+    # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): responses of the student, each token
+    # rewarded by the teacher's log-ratio. There is no other reward; `algorithm.kl.reference` is the teacher.
     "on_policy_distill": {
         "rollout": {"n": 1},
         "reward": {"weights": {"rule": 0.0}},
@@ -142,7 +142,7 @@ _ONLINE_SECTIONS = ("rollout", "reward", "algorithm", "critic")
 OPTIONAL_SECTIONS = tuple(
     dict.fromkeys([*_ONLINE_SECTIONS, *(section for row in OFFLINE.values() for section in row.sections)])
 )
-# Keys of `preference` by loss; those of KTO, which has no such choice, by its name.
+# Keys of `preference` that each loss reads. KTO has a fixed loss and is listed by method name.
 _COMMON = ("loss", "beta", "nll")
 _RANKED = (*_COMMON, "reference", "precompute", "ld_alpha")
 _REFERENCED = (*_RANKED, "average")
@@ -173,17 +173,17 @@ def sections_read(method: str) -> tuple[str, ...]:
 
 
 def with_method_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a recipe over the defaults of its method."""
+    """The values of a recipe merged over the defaults of its method."""
     return over(method_defaults(str(values.get("method", "sft"))), values)
 
 
 def method_defaults(name: str) -> dict[str, Any]:
-    """Nothing where there is no such method, which the schema refuses."""
+    """Defaults of a method; empty for an undefined method, which the schema rejects."""
     return dict(OFFLINE[name].defaults) if name in OFFLINE else ONLINE.get(name, {})
 
 
 def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Values over others; groups of keys are merged."""
+    """`above` merged over `below`, recursively."""
     merged = {**below, **above}
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):
