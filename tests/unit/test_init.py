@@ -68,7 +68,7 @@ def test_every_key_has_its_meaning_above_it(tmp_path: Path) -> None:
 def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("mine")
-    with pytest.raises(Refusal, match="exists, and is not overwritten"):
+    with pytest.raises(Refusal, match="already exists"):
         write_recipe(file, wishes("sft", more=False))
     assert file.read_text() == "mine"
 
@@ -78,7 +78,7 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     [
         (Choices("stf", "m", "d"), "did you mean sft"),
         (Choices("distill", "m", "d"), "needs a teacher"),
-        (Choices("sft", "m", "d", reward="r.py:f"), "reads no reward"),
+        (Choices("sft", "m", "d", reward="r.py:f"), "uses no reward"),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_no_file(tmp_path: Path, chosen: Choices, where: str) -> None:
@@ -104,8 +104,8 @@ def test_on_a_terminal_it_asks(
     assert values["reward"] == {"function": "reward.py:score"}
     assert "val" not in values
     said = capsys.readouterr().out
-    assert "not there yet: data.train rows.jsonl" in said
-    assert "not there yet: model.path" not in said
+    assert "missing: data.train rows.jsonl" in said
+    assert "missing: model.path" not in said
     assert "lockstep train recipe.yaml --smoke" in said
     assert all(len(line) <= 80 for line in said.splitlines())
 
@@ -230,8 +230,8 @@ def test_rows_that_are_too_long_are_dropped_and_it_is_said(tmp_path: Path, tiny_
 @pytest.mark.parametrize(
     ("method", "row", "model", "told"),
     [
-        ("sft", FORMATS["pairs"][1], "tiny", "such rows are for --method dpo or kto"),
-        ("dpo", FORMATS["messages"][1], "not here", "such rows are for --method sft"),
+        ("sft", FORMATS["pairs"][1], "tiny", "these rows fit --method dpo or kto"),
+        ("dpo", FORMATS["messages"][1], "not here", "these rows fit --method sft"),
         ("sft", FORMATS["own columns"][1], "tiny", "data.prompt_key"),
         ("grpo", {"prompt": "1+1?"}, "tiny", "--reward FILE.py:NAME"),
         ("grpo", {"prompt": "1+1?", "answer": "two"}, "tiny", "not all numbers"),

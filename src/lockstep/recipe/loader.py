@@ -322,7 +322,10 @@ _REASONS = {
 def _reason(error: Any) -> str:
     """Why a value is invalid. Messages of the schema's own validators are used as they are."""
     if (reason := _REASONS.get(error["type"])) is not None:
-        return reason.format(**error.get("ctx", {}))
+        values = {
+            key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()
+        }
+        return reason.format(**values)
     return str(error["msg"][0].lower() + error["msg"][1:])
 
 
