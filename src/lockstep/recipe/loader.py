@@ -28,6 +28,7 @@ from lockstep.recipe.methods import (
 from lockstep.recipe.recipe_checks import combination_problems, with_derived_defaults
 from lockstep.recipe.registry import estimator_row, import_plugins
 from lockstep.recipe.schema import Recipe
+from lockstep.recipe.section import invalid_reason
 
 
 class _Loader(yaml.SafeLoader):
@@ -286,7 +287,7 @@ def _problem(error: Any) -> Problem:
         return Problem(key, "must be set", _describe(loc))
     if error["type"] == "model_type":
         return Problem(key, f"must be a group of keys (given: {error['input']!r})", f"write {key}.NAME=VALUE")
-    reason = _reason(error)
+    reason = invalid_reason(error)
     remedy = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
@@ -295,38 +296,6 @@ def _problem(error: Any) -> Problem:
     if error["type"] == "string_type" and isinstance(error["input"], bool):
         remedy = "YAML reads yes, no, on and off as true and false: quote the word"
     return Problem(key, f"{reason} (given: {error['input']!r})", remedy)
-
-
-# Words for pydantic's error types; `ctx` of the error fills the braces.
-_REASONS = {
-    "literal_error": "must be {expected}",
-    "float_type": "must be a number",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "list_type": "must be a list",
-    "dict_type": "must be a mapping of names to values",
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "too_short": "must have at least {min_length} entries",
-    "too_long": "must have at most {max_length} entries",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_pattern_mismatch": "must match {pattern}",
-}
-
-
-def _reason(error: Any) -> str:
-    """Why a value is invalid. Messages of the schema's own validators are used as they are."""
-    if (reason := _REASONS.get(error["type"])) is not None:
-        values = {
-            key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()
-        }
-        return reason.format(**values)
-    return str(error["msg"][0].lower() + error["msg"][1:])
 
 
 def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:

@@ -89,3 +89,35 @@ class Named:
         choices = [*(repr(name) for name in self.names), *([FUNCTION_PATH] if self.allow_function else [])]
         expected = " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
         raise PydanticCustomError("literal_error", "must be {expected}", {"expected": expected})
+
+
+# Words for pydantic's error types; `ctx` of the error fills the braces.
+_REASONS = {
+    "literal_error": "must be {expected}",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of names to values",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+
+
+def invalid_reason(error: Any) -> str:
+    """Why a value is invalid, from a pydantic error. Messages of the validators in the schema are used unchanged."""
+    if (reason := _REASONS.get(error["type"])) is not None:
+        values = {
+            key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()
+        }
+        return reason.format(**values)
+    return str(error["msg"][0].lower() + error["msg"][1:])
