@@ -200,7 +200,7 @@ def test_refusals_come_before_the_model(home: Path, tiny_folder: Path) -> None:
     named[0]["prompt"] = [{"role": "user", "content": "hello", "name": "me"}]
     for given, said in [
         (job(home, tiny_folder, "out.jsonl"), "ends with .parquet"),
-        (job(home, tiny_folder, "there.parquet"), "exists already"),
+        (job(home, tiny_folder, "there.parquet"), "already exists"),
         (job(home, tiny_folder, "left.parquet"), "has no manifest.json"),
         (job(home, tiny_folder, "a.parquet", sampling=Sampling(12, temperature=0.0)), "greedy"),
         (job(home, tiny_folder, "a.parquet", dtype="fp8"), "--dtype"),
