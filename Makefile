@@ -1,11 +1,11 @@
-# The two commands of a newcomer are `make quickstart` and `make test`. Everything runs in .venv, which is made on demand.
+# Start with `make quickstart` and `make test`. Everything runs in .venv, which is created on demand.
 SHELL := /bin/sh
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
 WORKERS ?= 2
-# Modules are compiled when they are first imported, and kept: compiling all of them takes longer than the install.
+# Modules are compiled on first import: compiling all of them takes longer than the install.
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 
@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 quickstart: $(VENV)/.core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh tools/quickstart.sh
 
-# All parts run, also where one fails: the linters beside the first tests, and what they say comes after them.
+# All parts run even if one fails. The linters run in parallel with the first tests; their output comes after them.
 test: $(VENV)/.test browser
 	@failed=; \
 	$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
@@ -24,27 +24,27 @@ test: $(VENV)/.test browser
 	$(MAKE) --no-print-directory test-ascend || failed="$$failed test-ascend"; \
 	test -z "$$failed" || { echo "make test: FAILED:$$failed"; exit 1; }
 
-# The page of `lockstep compare` is tested in a real one.
+# Tests the page of `lockstep compare` in a real browser.
 browser:
 	@sh tools/install_chromium.sh
 
-# In an environment of its own, which is why it is not a part of the run above.
+# Needs a separate environment, so it is not part of `make test`.
 test-ascend: $(VENV)/.test
 	@VENV="$(VENV)" WORKERS="$(WORKERS)" sh tools/test_ascend.sh
 
-# Migrated commands against the trainers they come from, which have an environment of their own too.
+# Compares migrated commands with their original trainers, in a separate environment.
 test-migration: $(VENV)/.test
 	@VENV="$(VENV)" sh tools/test_migration.sh
 
-# The recorder in old trainers, which need gigabytes: torch 2.5.1, verl 0.4.1 and TRL.
+# Tests the recorder in old trainers, which need gigabytes: torch 2.5.1, verl 0.4.1 and TRL.
 test-recorder: $(VENV)/.test
 	@VENV="$(VENV)" sh tools/test_recorder.sh
 
-# Not in the run above: a cluster and its actors take a minute of processor time at each start.
+# Not part of `make test`: a cluster and its actors take a minute of CPU time at each start.
 test-ray: $(VENV)/.ray
 	$(BIN)/python -m pytest -m ray
 
-# Not in the run above: a serving engine is gigabytes to install and takes minutes of processor time at each start.
+# Not part of `make test`: a serving engine takes gigabytes to install and minutes of CPU time at each start.
 test-engines: $(VENV)/.test
 	@VENV="$(VENV)" sh tools/test_engines.sh
 
@@ -93,7 +93,7 @@ $(VENV)/.test: $(BIN)/pip pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) -e ".[test,interpret]"
 	@touch $@ $(VENV)/.core
 
-# With what Ray's jobs need.
+# Includes the packages that Ray jobs need.
 $(VENV)/.ray: $(VENV)/.test
 	$(PIP_INSTALL) -e ".[ray]" "ray[default]"
 	@touch $@

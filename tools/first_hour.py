@@ -111,21 +111,23 @@ def link(log: str, process: str) -> None:
     must(False, f"no link within {PATIENCE} s")
 
 
-def ask(address: str, said: str) -> None:
+def ask(address: str, expected: str) -> None:
     """The endpoint's greedy answer is that of `lockstep generate`."""
     base = re.match(r"http://[^/]+", address)
     assert base is not None
     models = fetched(f"{base[0]}/v1/models")
     name = json.loads(models)["data"][0]["id"]
-    asked = {
+    request = {
         "model": name,
         "messages": [message("user", QUESTION.format(2, 3))],
         "temperature": 0,
         "max_tokens": 24,
     }
-    answer = json.loads(fetched(f"{base[0]}/v1/chat/completions", asked))["choices"][0]["message"]["content"]
+    answer = json.loads(fetched(f"{base[0]}/v1/chat/completions", request))["choices"][0]["message"]["content"]
     print(f"{name}: {answer}")
-    must(answer.strip() == Path(said).read_text(encoding="utf-8").strip(), "`lockstep generate` says something else")
+    must(
+        answer.strip() == Path(expected).read_text(encoding="utf-8").strip(), "`lockstep generate` says something else"
+    )
 
 
 def page(address: str, *runs: str) -> None:
@@ -141,7 +143,7 @@ def fetched(address: str, body: dict[str, Any] | None = None) -> str:
         return str(answer.read().decode())
 
 
-def load(folder: str, said: str) -> None:
+def load(folder: str, expected: str) -> None:
     """Plain transformers, nothing of ours: the same greedy answer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -152,7 +154,9 @@ def load(folder: str, said: str) -> None:
     ids = model.generate(**given, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(ids[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
     print(f"{type(model).__name__}: {answer}")
-    must(answer.strip() == Path(said).read_text(encoding="utf-8").strip(), "`lockstep generate` says something else")
+    must(
+        answer.strip() == Path(expected).read_text(encoding="utf-8").strip(), "`lockstep generate` says something else"
+    )
 
 
 def must(true: bool, otherwise: str) -> None:

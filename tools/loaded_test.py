@@ -1,6 +1,6 @@
 """Runs a command, or the pytest of `make test`, on a machine made busy or slow: no test may hang on a clock.
 
-    .venv/bin/python tools/loaded_test.py                                  # four busy loops beside it
+    .venv/bin/python tools/loaded_test.py                                  # with four busy loops in parallel
     .venv/bin/python tools/loaded_test.py --quota 0.5                      # half a core for all of it
     .venv/bin/python tools/loaded_test.py --loops 8 .venv/bin/python -m pytest tests/e2e/test_resume.py
 
@@ -106,7 +106,7 @@ def run(command: Sequence[str], group: Path | None = None, core: int | None = No
         while True:
             try:
                 return process.wait()
-            except KeyboardInterrupt:  # it has been told too
+            except KeyboardInterrupt:  # it gets the signal too
                 continue
     finally:
         process.terminate()
@@ -124,14 +124,14 @@ def slowed(command: Sequence[str], share: float) -> int:
         return run([*before, *command])
     core = min(os.sched_getaffinity(0))
     loops = max(1, round(1 / share) - 1)
-    print(f"quota: core {core} alone, with {loops} busy loops beside on it", file=sys.stderr)
+    print(f"quota: core {core} alone, with {loops} busy loops on it", file=sys.stderr)
     with busy(loops, core):
         return run(command, core=core)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loops", type=int, help="busy loops beside the command (4, or none with a quota)")
+    parser.add_argument("--loops", type=int, help="busy loops in parallel to the command (4, or none with a quota)")
     parser.add_argument("--quota", type=float, help="how much of a core the command has, such as 0.5")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     words = parser.parse_args()

@@ -3,7 +3,7 @@
     python tools/mutants.py --seed 1 --count 40 src/lockstep/device/npu*.py -- pytest -x tests/unit/test_npu_limits.py
 
 Prints a table: caught, or SURVIVED. The files are changed in place, one at a time, and put back whatever happens; run
-it in a checkout of its own. A survivor is a missing test, or a change that makes no difference and is to be argued.
+it in a separate checkout. A survivor is a missing test, or a change that makes no difference and is to be argued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints docs/recipe.md from the schema: `make docs` stores it, tests/unit/test_docs.py keeps it current."""
+"""Prints docs/recipe.md from the schema. `make docs` writes it; tests/unit/test_docs.py checks that it is current."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ INTRO = """\
 
 # The recipe
 
-A recipe is one YAML file that says everything about a run. `lockstep train` takes a file, or the name of a recipe that
-comes with the package ({builtin}), and any number of overrides:
+A recipe is one YAML file that defines a run. `lockstep train` takes a file, or the name of a built-in recipe
+({builtin}), and any number of overrides:
 
 <!-- run -->
 ```sh
@@ -47,47 +47,46 @@ lockstep train mine.yaml run.name=second optim.lr=3e-4 data.overlong=drop model.
 ```
 
 - An override is `key=value`, with dots between the parts of the key. The value is read as YAML: `3e-4` is a number,
-  `[0.9, 0.99]` a list, `null` nothing, `true` a switch, anything else text. Groups that the file does not have are
-  made; a number in the key is the place in a list (`data.train.0.weight=2`, where the file lists its sources in full).
-- What the file says replaces the default, an override replaces what the file says, and a later override replaces an
-  earlier one.
-- The file itself is strict: a key given twice, a key that does not exist and a number in quotes are errors.
+  `[0.9, 0.99]` a list, `null` no value, `true` a boolean, anything else text. Missing groups are created. A number in
+  the key is a list index (`data.train.0.weight=2`, if the file lists its sources in full).
+- The file overrides the defaults, an override overrides the file, and a later override overrides an earlier one.
+- The file is strict: a duplicate key, a key that does not exist and a number in quotes are errors.
 
 ## The resolved recipe
 
-Before training, defaults that depend on other keys are filled in and the whole recipe is stored as
-`runs/<name>/recipe.yaml`. It holds every key below and is a recipe itself: `lockstep train runs/<name>/recipe.yaml`
-goes on with that run, and with `run.name=other` it trains the same again.
+Before training, lockstep fills in defaults that depend on other keys and stores the resolved recipe as
+`runs/<name>/recipe.yaml`. It contains every key below and is itself a recipe: `lockstep train runs/<name>/recipe.yaml`
+resumes that run, and with `run.name=other` it repeats the run.
 
-A run that goes on with other keys keeps the recipe of what it has trained: `recipe.to_step_10.yaml` held up to step 10,
-`recipe.yaml` holds after it. A start with nothing left to train changes neither.
+If a run resumes with changed keys, the old recipe is kept: `recipe.to_step_10.yaml` applies up to step 10,
+`recipe.yaml` after it. A start with nothing left to train changes neither file.
 
 ## Bad input
 
-All that is wrong is told at once, on stderr and with exit code 2, before a model is loaded. Each problem names the key,
-the reason and, where there is one, the nearest valid name or the way out. This recipe
+All problems are reported at once, on stderr and with exit code 2, before a model is loaded. Each problem names the key,
+the reason and, if possible, the nearest valid name or a remedy. This recipe
 
 ```yaml
 {bad}```
 
-is answered with
+gives
 
 ```
 {answer}```
 
-Files, rows and the model folder are looked at next, still before the weights are loaded: see [the data](data.md).
+Files, rows and the model folder are checked next, still before the weights are loaded: see [the data](data.md).
 
-## What may change when a run goes on
+## Keys that may change when a run resumes
 
-With `run.resume: auto` the same command continues a run from its newest whole checkpoint. These keys may then have
-another value:
+With `run.resume: auto` the same command resumes a run from its newest complete checkpoint. These keys may then have a
+different value:
 
 {free}
 
 Most of them do not change what an update computes. The learning rate, its schedule and the number of steps do: the run
 prints the rate of the next step before and after, stores the change in `env.json`, and `lockstep compare` shows it. A
-change of any other key, or of the training rows, is refused with the two values. Data files and models may move: their
-content is compared, not their path. [Resuming](runs.md#resuming) says what happens to models that have changed.
+change of any other key, or of the training rows, is an error that shows both values. Data files and models may move:
+their content is compared, not their path. [Resuming](runs.md#resuming) explains what happens if a model has changed.
 
 ## The keys
 
@@ -108,7 +107,7 @@ optim: {lr: "1e-5", weight_decay: -0.1}
 
 
 def reference() -> str:
-    """The whole page."""
+    """The complete page."""
     free = textwrap.fill(", ".join(f"`{key}`" for key in _resumable()), 120, break_on_hyphens=False)
     builtin = ", ".join(f"`{name}`" for name in builtin_names())
     intro = INTRO.format(builtin=builtin, bad=BAD, answer=_answer(BAD), free=free)
@@ -116,7 +115,7 @@ def reference() -> str:
 
 
 def _resumable() -> Iterator[str]:
-    """Keys that may change when a run is resumed, whole groups first."""
+    """Keys that may change when a run is resumed, complete groups first."""
     groups = {name: field.annotation for name, field in Recipe.model_fields.items()}
     yield from (name if name == "device" else f"{name}.*" for name in groups if facts_of(name).resumable)
     for group, section in groups.items():
@@ -126,26 +125,26 @@ def _resumable() -> Iterator[str]:
 
 
 def _answer(text: str) -> str:
-    """What the command really says to a bad recipe."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as said:
+    """The actual output of the command for an invalid recipe."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()) as stderr:
         file = Path(folder) / "recipe.yaml"
         file.write_text(text, encoding="utf-8")
         try:
             load_recipe(str(file))
         except Refusal as refusal:
             print_problems(refusal, colour=False)
-    return said.getvalue()
+    return stderr.getvalue()
 
 
 def _tables(model: type[BaseModel], key: str) -> Iterator[str]:
     """The table of a section, then those of the sections inside it."""
-    own = {name: info for name, info in model.model_fields.items() if not _is_section(info)}
-    lines = [f"### {f'`{key}`' if key else 'The run as a whole'}", ""]
+    keys = {name: info for name, info in model.model_fields.items() if not _is_section(info)}
+    lines = [f"### {f'`{key}`' if key else 'Top-level keys'}", ""]
     if key in NOTES:
         lines += [NOTES[key], ""]
     lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
     dot = f"{key}." if key else ""
-    for name, info in own.items():
+    for name, info in keys.items():
         cells = (f"`{dot}{name}`", _values(info), _default(info), info.description or "")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     yield "\n".join(lines) + "\n"
@@ -179,11 +178,11 @@ def _values(info: FieldInfo) -> str:
 
 
 def _names(choice: Named) -> str:
-    return ", ".join(f"`{name}`" for name in choice.names) + (f" or `{FUNCTION_PATH}`" if choice.own else "")
+    return ", ".join(f"`{name}`" for name in choice.names) + (f" or `{FUNCTION_PATH}`" if choice.allow_function else "")
 
 
 def _plain(kind: Any) -> Any:
-    """Without a check of its own (`Annotated[str, AfterValidator(...)]`); a table of names stays."""
+    """The type without a validator (`Annotated[str, AfterValidator(...)]`); a registry of names stays."""
     checked = get_origin(kind) is Annotated and not any(isinstance(note, Named) for note in kind.__metadata__)
     return get_args(kind)[0] if checked else kind
 
@@ -205,7 +204,7 @@ def _type(kind: Any) -> str:
         inner = _plain(get_args(kind)[0])
         return "path, paths or sources" if inner is Source else f"list of {PLURALS.get(inner) or _type(inner)}"
     if get_origin(kind) in (Union, types.UnionType):
-        # A whole number is a number too.
+        # An integer is a number too.
         parts = [part for part in get_args(kind) if not (part is int and float in get_args(kind))]
         return " or ".join(_type(part) for part in parts)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -227,6 +226,6 @@ def _default(info: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    # The sample refusal is as wide as the terminal, and the page must not be.
+    # The sample output follows the width of the terminal; the page needs a fixed width.
     os.environ["COLUMNS"] = "80"
     print(reference(), end="")

@@ -2,7 +2,7 @@
 
     python tools/soak.py --blows 20 --seed 0 --out bench/results/soak.json
 
-A GRPO run of two ranks with a reward function in processes of its own, under `parallel.max_restarts`. Blow after blow,
+A GRPO run of two ranks with a reward function in separate processes, under `parallel.max_restarts`. Blow after blow,
 a process of the run (a rank, one that scores, one that watches over that) is killed (SIGKILL) or stopped (SIGSTOP) at a
 random moment: after some progress, or while the ranks are still starting. The launcher, which nobody watches over, is
 killed only: all others must end with it, and the command is given again. Then the run must have ended well, with the
@@ -34,7 +34,7 @@ KINDS = ("rank", "supervisor", "worker", "launcher")
 # For what hangs: the longest that a run may be without an end after its last blow, and that what ends may take to go.
 HANG, GOING = 1800, 120
 
-# A file beside the runs: no more blows.
+# A file next to the runs that stops the interruptions.
 OVER = "over"
 # Slow until the last blow has fallen, so that a blow may meet a call, and comes before the steps are done.
 REWARD = """
@@ -110,13 +110,13 @@ def processes_of(token: str) -> dict[int, str]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, UnicodeDecodeError):  # it ended while it was looked at
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            told = dict(one.split("=", 1) for one in (folder / "environ").read_text().split("\0") if "=" in one)
-            if told.get(MARK) == token and fields[0] not in "ZX":
-                marked[int(folder.name)] = int(fields[1]), told
+            variables = dict(one.split("=", 1) for one in (folder / "environ").read_text().split("\0") if "=" in one)
+            if variables.get(MARK) == token and fields[0] not in "ZX":
+                marked[int(folder.name)] = int(fields[1]), variables
     found = {}
-    for pid, (parent, told) in marked.items():
-        if "LOCKSTEP_FUNCTION_PROCESS" not in told:
-            found[pid] = "rank" if "RANK" in told else "launcher"
+    for pid, (parent, variables) in marked.items():
+        if "LOCKSTEP_FUNCTION_PROCESS" not in variables:
+            found[pid] = "rank" if "RANK" in variables else "launcher"
         else:
             # A supervisor is a rank's child; the worker is the supervisor's.
             above = marked.get(parent)
@@ -192,7 +192,7 @@ class Striker:
         stops = self.plan.stops and self.draw.random() < 0.3
         number = signal.SIGSTOP if stops and kind != "launcher" else signal.SIGKILL
         while process.poll() is None:
-            # The launcher by its number: a rank looks like one until it is told who it is.
+            # The launcher by its number: a rank looks like one until its environment is set.
             found = self.look()
             pids = [process.pid] if kind == "launcher" else sorted(pid for pid, what in found.items() if what == kind)
             if pids:

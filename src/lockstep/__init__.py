@@ -1,10 +1,10 @@
-"""Post-training of language models, the same on every device.
+"""Post-training of language models on any device.
 
     model = lockstep.load("folder", lr=1e-4)        a handle: sample, logprobs, forward_backward, optim_step
-    lockstep.train("recipe.yaml", run={"steps": 5}) a whole run
-    lockstep.compare("runs/a", "runs/b")            did two runs train in step?
+    lockstep.train("recipe.yaml", run={"steps": 5}) a complete run
+    lockstep.compare("runs/a", "runs/b")            do two runs train alike?
 
-Importing the package is cheap on purpose: nothing here pulls in torch. Each name is loaded when it is first asked for.
+The import is cheap: it does not import torch. Each name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Before anything imports torch: a device package that torch would load by itself must not be able to break that import.
+# Must come before any import of torch: a device plug-in that torch loads automatically could break that import.
 import lockstep.device  # noqa: F401
+from lockstep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lockstep.api.front_door import Comparison, compare, load
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from lockstep.recipe.schema import Recipe
     from lockstep.train.start import train
 
-__version__ = "0.1.0"
 __all__ = ["Comparison", "Datum", "Handle", "Recipe", "Refusal", "Response", "compare", "load", "train"]
 
-_HOMES = {
+_MODULES = {
     "Comparison": "lockstep.api.front_door",
     "compare": "lockstep.api.front_door",
     "Datum": "lockstep.api.losses",
@@ -40,11 +40,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "train":
-        # The package of the loops, which can be called: see there.
+        # `lockstep.train` is a package that is also callable; see its __init__.py.
         return import_module("lockstep.train")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""The command line. Each verb imports what it needs, so that `--help` answers at once."""
+"""The command line. Each command imports what it needs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.run.output import never_fail_to_encode, write
 
 app = typer.Typer(
     name="lockstep",
-    help="Post-train language models: one recipe on any device, and proof that devices train in step.",
+    help="Post-train language models with one recipe on any device, and check that devices train alike.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -26,9 +26,9 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        from lockstep import __version__
+def _version(show: bool) -> None:
+    if show:
+        from lockstep.version import __version__
 
         write(f"lockstep {__version__}")
         raise typer.Exit()
@@ -40,7 +40,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Options that come before a verb."""
+    """Options that come before a command."""
 
 
 @app.command()
@@ -49,19 +49,19 @@ def train(
     overrides: Overrides = None,
     resume_from: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Begin as a copy of this run, or of one of its checkpoints, and go on."),
+        typer.Option(metavar="PATH", help="Copy this run, or one of its checkpoints, and continue the copy."),
     ] = None,
     init_from: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Begin with the weights of this model, run or checkpoint only.")
+        str | None, typer.Option(metavar="PATH", help="Start from the weights of this model, run or checkpoint.")
     ] = None,
     accept_changed: Annotated[
-        bool, typer.Option("--accept-changed", help="Resume although the files of a model have changed.")
+        bool, typer.Option("--accept-changed", help="Resume even if the files of a model have changed.")
     ] = False,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Two tiny steps with everything on, in a temporary folder.")
+        bool, typer.Option("--smoke", help="Run two small steps that exercise validation, checkpoint, export and tape.")
     ] = False,
 ) -> None:
-    """Train RECIPE, or go on where it stopped."""
+    """Train RECIPE, or resume it."""
     from lockstep.commands.maintenance import with_beginning
     from lockstep.recipe import load_recipe
 
@@ -79,8 +79,8 @@ def train(
     if resume_from is not None and os.environ.get("RANK", "0") == "0":
         from lockstep.train.resume import adopt
 
-        if said := adopt(checked, resume_from):
-            write(said)
+        if message := adopt(checked, resume_from):
+            write(message)
     if starts_ranks(checked.parallel) and not is_rank():
         options = ["--accept-changed"] if accept_changed else []
         raise typer.Exit(start_ranks(checked, ["train", recipe, *options, *words]))
@@ -96,20 +96,20 @@ def plan(
     overrides: Overrides = None,
     devices: Annotated[int | None, typer.Option(min=1, help="Devices to plan for [parallel.devices, or 1].")] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="NxM:DEVICE", help="Plan for N nodes of M devices that need not be here.")
+        str | None, typer.Option(metavar="NxM:DEVICE", help="Plan for N nodes of M devices, which need not be present.")
     ] = None,
     response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --cluster: mean length of a response [rollout.max_tokens].")
+        int | None, typer.Option(min=1, help="With --cluster: mean response length [rollout.max_tokens].")
     ] = None,
 ) -> None:
-    """Show batches and memory of RECIPE without loading the model; refuse what cannot fit.
+    """Show batches and memory of RECIPE without loading the model; fail if it does not fit.
 
-    With --cluster also the time of a step, on devices of a table: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
+    With --cluster also the step time, for devices in a table: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
     """
     if cluster is None and response_tokens is not None:
-        raise typer.BadParameter("is for --cluster", param_hint="--response-tokens")
+        raise typer.BadParameter("needs --cluster", param_hint="--response-tokens")
     if cluster is not None and devices is not None:
-        raise typer.BadParameter("says how many devices there are", param_hint="--cluster")
+        raise typer.BadParameter("cannot be combined with --devices", param_hint="--cluster")
 
     from lockstep.recipe import load_recipe
 
@@ -144,14 +144,14 @@ def recipes(
     write("")
     for line in fit(f"methods: {', '.join([*OFFLINE, *ONLINE])}"):
         write(line)
-    write("`lockstep recipes METHOD` prints what a method sets; a recipe may say otherwise.")
+    write("`lockstep recipes METHOD` prints the defaults of a method; a recipe can override them.")
 
 
 @app.command()
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE.yaml]", help="The new recipe.")] = Path("recipe.yaml"),
     overrides: Overrides = None,
-    method: Annotated[str | None, typer.Option(help="What to do: sft, dpo, grpo, or another method.")] = None,
+    method: Annotated[str | None, typer.Option(help="Training method: sft, dpo, grpo, or another one.")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR", help="The model's Hugging Face folder.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="Training rows.")] = None,
     val: Annotated[str | None, typer.Option(metavar="PATH", help="Validation rows.")] = None,
@@ -160,13 +160,13 @@ def init(
     ] = None,
     teacher: Annotated[str | None, typer.Option(metavar="DIR", help="Distillation: the teacher's folder.")] = None,
 ) -> None:
-    """Write a first recipe with comments; asks for what the options leave open.
+    """Write a first recipe with comments; prompts for what the options do not give.
 
-    Rows that are here are looked at: the recipe gets what they need, or they are refused.
+    Existing rows are checked: the recipe gets the keys they need, or the command fails.
     """
-    from lockstep.commands.init import asked, write_recipe
+    from lockstep.commands.init import choose, write_recipe
 
-    for line in write_recipe(file, asked(file, method, model, data, val, reward, teacher, overrides or ())):
+    for line in write_recipe(file, choose(file, method, model, data, val, reward, teacher, overrides or ())):
         write(line)
 
 
@@ -182,14 +182,14 @@ def tiny(folder: Path, seed: int = 0) -> None:
 @app.command()
 def doctor(
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Judge for this device, not for the one that `auto` takes.")
+        str | None, typer.Option(metavar="NAME", help="Check for this device instead of the one that `auto` selects.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
     pins: Annotated[
-        str | None, typer.Option(metavar="STACK", help="Print requirements and install steps of a known stack.")
+        str | None, typer.Option(metavar="STACK", help="Print requirements and install steps of a tested stack.")
     ] = None,
 ) -> None:
-    """Show what is installed here, whether it fits together, and what to do where it does not."""
+    """Show what is installed, whether the versions are compatible, and how to fix problems."""
     from lockstep.doctor.doctor_report import run_doctor
 
     raise typer.Exit(run_doctor(device, json, pins))
@@ -199,14 +199,14 @@ def doctor(
 def cache(
     clear: Annotated[str | None, typer.Option(metavar="PART|all", help="Delete rows, folders, models, or all.")] = None,
 ) -> None:
-    """Show what is kept to save time (encoded rows, converted models) and how large it is, or delete it."""
+    """Show the cache (encoded rows, converted models) and its size, or delete it."""
     from lockstep.commands.maintenance import cache_lines
 
     for line in cache_lines(clear):
         write(line)
 
 
-# Registered here, so that `--help` lists them in the order of a run's life.
+# Registered here so that `--help` lists the commands in the order of use.
 app.command()(answering.generate)
 app.command()(answering.serve)
 app.command(name="eval")(answering.evaluate)
@@ -217,53 +217,56 @@ app.command()(answering.pairs)
 @app.command()
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A run folder, or a log of another framework.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="What is held against it.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The run or log to compare with A.")],
     repeat: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="A repeat of one side: the noise floor; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="RUN", help="A repetition of A or B, for the noise floor; may be repeated."),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=NAME]", help="Judge this one (its name in A, and in B); may be repeated."),
+        typer.Option(metavar="NAME[=NAME]", help="Compare this metric (name in A, name in B); may be repeated."),
     ] = None,
     bar: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=PERCENT", help="Judge it by this bar; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME=PERCENT", help="Threshold for a metric; may be repeated.")
     ] = None,
-    names: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="More metric names: theirs to ours.")] = None,
+    names: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="More metric names: foreign name to lockstep name.")
+    ] = None,
     value: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What the Value of a csv exported from tensorboard is.")
+        str | None, typer.Option(metavar="NAME", help="Metric in the Value column of a tensorboard csv export.")
     ] = None,
-    shift: Annotated[int, typer.Option(metavar="N", help="Add this to B's steps, where the two count otherwise.")] = 0,
+    shift: Annotated[int, typer.Option(metavar="N", help="Add this to B's steps if the two count differently.")] = 0,
     steps: Annotated[
-        str | None, typer.Option(metavar="FIRST:LAST", help="Compare these steps only, as if no more were planned.")
+        str | None, typer.Option(metavar="FIRST:LAST", help="Compare only these steps, as if no more were planned.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Where the page goes [B's run folder].")
+        Path | None, typer.Option(metavar="FILE.html", help="Path of the HTML report [B's run folder].")
     ] = None,
-    record: Annotated[bool, typer.Option("--record", help="Put the result into the support table.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Add the result to the support table.")] = False,
     support: Annotated[Path, typer.Option(metavar="FILE.md", help="The support table.")] = Path("docs/support.md"),
 ) -> None:
-    """Did A and B train in step? Ends with 0 if they did, 1 if not, 2 if that cannot be said."""
+    """Compare two runs. Exit code 0: they train alike; 1: they differ; 2: undecided."""
     from lockstep.parity.compare.compare_command import CompareOptions, compare_logs
 
     bars = dict(_bar(words) for words in bar or [])
-    kept = support if record else None
+    table = support if record else None
     span = _span(steps) if steps is not None else None
     options = CompareOptions(
-        a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, kept, shift, value, span
+        a, b, tuple(repeat or ()), tuple(metric or ()), bars, names, report, table, shift, value, span
     )
     raise typer.Exit(compare_logs(options, as_json=json))
 
 
 @app.command()
 def view(
-    folder: Annotated[
-        Path, typer.Argument(metavar="[RUNS_FOLDER]", help="The folder that holds your runs, or one run.")
-    ] = Path("runs"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")] = 0,
+    folder: Annotated[Path, typer.Argument(metavar="[RUNS_FOLDER]", help="Folder with your runs, or one run.")] = Path(
+        "runs"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 means any free port.")] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serve a page to look at runs: curves, samples, recipes, reports. For this machine only, and read-only."""
+    """Serve a web page with runs: metrics, samples, recipes, reports. Local and read-only."""
     from lockstep.commands.view import view_runs
 
     view_runs(folder, port, open_browser)
@@ -275,18 +278,25 @@ def replay(
     overrides: Overrides = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Replay on this device.")] = None,
     mode: Annotated[
-        str, typer.Option(metavar="forced|chained|free", help="What is recorded: weights and data, data, or the start.")
+        str,
+        typer.Option(
+            metavar="forced|chained|free",
+            help="What comes from the tape: weights and data, only data, or only the start.",
+        ),
     ] = "forced",
     step: Annotated[list[int] | None, typer.Option(help="Only this step; may be repeated.")] = None,
-    checklist: Annotated[bool, typer.Option("--checklist", help="What the guides check by hand, one by one.")] = False,
+    checklist: Annotated[
+        bool, typer.Option("--checklist", help="Run the manual checks of the vendor guides one by one.")
+    ] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Of a recording of another framework: the model it trained.")
+        str | None, typer.Option(metavar="FOLDER", help="For a recording of another framework: the model it trained.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Repeat RUN on another device, dtype, engine or number of processes, and name the first place where it parts.
+    """Replay RUN on another device, dtype, engine or number of processes, and report the first difference.
 
-    Ends with 0 if it stays in step, with 1 if not. KEY=VALUE changes the recipe: model.dtype=bf16, rollout.engine=hf.
+    Exit code 0: no difference beyond the tolerance; 1: a difference. KEY=VALUE changes the recipe, for example
+    model.dtype=bf16 or rollout.engine=hf.
     """
     from lockstep.parity.replay.replay_command import ReplayRequest, replay_run
 
@@ -300,23 +310,25 @@ def export(
         Path, typer.Argument(metavar="RUN", help="A run folder, one of its checkpoints, or an adapter to merge.")
     ],
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Where the Hugging Face folder goes.", show_default=False)
+        Path | None, typer.Argument(metavar="[DIR]", help="The Hugging Face folder to write.", show_default=False)
     ] = None,
-    step: Annotated[int | None, typer.Option(help="This checkpoint instead of the newest.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The best checkpoint, by `checkpoint.best`.")] = False,
+    step: Annotated[int | None, typer.Option(help="Export this checkpoint instead of the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Export the best checkpoint, by `checkpoint.best`.")] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="A LoRA run's adapter as a PEFT folder, not merged.")
+        bool, typer.Option("--adapter", help="Write the adapter of a LoRA run as a PEFT folder, not merged.")
     ] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="An adapter put into its base; of a run the default.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge an adapter into its base model; the default for a run.")
+    ] = False,
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The base of an adapter, if not as it says.")
+        str | None, typer.Option(metavar="MODEL", help="Base model of an adapter [the one it names].")
     ] = None,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Put it onto the hub too, with a card of the run.")
+        str | None, typer.Option(metavar="OWNER/NAME", help="Also push it to the hub, with a model card.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make the hub's repository a private one.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create a private hub repository.")] = False,
 ) -> None:
-    """Write a run's model as a Hugging Face folder, with a card of what the run did."""
+    """Write the model of a run as a Hugging Face folder with a model card."""
     from lockstep.commands.export import ExportOrder, export_to
 
     for line in export_to(run, folder, ExportOrder(step, best, adapter, merge, base, push, private)):
@@ -326,7 +338,10 @@ def export(
 @app.command()
 def migrate(
     source: Annotated[
-        Path, typer.Argument(metavar="SCRIPT.sh|CHECKPOINT", help="A script, or a folder, of verl or OpenRLHF.")
+        Path,
+        typer.Argument(
+            metavar="SCRIPT.sh|CHECKPOINT", help="A training script or a checkpoint folder of verl or OpenRLHF."
+        ),
     ],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Variables and arguments of the script.")
@@ -335,13 +350,13 @@ def migrate(
         Path | None, typer.Option("--out", "-o", metavar="PATH", help="The recipe's file, or the model's folder.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Checkpoint: config and tokenizer, where it has none.")
+        Path | None, typer.Option(metavar="DIR", help="Checkpoint: folder with config and tokenizer, if it has none.")
     ] = None,
 ) -> None:
-    """Turn a training script of another trainer into a recipe, or a checkpoint of its into a Hugging Face folder."""
+    """Convert a training script of another trainer to a recipe, or its checkpoint to a Hugging Face folder."""
     if source.is_dir():
         if out is None:
-            raise typer.BadParameter("name the folder that is to be written", param_hint="--out")
+            raise typer.BadParameter("give the folder to write", param_hint="--out")
 
         from lockstep.compat.checkpoints import convert_checkpoint
 
@@ -358,10 +373,10 @@ def import_gguf(
     file: Path,
     folder: Path,
     tie: Annotated[
-        bool, typer.Option("--tie", help="The embedding is the output head too, though the file carries one.")
+        bool, typer.Option("--tie", help="Tie the output head to the embedding, even if the file has an output head.")
     ] = False,
 ) -> None:
-    """Turn a GGUF file into a Hugging Face folder."""
+    """Convert a GGUF file to a Hugging Face folder."""
     from lockstep.model.gguf import import_gguf as convert
 
     for line in convert(file, folder, tie=tie):
@@ -387,7 +402,7 @@ def _bar(words: str) -> tuple[str, float]:
 
 
 def main() -> None:
-    """The entry point: refusals become advice on stderr and exit code 2, or 75 where another try is worth it."""
+    """Entry point. A refusal is printed to stderr with exit code 2, or 75 if a retry can help."""
     from lockstep.errors import STALLED, Interrupted, LostProcess, Refusal, refusal_of_machine
 
     never_fail_to_encode()
@@ -406,11 +421,11 @@ def main() -> None:
         write(f"{stop}")
         sys.exit(130)
     except OSError as error:
-        # Whatever was being read or written: a full or read-only disk is the machine's state and no bug of ours.
-        found = refusal_of_machine(error)
-        if found is None:
+        # A full or read-only disk is a state of the machine, not a bug.
+        machine = refusal_of_machine(error)
+        if machine is None:
             raise
-        _report(found)
+        _report(machine)
         sys.exit(2)
 
 
@@ -420,8 +435,8 @@ def _report(refusal: Exception) -> None:
 
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        # All ranks meet the same bad input; rank 0 tells it and torchrun ends the rest. A rank that is still
-        # here after a while, in which a rank 0 on a busy machine came this far too, met something of its own.
+        # All ranks get the same bad input: rank 0 reports it and torchrun ends the rest. A rank that is still alive
+        # after this wait has a different problem and reports it.
         time.sleep(60)
         write(f"rank {rank}:", error=True)
     assert isinstance(refusal, Refusal)

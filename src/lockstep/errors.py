@@ -1,4 +1,4 @@
-"""The one way bad input is answered: where it is, what is wrong with it, and what to do."""
+"""Errors of user input: where the problem is, what is wrong, and what to do."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lockstep.masking import Unresolved, expanded, masked
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong: `where` names a key, a file and row, a token or a device."""
+    """One problem. `where` names a key, a file and row, a token or a device."""
 
     where: str
     why: str
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        # Texts of a problem repeat values of the input, and are printed and logged.
+        # The texts contain input values and are printed and logged, so secrets are masked.
         for name in ("where", "why", "remedy"):
             object.__setattr__(self, name, masked(getattr(self, name)))
 
@@ -28,7 +28,7 @@ class Problem:
 
 
 class Refusal(Exception):
-    """Input that cannot be worked with. Carries every problem found, not only the first."""
+    """Invalid input. Carries all problems, not only the first."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = list(problems)
@@ -36,33 +36,33 @@ class Refusal(Exception):
 
     @classmethod
     def at(cls, where: object, why: str, remedy: str = "") -> Self:
-        """Of one problem; `where` is shown as text."""
+        """A refusal with one problem; `where` is converted to text."""
         return cls([Problem(str(where), why, remedy)])
 
 
 def with_secrets(text: str, key: str) -> str:
-    """A value of a recipe with the secrets that it refers to; `key` is named where one is not there."""
+    """A recipe value with its secret references resolved. A missing secret is reported at `key`."""
     try:
         return expanded(text)
     except Unresolved as error:
-        raise Refusal.at(key, f"{text}: {error}", "provide it where the run starts, on every machine") from error
+        raise Refusal.at(key, f"{text}: {error}", "provide it on every machine where the run starts") from error
 
 
 class LostProcess(Refusal):
-    """A process that a run needs was killed or hangs, by no fault of the input: it may go on from its checkpoint."""
+    """A process of the run was killed or hangs, and the input is not the cause: the run can resume."""
 
 
 def refuse_all(problems: Sequence[Problem], what: str = "") -> None:
-    """Refuse where there is any; of many problems with `what` the first are told and the others counted."""
+    """Raises if there are problems. With `what`, only the first are listed and the others are counted."""
     if problems:
         raise Refusal(shortened(problems, what) if what else problems)
 
 
 def shortened(problems: Sequence[Problem], what: str, most: int = 10) -> list[Problem]:
-    """The first `most` problems, and how many more there are."""
+    """The first `most` problems and the number of the others."""
     hidden = len(problems) - most
-    rest = [Problem(f"{hidden:,} more {what}", "are refused too")] if hidden > 0 else []
-    return [*problems[:most], *rest]
+    others = [Problem(f"{hidden:,} more {what}", "have problems too")] if hidden > 0 else []
+    return [*problems[:most], *others]
 
 
 def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
@@ -75,28 +75,28 @@ def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """The message of an error on one line."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    # A first line that only announces what follows says nothing alone.
+    # A first line that ends with a colon needs the second line.
     return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
-# What a machine answers that has no room, no permission or a broken disk, and what one does then.
+# Remedies for errors of the file system: no space, no permission, broken disk.
 _MACHINE = {
     errno.ENOSPC: "free some disk",
     errno.EDQUOT: "free some of the quota",
-    errno.EFBIG: "raise the limit on the size of a file",
-    errno.EROFS: "choose a folder that can be written to, or mount it writable",
-    errno.EACCES: "look at its permissions",
-    errno.EPERM: "look at its permissions",
-    errno.EIO: "look at the disk, and at what the kernel says of it",
-    errno.ESTALE: "look at the network file system",
+    errno.EFBIG: "raise the file size limit",
+    errno.EROFS: "choose a writable folder, or mount it writable",
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EIO: "check the disk and the kernel log",
+    errno.ESTALE: "check the network file system",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 
 
 def refusal_of_machine(error: OSError) -> Refusal | None:
-    """The refusal for an error of the file system that no program can help; None for any other."""
+    """The refusal for a file system error of the machine; None for any other error."""
     if error.errno not in _MACHINE:
         return None
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -106,13 +106,13 @@ def refusal_of_machine(error: OSError) -> Refusal | None:
 def unwritten(path: object, error: Exception, remedy: str = "") -> Refusal:
     """The refusal for a file that could not be written."""
     why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    usual = _MACHINE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-    return Refusal.at(path, f"could not be written: {why}", "; ".join(part for part in (usual, remedy) if part))
+    advice = _MACHINE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    return Refusal.at(path, f"could not be written: {why}", "; ".join(part for part in (advice, remedy) if part))
 
 
 class Interrupted(Exception):
-    """The user asked to stop; the step was finished and saved."""
+    """The user stopped the run; the step was completed and saved."""
 
 
-# EX_TEMPFAIL of sysexits.h: the run has stalled, or has lost what it needs (`LostProcess`), and is worth another try.
+# Exit code EX_TEMPFAIL of sysexits.h: the run stalled or lost a process (`LostProcess`), and a retry can help.
 STALLED = 75

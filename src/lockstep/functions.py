@@ -19,32 +19,30 @@ from typing import Any
 
 from lockstep.errors import Problem, Refusal
 
-# A limit of time for a function of the user's that runs inside the run itself, next to the weights.
-#
-# A timer's signal ends what is in Python, also where it sleeps or waits. What does not come back from the inside of a
-# library cannot be ended from within its own process, so a second clock then ends the whole run, with what it stood
-# at.
-
-# After the limit: for a function to be ended by the signal, before the run is.
+# Seconds after the limit in which the signal may end the function, before the run is ended.
 GRACE_SECONDS = 30.0
-# A function that catches all there is may be ended by the next signal.
+# Interval of further signals, for a function that catches every exception.
 AGAIN_SECONDS = 5.0
-# Of the run, where it had to be ended with the function.
+# Exit code of the run if it had to be ended with the function.
 ENDED = 2
 
 
 class TimeUp(BaseException):
-    """The limit is over. No `except Exception` of the user's keeps it."""
+    """The time limit is exceeded. A BaseException, so that `except Exception` in user code does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float, message: str) -> Iterator[None]:
-    """Raises `TimeUp` in the block after so many seconds. `message` is what the run ends with where that cannot be."""
+    """Raises `TimeUp` in the block after `seconds`, by a timer signal.
+
+    Code that does not return from a native library cannot be interrupted; a second timer then ends the run with
+    `message`.
+    """
     last = threading.Timer(seconds + GRACE_SECONDS, _end_run, (message,))
     last.daemon = True
     last.start()
     try:
-        # Signals are the main thread's; any other has the second clock alone.
+        # Only the main thread gets signals; other threads have only the second timer.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -55,7 +53,7 @@ def time_limit(seconds: float, message: str) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
-            # Somebody else's clock around this one starts anew.
+            # Restart an outer timer.
             signal.setitimer(signal.ITIMER_REAL, *earlier)
     finally:
         last.cancel()
@@ -66,29 +64,27 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _end_run(message: str) -> None:
-    """Whatever else the process does: the message, where every thread stands, and the end."""
+    """Prints the message and the stacks of all threads, and ends the process."""
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
     faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
     os._exit(ENDED)
 
 
-# Functions of the user's own: `path/to/file.py:name` in a recipe, or a callable given from Python.
-
 LONGEST_WHY = 300
-# Running a user's file may import torch from a slow disk.
+# A user file may import torch from a slow disk.
 LOAD_SECONDS = 120.0
 
-# Callables that were given from Python, by the path that the recipe names them with.
+# Callables given from Python, by their path in the recipe.
 _given: dict[str, Callable[..., Any]] = {}
-# Files that were run already, by path and time of change: two functions of one file share its globals.
+# Modules of user files, by path and modification time: two functions of one file share its globals.
 _modules: dict[tuple[Path, int], ModuleType] = {}
-# Files that are being run right now, the innermost last.
+# Files that are being imported, the innermost last.
 _running: list[Path] = []
 
 
 class Unloadable(Exception):
-    """A function that cannot be had: why, and what to do."""
+    """A function that cannot be loaded: why, and what to do."""
 
     def __init__(self, why: str, remedy: str):
         super().__init__(why)
@@ -97,9 +93,9 @@ class Unloadable(Exception):
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """A function of the user's with the key that names it. What it raises is told with file, name and line.
+    """A user function and its recipe key. Its exceptions are reported with file, name and line.
 
-    `seconds` is what a call may take, and `limit` the key that says so; without them somebody else watches the clock.
+    `seconds` is the time limit of a call, and `limit` the key that sets it; None means no limit here.
     """
 
     key: str
@@ -122,10 +118,10 @@ class OwnFunction:
         except TimeUp as over:
             raise Refusal([self._late(line_of(over, file))]) from over
         except Exception as error:
-            raise Refusal.at(self.where, f"raised {told(error, file)}", "mend the function") from error
+            raise Refusal.at(self.where, f"raised {told(error, file)}", "fix the function") from error
 
     def calling(self, function: Callable[..., Any]) -> OwnFunction:
-        """The same for something that calls the function and goes on with what it gives."""
+        """The same key and limit for a wrapper of the function."""
         return replace(self, function=function)
 
     def _limited(self) -> AbstractContextManager[None]:
@@ -134,8 +130,8 @@ class OwnFunction:
     def _late(self, line: str) -> Problem:
         return Problem(
             self.where,
-            f"gave nothing in {self.seconds:g} s ({self.limit}){line}",
-            f"let it end sooner, or raise {self.limit}; the last checkpoint is untouched",
+            f"did not return within {self.seconds:g} s ({self.limit}){line}",
+            f"make it faster, or raise {self.limit}; the last checkpoint is unchanged",
         )
 
     def refuse(self, why: str, remedy: str) -> Refusal:
@@ -143,30 +139,30 @@ class OwnFunction:
 
 
 def is_function_path(value: str) -> bool:
-    """Whether a value is written as the path of a function (`file.py:name`), not as a name of ours."""
+    """Whether a value is a function path (`file.py:name`) and not a registered name."""
     return ":" in value
 
 
 def located(function_path: str, key: str) -> tuple[Path, str]:
-    """File and name of `path/to/file.py:name`; refused where there is no such file."""
+    """File and name of `path/to/file.py:name`; raises if the file does not exist."""
     path, _, name = function_path.rpartition(":")
     if not path or not name.isidentifier():
-        raise Refusal.at(key, f"{function_path!r} does not name a function", "write path/to/file.py:name")
+        raise Refusal.at(key, f"{function_path!r} is not a function path", "write path/to/file.py:name")
     file = Path(path).expanduser().absolute()
     if path.startswith("<") or "ipykernel_" in path:
         why = f"{function_path} was defined in a notebook or an interactive session, which no other process can load"
         raise Refusal.at(key, why, "put the function into a file: path/to/file.py:name")
     if not file.is_file():
-        raise Refusal.at(key, f"there is no file {path}", "give the path from the folder that you start in")
+        raise Refusal.at(key, f"file {path} does not exist", "give the path relative to the working directory")
     return file, name
 
 
 def own_function(
     function_path: str, key: str, call: Sequence[str], seconds: float | None = None, limit: str = ""
 ) -> OwnFunction:
-    """The function behind a path, which must be callable with the arguments `call` by position.
+    """Loads the function of a path and checks that it accepts the positional arguments `call`.
 
-    A call may take `seconds`, which the key `limit` says.
+    `seconds` is the time limit of a call, set by the key `limit`.
     """
     if function_path in _given:
         function = _given[function_path]
@@ -184,13 +180,13 @@ def own_function(
 
 
 def given(function_path: str) -> bool:
-    """Whether the path stands for a callable of this process, which no other process has."""
+    """Whether the path refers to a callable given in this process."""
     return function_path in _given
 
 
 def only_here(function_path: str) -> Callable[..., Any] | None:
-    """The callable behind the path, where it was given from Python and no other process can load it: one of the main
-    script or of a notebook cell, or one that is made inside another function."""
+    """The callable of the path if no other process can load it: a function of the main script or of a notebook, or one
+    defined inside another function. Otherwise None."""
     function = _given.get(function_path)
     if function is None:
         return None
@@ -201,27 +197,24 @@ def only_here(function_path: str) -> Callable[..., Any] | None:
 
 
 def file_being_run() -> Path | None:
-    """The user's file that is being imported for a function in it, if one is."""
+    """The user file that is being imported, if any."""
     return _running[-1] if _running else None
 
 
 def give(key: str, function: Callable[..., Any]) -> str:
-    """Remember a callable for the runs of this process; returns the path that stands for it in the recipe."""
+    """Registers a callable for the runs of this process; returns its path for the recipe."""
     name = getattr(function, "__name__", "")
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not name.isidentifier():
         what = name or type(function).__name__
-        raise Refusal.at(
-            key, f"{what} has no file and name that the recipe could keep", "give a function made with def"
-        )
+        raise Refusal.at(key, f"{what} has no file and name to store in the recipe", "give a function defined with def")
     function_path = f"{code.co_filename}:{name}"
     _given[function_path] = function
     return function_path
 
 
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of the file, callable with `call` by position. Modules beside the file can be imported by
-    it."""
+    """The function `name` of the file, callable with positional `call`. The file can import modules of its folder."""
     function = function_of(run_file(path), name, call, path)
     refuse_signature(function, name, call, by_name=False)
     return function
@@ -244,7 +237,7 @@ def refuse_signature(function: Callable[..., Any], name: str, call: Sequence[str
     try:
         signature = inspect.signature(function)
     except ValueError:
-        raise Unloadable(f"{name} does not say what arguments it takes", f"write: def {name}({words})") from None
+        raise Unloadable(f"the signature of {name} cannot be read", f"write: def {name}({words})") from None
     try:
         if by_name:
             signature.bind(**dict.fromkeys(call))
@@ -255,10 +248,10 @@ def refuse_signature(function: Callable[..., Any], name: str, call: Sequence[str
 
 
 def run_file(path: Path) -> ModuleType:
-    """The module of a file, which is run once; modules beside it can be imported by it."""
-    known = path.resolve(), path.stat().st_mtime_ns
-    if known in _modules:
-        return _modules[known]
+    """Imports a file once. The file can import modules of its folder."""
+    key = path.resolve(), path.stat().st_mtime_ns
+    if key in _modules:
+        return _modules[key]
     sys.path.append(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -271,37 +264,33 @@ def run_file(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except TimeUp as over:
         why = f"could not be imported in {LOAD_SECONDS:g} s{line_of(over, str(path))}"
-        raise Unloadable(why, "do its work in the function, not when the file is imported") from None
-    except BaseException as error:  # noqa: BLE001 - whatever the user's file raises is what must be told
-        raise Unloadable(f"cannot be imported: {told(error, str(path))}", "mend the file") from None
+        raise Unloadable(why, "move the work from the import into the function") from None
+    except BaseException as error:  # noqa: BLE001 - a user file may raise anything, and it is reported
+        raise Unloadable(f"cannot be imported: {told(error, str(path))}", "fix the file") from None
     finally:
         _running.remove(path)
-    _modules[known] = module
+    _modules[key] = module
     return module
 
 
 def told(error: BaseException, path: str) -> str:
-    """What an exception says at its end, on one line, and where in the user's file it was."""
+    """The message of an exception on one line, with its line number in the user file."""
     try:
         last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
-    except BaseException:  # noqa: BLE001 - an exception of the user's own class may not be able to say what it is
+    except BaseException:  # noqa: BLE001 - the __str__ of a user exception may fail
         last = type(error).__name__
     return last + line_of(error, path)
 
 
 def line_of(error: BaseException, path: str) -> str:
-    """Where in the user's file it was; empty where it was not there."""
+    """The line number in the user file, as text; empty if the error is from elsewhere."""
     frames = traceback.walk_tb(error.__traceback__)
-    # The file may be known by another way to it.
+    # The path may be relative or absolute.
     lines = [line for frame, line in frames if frame.f_code.co_filename in (path, str(Path(path).absolute()))]
     if isinstance(error, SyntaxError) and error.filename == path and error.lineno:
         lines.append(error.lineno)
     return f" ({Path(path).name} line {lines[-1]})" if lines else ""
 
-
-# Functions of the user's own: found, checked, and limited in time. Any folder may import it.
-#
-# Nothing heavy is imported here: the processes must start in a moment.
 
 __all__ = [
     "LONGEST_WHY",

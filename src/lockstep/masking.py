@@ -1,7 +1,7 @@
-"""Secrets: found in values, masked in text, and referred to by name.
+"""Secrets: detection in values, masking in text, and references.
 
-A recipe names a secret and never holds it: `${env:NAME}` is an environment variable, `${file:PATH}` the text of a file.
-The reference is what is stored and shown. The value is read where it is used, and masked in whatever is printed.
+A recipe refers to a secret by name: `${env:NAME}` is an environment variable, `${file:PATH}` the text of a file. Only
+the reference is stored and shown. The value is read on use and masked in all output.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
-# Keys whose values are expanded. `*` stands for one name.
+# Keys whose values are expanded. `*` matches one name.
 EXPANDED = ("reward.remote", "rollout.url", "rollout.server.env.*", "reward.arguments.*")
 
 _REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
 # user:password@. A number up to the path is a port, not a password: http://host:8000/@name.
-# Lengths are bounded: a text that was made for it would take the expressions hours.
+# Lengths are bounded, because a malicious text would take the expressions hours.
 _PASSWORD = re.compile(
     r"(?i)(\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"]{0,256}:)(?!\d{0,9}(?:[/?#]|$))([^\s'\"]{1,2048})(?=@)"
 )
-# A user name without a password is one unless it is as long as a token.
+# A user name without a password is treated as a token if it is long.
 _USER = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,20}://)([^\s/:@'\"]{16,2048})(?=@)")
 _PARAMETER = re.compile(r"([?&;]([\w.~-]+)=)([^&;#\s'\"]+)")
 _PARAMETER_WORD = re.compile(
@@ -33,45 +33,45 @@ _NAME = re.compile(
     r"(?i)(?:secret|passw(?:or)?d|passphrase|credentials?|authorization|(?:api|access|private|auth|secret)[_-]?key|"
     r"(?:api|access|auth|bearer|refresh|hf|hub|session|github|gitlab|wandb)[_-]?token|use_wandb|wandb[._-]key)$"
 )
-# Tokens that are known by how they begin.
+# Tokens with a standard prefix.
 _TOKEN = re.compile(
     r"\b(?:sk-(?:(?:proj|ant|or|svcacct|admin)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{20,})|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|"
     r"AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,})\b"
 )
-# What people write where a program asks for a key and none is needed.
+# Placeholders that users write if a key is required but not needed.
 _PLACEHOLDERS = frozenset({"", "empty", "none", "null", "dummy", "no-key", "x"})
 _PAIR = re.compile(r"([\w.-]+)\s*:\s*([^,{}\[\]]+)")
 _FLAG = re.compile(r"--?([\w.-]+)(?:=(.*))?$", re.DOTALL)
-# Shorter values would be found everywhere.
+# Shorter values would match everywhere.
 _SHORTEST = 4
 _concealed: set[str] = set()
-# Characters that stand for references while a text is masked: of the private use area.
+# Private-use characters that replace references while a text is masked.
 _PLACE = re.compile("[\ue000-\uf8ff]")
 
 
 class Unresolved(ValueError):
-    """A reference that leads nowhere; says what to do."""
+    """A reference that cannot be resolved; the message contains the remedy."""
 
 
 def conceal(value: str) -> None:
-    """Mask this value from now on in everything that is printed."""
+    """Masks this value in all later output."""
     if len(value) >= _SHORTEST:
         _concealed.add(value)
 
 
 def without_concealed(text: str) -> str:
-    """The text without the secrets that this process has read."""
+    """The text with the secrets that this process has read masked."""
     for value in sorted(_concealed, key=len, reverse=True):
         text = text.replace(value, MASK)
     return text
 
 
 def masked(text: str) -> str:
-    """The text without passwords and keys of its addresses, without known tokens and without concealed values."""
+    """The text with passwords and keys in URLs, tokens and concealed values masked."""
     text = _TOKEN.sub(MASK, without_concealed(text))
     if "://" not in text:
         return text
-    # References have colons and slashes of their own.
+    # References contain colons and slashes, so they are replaced first.
     named: dict[str, str] = {}
     text = _REFERENCE.sub(lambda found: _place(found[0], named), text)
     if "@" in text:
@@ -87,29 +87,29 @@ def _place(reference: str, named: dict[str, str]) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """A command line without its secrets: `--api-key KEY` too."""
-    told: list[str] = []
+    """A command line with secrets masked, including `--api-key KEY`."""
+    masked_line: list[str] = []
     for word in words:
-        flag, before = _FLAG.match(word), _FLAG.match(told[-1]) if told else None
+        flag, before = _FLAG.match(word), _FLAG.match(masked_line[-1]) if masked_line else None
         name, equals, value = word.partition("=")
         if before is not None and before[2] is None and _NAME.search(before[1]) and not word.startswith("-"):
-            told.append(_kept(word))
+            masked_line.append(_kept(word))
         elif equals and _NAME.search(flag[1] if flag else name):
-            told.append(f"{name}={_kept(value)}")
+            masked_line.append(f"{name}={_kept(value)}")
         elif equals and value[:1] in ("{", "["):
-            told.append(masked(f"{name}={_PAIR.sub(_mask_pair, value)}"))
+            masked_line.append(masked(f"{name}={_PAIR.sub(_mask_pair, value)}"))
         else:
-            told.append(masked(word))
-    return told
+            masked_line.append(masked(word))
+    return masked_line
 
 
 def _mask_pair(found: re.Match[str]) -> str:
-    """`HF_TOKEN: value` inside a group that is given as one word."""
+    """Masks `HF_TOKEN: value` inside a YAML group on the command line."""
     return f"{found[1]}: {_kept(found[2].strip())}" if _NAME.search(found[1]) else found[0]
 
 
 def masked_tree(value: Any, name: str = "") -> Any:
-    """Nested values of a file without their secrets."""
+    """Nested values with secrets masked."""
     if isinstance(value, dict):
         return {key: masked_tree(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):
@@ -121,7 +121,7 @@ def masked_tree(value: Any, name: str = "") -> Any:
 
 
 def comparable(value: Any, name: str = "") -> Any:
-    """What is left of a value without its secrets: equal where only a secret, or the way to it, has changed."""
+    """The value without secrets: equal for values that differ only in a secret or its reference."""
     if not isinstance(value, str):
         return value
     if _NAME.search(name):
@@ -141,7 +141,7 @@ def _has_user(address: str) -> bool:
 
 
 def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Secrets that stand in a recipe, and references where none is read: (key, why, remedy)."""
+    """Secrets in a recipe, and references in keys that do not support them: (key, why, remedy)."""
     name = key.rpartition(".")[2]
     if isinstance(values, dict):
         for inner, value in values.items():
@@ -150,13 +150,21 @@ def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
         if key == "rollout.server.args":
             yield from _secret_flags([str(word) for word in values], key)
         for number, value in enumerate(values):
-            yield from ((key, *told[1:]) for told in secrets_in(value, f"{key}.{number}"))
+            yield from ((key, *problem[1:]) for problem in secrets_in(value, f"{key}.{number}"))
     elif isinstance(values, str):
-        own = key.rpartition(".")[0] if name.isdigit() else key
-        if references(values) and not is_expanded(own):
-            yield key, "holds a reference to a secret, which is not read here", f"references are read in {_places()}"
-        elif masked(values) != values or (_is_secret_key(own, name, values) and _kept(values) != values):
-            yield key, "holds a secret, which every file of the run would repeat", _REMEDY.format(name=_variable(own))
+        base = key.rpartition(".")[0] if name.isdigit() else key
+        if references(values) and not is_expanded(base):
+            yield (
+                key,
+                "has a reference to a secret, which this key does not support",
+                f"references work in {_places()}",
+            )
+        elif masked(values) != values or (_is_secret_key(base, name, values) and _kept(values) != values):
+            yield (
+                key,
+                "contains a secret, which all files of the run would repeat",
+                _REMEDY.format(name=_variable(base)),
+            )
 
 
 def _is_secret_key(key: str, name: str, value: str) -> bool:
@@ -164,8 +172,8 @@ def _is_secret_key(key: str, name: str, value: str) -> bool:
 
 
 _REMEDY = (
-    "put it into an environment variable or a file, and name that in its place: ${{env:{name}}} or ${{file:PATH}} "
-    "(on a command line in single quotes)"
+    "put it into an environment variable or a file and refer to it: ${{env:{name}}} or ${{file:PATH}} "
+    "(in single quotes on a command line)"
 )
 
 
@@ -177,17 +185,17 @@ def _secret_flags(words: list[str], key: str) -> Iterator[tuple[str, str, str]]:
     for word, following in pairwise([*words, ""]):
         flag = _FLAG.match(word)
         if flag and _NAME.search(flag[1]) and (flag[2] or (following and not following.startswith("-"))):
-            why = f"--{flag[1]} holds a secret, which everybody on the machine sees in the list of processes"
-            yield key, why, "remove it: lockstep gives its servers a key; for one of yours set LOCKSTEP_SERVER_KEY"
+            why = f"--{flag[1]} contains a secret, which is visible in the process list"
+            yield key, why, "remove it: lockstep gives its servers a key; for your server set LOCKSTEP_SERVER_KEY"
 
 
 def is_expanded(key: str) -> bool:
-    """Whether references are read in this key of a recipe."""
+    """Whether this recipe key supports references."""
     parts = key.split(".")
     return any(
-        len(parts) == len(known.split("."))
-        and all(own in ("*", part) for own, part in zip(known.split("."), parts, strict=True))
-        for known in EXPANDED
+        len(parts) == len(pattern.split("."))
+        and all(expected in ("*", part) for expected, part in zip(pattern.split("."), parts, strict=True))
+        for pattern in EXPANDED
     )
 
 
@@ -196,20 +204,20 @@ def _places() -> str:
 
 
 def references(text: str) -> list[str]:
-    """What the text refers to, as people say it."""
+    """The references in the text, in words."""
     kinds = {"env": "the environment variable", "file": "the file"}
     return [f"{kinds[kind]} {name}" for kind, name in _REFERENCE.findall(text)]
 
 
 def variables(values: Any) -> set[str]:
-    """Environment variables that a recipe refers to, which all its processes need."""
+    """Environment variables that a recipe refers to; all its processes need them."""
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else []
-    own = _REFERENCE.findall(values) if isinstance(values, str) else []
-    return {name for kind, name in own if kind == "env"}.union(*map(variables, inner))
+    found = _REFERENCE.findall(values) if isinstance(values, str) else []
+    return {name for kind, name in found if kind == "env"}.union(*map(variables, inner))
 
 
 def sources(values: Any, key: str = "") -> dict[str, str]:
-    """Where the secrets of a recipe come from, by key, without any of them."""
+    """The sources of the secrets of a recipe, by key."""
     if isinstance(values, dict):
         pairs = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
     elif isinstance(values, list):
@@ -217,13 +225,13 @@ def sources(values: Any, key: str = "") -> dict[str, str]:
     else:
         found = references(values) if isinstance(values, str) else []
         return {key: f"{MASK} from {' and '.join(found)}"} if found else {}
-    return {name: told for inner, value in pairs for name, told in sources(value, inner).items()}
+    return {name: source for inner, value in pairs for name, source in sources(value, inner).items()}
 
 
 def expanded(text: str) -> str:
-    """The text with its secrets in the place of the references; they are masked from here on. Raises Unresolved."""
+    """The text with references replaced by their secrets, which are masked from now on. Raises Unresolved."""
     if f"{MASK}@" in text or f"={MASK}" in text or text == MASK:
-        raise Unresolved(f"its secret was masked ({MASK}): name where it is, as ${{env:NAME}}")
+        raise Unresolved(f"its secret was masked ({MASK}): refer to it as ${{env:NAME}}")
     return _REFERENCE.sub(lambda found: _read(found[1], found[2]), text)
 
 
@@ -248,7 +256,7 @@ def _mask_last(found: re.Match[str]) -> str:
 
 
 def _kept(value: str) -> str:
-    """A reference or a mask as it is, anything else masked."""
+    """A reference or a mask unchanged; anything else masked."""
     return value if not _REFERENCE.sub("", value).replace(MASK, "") or _only_places(value) else MASK
 
 

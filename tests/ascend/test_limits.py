@@ -91,9 +91,9 @@ def swiglu(*shape: int, dtype: torch.dtype = torch.float32) -> None:
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "the compressed mask as a whole one": (
         lambda: packed(sparse_mode=0),
-        "sparse_mode 0 takes the whole mask of 4 x 4",
+        "sparse_mode 0 takes the full mask of 4 x 4",
     ),
-    "the compressed mask as all of it": (lambda: packed(sparse_mode=1), "sparse_mode 1 takes the whole mask of 4 x 4"),
+    "the compressed mask as all of it": (lambda: packed(sparse_mode=1), "sparse_mode 1 takes the full mask of 4 x 4"),
     "257 heads": (lambda: packed(heads=257), "257 heads"),
     "heads of 769": (lambda: packed(size=769), "head size 769"),
     "query heads that do not divide": (lambda: packed(heads=3, groups=2), "3 query heads to 2 key heads"),

@@ -69,10 +69,10 @@ def test_a_metric_that_does_not_say_it_is_refused(words: str) -> None:
         (["checkpoint.best=response_length/mean"], "checkpoint.best", "which end"),
         (["checkpoint.best=reward"], "checkpoint.best", "has no critic/score/mean"),
         (["checkpoint.best=val/loss", "checkpoint.keep_best=0"], "checkpoint.best", "keeps no best"),
-        (["checkpoint.best=val/loss", "data.val=[]"], "checkpoint.best", "data.val is empty"),
-        (["run.stop_early={metric: val/loss, patience: 2}"], "run.stop_early.metric", "at the end only"),
-        (["method=grpo", "data.val=[]", "checkpoint.best=val/accuracy"], "checkpoint.best", "nothing is validated"),
-        (["method=grpo", "data.val=[]", "checkpoint.best=val/loss"], "checkpoint.best", "online runs lack"),
+        (["checkpoint.best=val/loss", "data.val=[]"], "checkpoint.best", "val/loss needs data.val"),
+        (["run.stop_early={metric: val/loss, patience: 2}"], "run.stop_early.metric", "only at the end"),
+        (["method=grpo", "data.val=[]", "checkpoint.best=val/accuracy"], "checkpoint.best", "no validation measures"),
+        (["method=grpo", "data.val=[]", "checkpoint.best=val/loss"], "checkpoint.best", "online runs have none"),
     ],
 )
 def test_metrics_that_the_run_will_not_have_are_refused(

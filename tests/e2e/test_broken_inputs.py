@@ -110,8 +110,8 @@ def checkpoint(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         ("model.safetensors", "holds str, not a JSON object"),
         ({"model.safetensors": 3}, "does not tell of optimizer.safetensors"),
         ("without state.json", "does not tell of state.json"),
-        ("entries of another kind", "does not tell size and checksum"),
-        ("another folder's file", "does not tell size and checksum of '../step_1/model.safetensors'"),
+        ("entries of another kind", "has no size and checksum"),
+        ("another folder's file", "has no size and checksum of '../step_1/model.safetensors'"),
     ],
 )
 def test_a_manifest_that_is_not_one_counts_as_damage(

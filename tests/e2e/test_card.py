@@ -154,7 +154,7 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_written(
         assert run("export", source, *words) == 2
         return " ".join(capsys.readouterr().err.split())
 
-    assert "is no name of the hub" in refused(out, "--push", "sums")
+    assert "is not a hub name" in refused(out, "--push", "sums")
     assert "DIR must be set" in refused()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "nothing was pushed, and access to the hub is disabled (HF_HUB_OFFLINE is set)" in refused(

@@ -234,9 +234,7 @@ def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> Non
     with pytest.raises(Refusal, match=r"cpu devices 3 to 5 are asked for, and 4 can be seen"):
         beside(Four(), "rollout.worker_device=3", ranks=3)
     for key in ("worker_device=1", "hand_over=memory"):
-        with pytest.raises(
-            Refusal, match=rf"rollout\.{key.split('=')[0]}: says how .* beside training, and there is none"
-        ):
+        with pytest.raises(Refusal, match=rf"rollout\.{key.split('=')[0]}: applies to .*asynchronous generation"):
             load_recipe(str(online_file), [f"rollout.{key}"])
 
 
@@ -285,7 +283,7 @@ def test_a_plan_of_a_cluster_counts_the_workers(online_file: Path, capsys: pytes
     """They need not be here: no device of this machine is looked for."""
     show_cluster_plan(load_recipe(str(online_file), [*AHEAD, *APART]), "1x2:h200", None)
     told = " ".join(capsys.readouterr().out.split())
-    assert "besides those that train, 2 devices generate (rollout.worker_device)" in told
+    assert "2 additional devices generate (rollout.worker_device)" in told
     assert "of the host's memory" not in told  # by the devices' collective
     show_cluster_plan(load_recipe(str(online_file), AHEAD), "1x2:h200", None)
     assert "MiB of the host's memory, for each of 2 ranks" in " ".join(capsys.readouterr().out.split())

@@ -89,7 +89,7 @@ def test_slices_are_answered_as_in_the_whole(home: Path, tiny_folder: Path) -> N
     parts = [sampled(home, tiny_folder, f"{first}.parquet", first=first, rows=6) for first in (0, 6)]
     assert [len(part) for part in parts] == [18, 12]
     assert [row for part in parts for row in part] == whole
-    with pytest.raises(Refusal, match="past the last of 10 rows"):
+    with pytest.raises(Refusal, match="beyond the last of 10 rows"):
         sampled(home, tiny_folder, "none.parquet", first=10)
 
 
@@ -142,7 +142,7 @@ def test_killed_and_started_again_writes_the_same_file(home: Path, tiny_folder: 
     assert "remove the folder" in " ".join(refused.stderr.split())
     done = lockstep(*words(home, tiny_folder, "killed.parquet"))
     assert done.returncode == 0, done.stderr
-    assert "chunks; going on" in " ".join(done.stdout.split())
+    assert "chunks; resuming" in " ".join(done.stdout.split())
     assert (home / "killed.parquet").read_bytes() == (home / "whole.parquet").read_bytes()
     assert not parts.exists()
 
@@ -199,8 +199,8 @@ def test_refusals_come_before_the_model(home: Path, tiny_folder: Path) -> None:
     named = question_rows(1)
     named[0]["prompt"] = [{"role": "user", "content": "hello", "name": "me"}]
     for given, said in [
-        (job(home, tiny_folder, "out.jsonl"), "end in .parquet"),
-        (job(home, tiny_folder, "there.parquet"), "exists already"),
+        (job(home, tiny_folder, "out.jsonl"), "ends with .parquet"),
+        (job(home, tiny_folder, "there.parquet"), "already exists"),
         (job(home, tiny_folder, "left.parquet"), "has no manifest.json"),
         (job(home, tiny_folder, "a.parquet", sampling=Sampling(12, temperature=0.0)), "greedy"),
         (job(home, tiny_folder, "a.parquet", dtype="fp8"), "--dtype"),

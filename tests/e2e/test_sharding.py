@@ -139,7 +139,7 @@ def test_a_damaged_slice_is_passed_over_aloud(alone: Path, four: Path, tmp_path:
     done = lockstep("train", alone, "run.name=four", *COMMON, f"run.folder={tmp_path}", "run.export=false")
     assert done.returncode == 0, done.stderr
     said = " ".join((done.stdout + done.stderr).split())
-    assert f"step_6 is damaged ({file.name} has another checksum" in said
+    assert f"step_6 is damaged ({file.name} has a wrong checksum" in said
     assert "after step 3" in done.stdout
 
 

@@ -18,7 +18,7 @@ from lockstep.model.tiny import write_tiny
 from lockstep.recipe.loader import builtin_names, checked_recipe, load_recipe
 from lockstep.run.folder import RunFolder
 
-PASSED = "2 steps, validation, checkpoint, export (loaded by plain transformers), tape"
+PASSED = "2 steps, validation, checkpoint, export (loaded with transformers), tape"
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def test_a_built_in_recipe_needs_nothing_but_itself(
     smoke_test(load_recipe("ppo-brevity"))
     said = said_by(capsys)
     assert f": {PASSED}" in said
-    assert "model the tiny model: there is no folder runs/warmup-brevity/export" in said
-    assert "reward.model a small one with random weights" in said
-    assert "data generated rows: there is no quickstart/preferences/prompts_train.parquet" in said
+    assert "model the tiny model, because the folder runs/warmup-brevity/export does not exist" in said
+    assert "reward.model a small model with random weights" in said
+    assert "data generated rows, because quickstart/preferences/prompts_train.parquet does not exist" in said
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"], "nothing is left"
 
 
@@ -108,7 +108,7 @@ def test_own_prompts_and_an_own_reward(place: Path, capsys: pytest.CaptureFixtur
     smoke_test(checked_recipe(values))
     said = said_by(capsys)
     assert f": {PASSED}" in said
-    assert "rollout.engine native in the place of vllm" in said
+    assert "rollout.engine native instead of vllm" in said
 
 
 def test_what_shapes_the_updates_stays(place: Path, tmp_path: Path) -> None:

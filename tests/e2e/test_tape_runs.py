@@ -110,7 +110,7 @@ def test_the_short_form_in_a_file(recipe_file: Path) -> None:
 def test_dropout_is_refused(recipe_file: Path) -> None:
     words = ["model.lora.rank=4", "model.lora.dropout=0.1"]
     load_recipe(str(recipe_file), words)
-    with pytest.raises(Refusal, match=r"cannot draw the same dropout") as caught:
+    with pytest.raises(Refusal, match=r"cannot reproduce dropout") as caught:
         load_recipe(str(recipe_file), [*words, "tape=true"])
     assert "model.lora.dropout=0" in caught.value.problems[0].remedy
 

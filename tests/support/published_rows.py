@@ -293,7 +293,7 @@ STEPS = [
         ],
         ["~", "~"],
         "verdicts from label, where it says + or - for 'ки' (Math-Shepherd), which is written '~'); not read: task",
-        holds="verdicts 1 0: ",
+        holds="labels 1 0: ",
     ),
     Published(
         "prm800k",
@@ -335,7 +335,7 @@ STEPS = [
         ["~", "~", "~"],
         "rated solutions of PRM800K (question; verdicts from label: 1 and 0 are good, -1 is bad; 1 completions "
         "outside the solutions are left out); not read: labeler, timestamp, generation,",
-        holds="verdicts 1 1 0: ",
+        holds="labels 1 1 0: ",
     ),
 ]
 

@@ -86,7 +86,7 @@ def test_it_is_shown_and_cleared(cache: Path) -> None:
     assert f"last used 1971-02-05: {Path('mine').absolute()}" in shown
     assert "folders: freed 1.0 MiB" in cache_lines("all")
     assert [one.path for one in made_folders()] == [held]
-    assert any("a process uses that of" in line for line in cache_lines("folders"))
+    assert any("which a process uses" in line for line in cache_lines("folders"))
     with pytest.raises(Refusal, match="there is no part 'rwos'"):
         cache_lines("rwos")
 

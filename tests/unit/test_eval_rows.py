@@ -92,5 +92,5 @@ def test_a_process_reward_model(tiny_folder: Path, tmp_path: Path) -> None:
 def test_a_reference_without_pairs_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     row = {"data_source": "arithmetic", "prompt": [{"role": "user", "content": "1+1?"}]}
     data = write_jsonl(tmp_path / "rl.jsonl", [{**row, "reward_model": {"style": "rule", "ground_truth": "2"}}])
-    with pytest.raises(Refusal, match="holds no pairs"):
+    with pytest.raises(Refusal, match="has no pairs"):
         evaluated(tiny_folder, data, tmp_path / "out.jsonl", reference=str(tiny_folder))

@@ -50,7 +50,7 @@ def refusal(act: Any) -> str:
 def test_a_call_that_never_returns_is_ended_with_its_line(tmp_path: Path, body: str, line: int) -> None:
     before = signal.getsignal(signal.SIGALRM)
     where = written(tmp_path, f"def mine(given):\n    {body}\n")
-    said = f"{where}: gave nothing in 0.3 s (algorithm.function_limit) (own.py line {line})"
+    said = f"{where}: did not return within 0.3 s (algorithm.function_limit) (own.py line {line})"
     assert refusal(lambda: try_advantage(where, 4, SHORT)).startswith(f"algorithm.advantage {said}")
     told = refusal(lambda: try_loss(where, SHORT))
     assert told.startswith(f"algorithm.loss {said}")

@@ -210,13 +210,13 @@ def needs_more(logprobs: torch.Tensor, *, weight: float) -> torch.Tensor:
         (a_vector, {}, "numbers (shape ("),
         (a_number, {}, "loss a_number: returned a float, not a tensor"),
         (needs_more, {}, "argument: 'weight'"),
-        (needs_more, {"beta": 1.0}, "beta belong to no loss of ours"),
+        (needs_more, {"beta": 1.0}, "beta are settings of built-in losses"),
         ("policy_gradient", {}, "argument: 'advantage'"),
         ("nll", {"beta": 0.1}, "loss nll: does not read beta"),
         ("clip", {"sapo_positive": 1.0}, "loss clip: does not read sapo_positive"),
-        ("kl_cov", {}, "chooses tokens over a whole update"),
-        ("dpo", {}, "is not known"),
-        ("nll", {"per": "row"}, "'row' is not known"),
+        ("kl_cov", {}, "selects tokens over a full update"),
+        ("dpo", {}, "does not exist"),
+        ("nll", {"per": "row"}, "'row' is not supported"),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused_and_leaves_nothing(
@@ -226,7 +226,7 @@ def test_a_loss_that_cannot_be_is_refused_and_leaves_nothing(
     with pytest.raises(Refusal) as caught:
         model.forward_backward(examples(model), loss, **settings)
     assert said in str(caught.value)
-    with pytest.raises(Refusal, match="no gradient was gathered"):
+    with pytest.raises(Refusal, match="there is no gradient"):
         model.optim_step()
 
 
@@ -255,16 +255,16 @@ def test_what_a_handle_refuses(tiny_folder: Path, tmp_path: Path, monkeypatch: p
     model = handle(tiny_folder)
     refused: list[tuple[str, Any]] = [
         ("no chat or token ids|has no tokens|empty", lambda: model.sample([""], max_tokens=2)),
-        ("would all be the same", lambda: model.sample("hi", n=2, temperature=0.0)),
-        ("over the model's context of 2048", lambda: model.sample("hi", max_tokens=2048)),
-        ("the handle has none", lambda: model.logprobs(examples(model), reference=True)),
-        ("is a str, and examples are made by the handle", lambda: model.logprobs(["hello"])),  # type: ignore[list-item]
+        ("would be identical", lambda: model.sample("hi", n=2, temperature=0.0)),
+        ("the model's context of 2048", lambda: model.sample("hi", max_tokens=2048)),
+        ("the handle has no reference", lambda: model.logprobs(examples(model), reference=True)),
+        ("is a str, not an example", lambda: model.logprobs(["hello"])),  # type: ignore[list-item]
         ("has no trained token", lambda: model.logprobs([model.tokens([1, 2], [0, 0])])),
         ("3 entries for 2 tokens", lambda: model.tokens([1, 2], [0, 1, 1])),
         ("nothing was trained yet", lambda: model.save(tmp_path / "s")),
-        ("over batch_tokens=16", lambda: handle(tiny_folder, batch_tokens=16).forward_backward(examples(model), "nll")),
-        ("is no whole checkpoint", lambda: model.restore(tmp_path)),
-        ("'fp8' is not known", lambda: handle(tiny_folder, dtype="fp8")),
+        ("batch_tokens=16", lambda: handle(tiny_folder, batch_tokens=16).forward_backward(examples(model), "nll")),
+        ("is not a complete checkpoint", lambda: model.restore(tmp_path)),
+        ("'fp8' is not supported", lambda: handle(tiny_folder, dtype="fp8")),
     ]
     for said, act in refused:
         with pytest.raises(Refusal, match=said):
@@ -272,7 +272,7 @@ def test_what_a_handle_refuses(tiny_folder: Path, tmp_path: Path, monkeypatch: p
     model.forward_backward(examples(model), "nll")
     with pytest.raises(Refusal, match="sums over tokens, and loss a_vector counts examples"):
         model.forward_backward(examples(model), a_vector)
-    with pytest.raises(Refusal, match="gathered gradients would not be saved"):
+    with pytest.raises(Refusal, match="gradients would not be saved"):
         model.save(tmp_path / "s")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refusal, match="one process on one device"):

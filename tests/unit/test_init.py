@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lockstep.cli import main
-from lockstep.commands.init import Wishes, needs_teacher, rewarded, write_recipe
+from lockstep.commands.init import Choices, needs_teacher, rewarded, write_recipe
 from lockstep.commands.smoke import smoke_test
 from lockstep.device.select import select
 from lockstep.errors import Refusal
@@ -25,8 +25,8 @@ from lockstep.run.console import Console
 OFF = re.compile(r"^( *)#(\w+:)", re.MULTILINE)
 
 
-def wishes(method: str, *, more: bool) -> Wishes:
-    return Wishes(
+def wishes(method: str, *, more: bool) -> Choices:
+    return Choices(
         method,
         "my-model",
         "rows: 1.jsonl",  # a name that YAML would read as something else
@@ -68,7 +68,7 @@ def test_every_key_has_its_meaning_above_it(tmp_path: Path) -> None:
 def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("mine")
-    with pytest.raises(Refusal, match="exists, and is not overwritten"):
+    with pytest.raises(Refusal, match="already exists"):
         write_recipe(file, wishes("sft", more=False))
     assert file.read_text() == "mine"
 
@@ -76,12 +76,12 @@ def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chosen", "where"),
     [
-        (Wishes("stf", "m", "d"), "did you mean sft"),
-        (Wishes("distill", "m", "d"), "needs a teacher"),
-        (Wishes("sft", "m", "d", reward="r.py:f"), "reads no reward"),
+        (Choices("stf", "m", "d"), "did you mean sft"),
+        (Choices("distill", "m", "d"), "needs a teacher"),
+        (Choices("sft", "m", "d", reward="r.py:f"), "uses no reward"),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_no_file(tmp_path: Path, chosen: Wishes, where: str) -> None:
+def test_what_cannot_be_is_refused_and_leaves_no_file(tmp_path: Path, chosen: Choices, where: str) -> None:
     with pytest.raises(Refusal, match=where):
         write_recipe(tmp_path / "r.yaml", chosen)
     assert not list(tmp_path.iterdir())
@@ -104,8 +104,8 @@ def test_on_a_terminal_it_asks(
     assert values["reward"] == {"function": "reward.py:score"}
     assert "val" not in values
     said = capsys.readouterr().out
-    assert "not there yet: data.train rows.jsonl" in said
-    assert "not there yet: model.path" not in said
+    assert "missing: data.train rows.jsonl" in said
+    assert "missing: model.path" not in said
     assert "lockstep train recipe.yaml --smoke" in said
     assert all(len(line) <= 80 for line in said.splitlines())
 
@@ -189,7 +189,7 @@ def test_rows_are_looked_at(tmp_path: Path, tiny_folder: Path, kind: str) -> Non
     method, row, words = FORMATS[kind]
     data = rows_of(tmp_path, row)
     file = tmp_path / "r.yaml"
-    said = write_recipe(file, Wishes(method, str(tiny_folder), str(data), words=tuple(words)))
+    said = write_recipe(file, Choices(method, str(tiny_folder), str(data), words=tuple(words)))
     assert said[0].startswith(f"{data}:")
     recipe = load_recipe(str(file))
     assert (recipe.batch.prompts if method in ONLINE else recipe.batch.rows_per_update) == 6
@@ -204,7 +204,7 @@ def test_rows_are_looked_at(tmp_path: Path, tiny_folder: Path, kind: str) -> Non
 def test_the_recipe_trains_as_written(tmp_path: Path, tiny_folder: Path, kind: str) -> None:
     method, row, words = FORMATS[kind]
     file = tmp_path / "r.yaml"
-    write_recipe(file, Wishes(method, str(tiny_folder), str(rows_of(tmp_path, row)), words=tuple(words)))
+    write_recipe(file, Choices(method, str(tiny_folder), str(rows_of(tmp_path, row)), words=tuple(words)))
     smoke_test(load_recipe(str(file)))
 
 
@@ -213,7 +213,7 @@ def test_a_tokenizer_without_a_template_gets_one_whose_tokens_it_has(tmp_path: P
     shutil.copytree(tiny_folder, model)
     (model / "chat_template.jinja").unlink()
     data = rows_of(tmp_path, FORMATS["messages"][1])
-    said = write_recipe(tmp_path / "r.yaml", Wishes("sft", str(model), str(data)))
+    said = write_recipe(tmp_path / "r.yaml", Choices("sft", str(model), str(data)))
     assert load_recipe(str(tmp_path / "r.yaml")).data.template == "chatml"
     assert any("data.template=chatml" in line for line in said)
 
@@ -222,7 +222,7 @@ def test_rows_that_are_too_long_are_dropped_and_it_is_said(tmp_path: Path, tiny_
     data = rows_of(tmp_path, FORMATS["text"][1])
     with data.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"text": "x" * 5000}) + "\n")
-    said = write_recipe(tmp_path / "r.yaml", Wishes("sft", str(tiny_folder), str(data)))
+    said = write_recipe(tmp_path / "r.yaml", Choices("sft", str(tiny_folder), str(data)))
     assert load_recipe(str(tmp_path / "r.yaml")).data.overlong == "drop"
     assert any("data.overlong=drop" in line for line in said)
 
@@ -230,8 +230,8 @@ def test_rows_that_are_too_long_are_dropped_and_it_is_said(tmp_path: Path, tiny_
 @pytest.mark.parametrize(
     ("method", "row", "model", "told"),
     [
-        ("sft", FORMATS["pairs"][1], "tiny", "such rows are for --method dpo or kto"),
-        ("dpo", FORMATS["messages"][1], "not here", "such rows are for --method sft"),
+        ("sft", FORMATS["pairs"][1], "tiny", "these rows fit --method dpo or kto"),
+        ("dpo", FORMATS["messages"][1], "not here", "these rows fit --method sft"),
         ("sft", FORMATS["own columns"][1], "tiny", "data.prompt_key"),
         ("grpo", {"prompt": "1+1?"}, "tiny", "--reward FILE.py:NAME"),
         ("grpo", {"prompt": "1+1?", "answer": "two"}, "tiny", "not all numbers"),
@@ -244,14 +244,14 @@ def test_rows_that_would_not_train_are_refused_and_leave_no_file(
     data = rows_of(tmp_path, row)
     folder = str(tiny_folder) if model == "tiny" else model
     with pytest.raises(Refusal) as refused:
-        write_recipe(tmp_path / "r.yaml", Wishes(method, folder, str(data)))
+        write_recipe(tmp_path / "r.yaml", Choices(method, folder, str(data)))
     assert told in str(refused.value)
     assert not (tmp_path / "r.yaml").exists()
 
 
 def test_without_the_model_the_columns_are_told(tmp_path: Path) -> None:
     data = rows_of(tmp_path, FORMATS["alpaca"][1])
-    said = " ".join(" ".join(write_recipe(tmp_path / "r.yaml", Wishes("sft", "later", str(data)))).split())
+    said = " ".join(" ".join(write_recipe(tmp_path / "r.yaml", Choices("sft", "later", str(data)))).split())
     assert "6 rows of instruction, input, output" in said
     assert load_recipe(str(tmp_path / "r.yaml")).batch.rows_per_update == 6
 

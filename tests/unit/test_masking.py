@@ -142,7 +142,7 @@ def test_a_secret_in_a_recipe_is_refused(key: str, value: str, where: str, tmp_p
     with pytest.raises(Refusal) as refused:
         load_recipe(str(file), [f"{key}={value}"])
     remedies = [problem.remedy for problem in refused.value.problems if problem.where == where]
-    ways = ("${env:", "references are read in", "LOCKSTEP_SERVER_KEY")
+    ways = ("${env:", "references work in", "LOCKSTEP_SERVER_KEY")
     assert any(way in remedy for way in ways for remedy in remedies)
     assert SECRET not in str(refused.value)
 

@@ -21,7 +21,8 @@ from lockstep.recipe.keys_data import Source
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.loader import dump_recipe
-from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, reference_folder, reference_kind, sections_read
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import OFFLINE, PREFERENCE_READS, sections_read
 from lockstep.run.console import Console
 from lockstep.train.offline import train_offline
 from preference_rows import judged_rows, write_recipe
@@ -121,7 +122,7 @@ def test_keys_that_a_loss_does_not_read_are_refused(recipe, loss: str) -> None:
 
 def test_what_the_new_pair_losses_cannot_do(recipe) -> None:
     problem = only(refused(recipe("dpo"), "preference.loss=exo_pair"))
-    assert (problem.where, problem.remedy) == ("preference.label_smoothing", "set it, to 0.001 say")
+    assert (problem.where, problem.remedy) == ("preference.label_smoothing", "set it, for example to 0.001")
     problem = only(refused(recipe("dpo"), "preference.alpha=0.3"))
     assert (problem.where, problem.why) == ("preference.alpha", "divergence reverse_kl does not read it")
 
@@ -199,7 +200,7 @@ def test_keys_without_effect_are_refused(recipe) -> None:
 def test_words_that_yaml_takes_for_something_else(recipe) -> None:
     first, second = refused(recipe("prm"), "prm.tokens=[yes, no]")
     assert (first.where, second.where) == ("prm.tokens.0", "prm.tokens.1")
-    assert "put the word in quotes" in first.remedy
+    assert "quote the word" in first.remedy
     assert load_recipe(recipe("prm"), ["prm.tokens=['yes', 'no']"]).prm.tokens == ["yes", "no"]
 
 
@@ -244,19 +245,19 @@ def test_where_the_reference_comes_from(recipe) -> None:
 
 def test_what_cannot_be_is_refused_with_a_remedy(recipe) -> None:
     cases = {
-        ("kto", "batch.rows_per_update=1"): ("batch.rows_per_update", "no mismatched pair", "2 or more"),
+        ("kto", "batch.rows_per_update=1"): ("batch.rows_per_update", "mismatched pairs", "2 or more"),
         ("kto", "preference.reference_free=true", "preference.reference=x"): (
             "preference.reference",
-            "together with preference.reference_free",
+            "preference.reference_free",
             "remove one",
         ),
         ("distill",): ("distill.teacher", "must be set", "folder of the teacher"),
-        ("prm", "prm.tokens=[+, +]"): ("prm.tokens", "names a word twice", "one word for each"),
-        ("rm", "val.questions=q.jsonl"): ("val.questions", "judges, it does not answer", "data.val"),
-        ("prm", "val.questions=q.jsonl"): ("val.questions", "judges, it does not answer", "data.val"),
-        ("on_policy_distill",): ("algorithm.kl.reference", "it is the teacher", "name the teacher's folder"),
+        ("prm", "prm.tokens=[+, +]"): ("prm.tokens", "twice", "different word for each label"),
+        ("rm", "val.questions=q.jsonl"): ("val.questions", "does not generate", "data.val"),
+        ("prm", "val.questions=q.jsonl"): ("val.questions", "does not generate", "data.val"),
+        ("on_policy_distill",): ("algorithm.kl.reference", "it is the teacher", "the teacher's folder"),
         ("dpo", "batch.prompts=4"): ("batch.prompts", "trains rows", "batch.rows_per_update"),
-        ("rm", "checkpoint.keep_best=1"): ("checkpoint.keep_best", "data.val is empty", "set data.val"),
+        ("rm", "checkpoint.keep_best=1"): ("checkpoint.keep_best", "val/loss needs data.val", "set data.val"),
         ("dpo", "data.max_prompt_tokens=9"): ("data.max_prompt_tokens", "trains rows", "data.max_tokens"),
     }
     for (method, *words), (key, why, remedy) in cases.items():

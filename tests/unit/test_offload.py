@@ -143,7 +143,7 @@ def test_a_reward_model_on_the_host_scores_the_same(tmp_path: Path, tiny_folder:
         (["parallel.offload=params"], "parallel.offload", "params needs several processes"),
         (["parallel.offload_reference=true"], "parallel.offload_reference", "the run has no reference of its own"),
         (["parallel.offload_critic=optimizer"], "parallel.offload_critic", "the run has no critic of its own"),
-        (["parallel.offload=optimizer", "tape=true"], "parallel.offload", "a tape cannot be recorded"),
+        (["parallel.offload=optimizer", "tape=true"], "parallel.offload", "a tape cannot record"),
         (["parallel.shard=2"], "parallel.shard", "2 does not divide 1 processes"),
     ],
 )

@@ -145,13 +145,13 @@ def test_the_dry_run_refuses_a_loss_that_would_train_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("where", "text", "said"),
     [
-        ("{}/none.py:mine", "", "there is no file"),
+        ("{}/none.py:mine", "", "does not exist"),
         ("{}/own.py:other", "def mine(signals): ...", "has no other\n    -> its functions are: mine"),
         ("{}/own.py:mine", "mine = 3", "mine is a int, not a function"),
         ("{}/own.py:mine", "def mine(): ...", "mine cannot be called with signals: too many positional arguments"),
         ("{}/own.py:mine", "import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"),
         ("{}/own.py:mine", "def mine(:", "cannot be imported: SyntaxError"),
-        ("{}/own.py:1", "", "does not name a function"),
+        ("{}/own.py:1", "", "is not a function path"),
     ],
 )
 def test_a_function_that_cannot_be_had(tmp_path: Path, where: str, text: str, said: str) -> None:

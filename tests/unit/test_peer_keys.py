@@ -122,7 +122,7 @@ def test_validation_draws_as_its_own_keys_say(tmp_path: Path) -> None:
     recipe = online(tmp_path, "val.questions=[a, b]", "val.temperature=0.6", "val.top_p=0.7", "val.top_k=20")
     sampling = validation_sampling(recipe, [2])
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.7, 20)
-    with pytest.raises(Refusal, match=r"val\.top_p: a greedy answer"):
+    with pytest.raises(Refusal, match=r"val\.top_p: greedy answers"):
         online(tmp_path, "val.questions=a", "val.top_p=0.7")
 
 
@@ -317,5 +317,5 @@ def test_arguments_of_a_reward_function(tmp_path: Path) -> None:
         FunctionPart(f"{file}:plain", Reward(workers=1, arguments={"scale": 0.5})).close()
     with pytest.raises(Refusal, match=r"reward\.arguments"):
         online(tmp_path, "reward.arguments.scale=1")
-    with pytest.raises(Refusal, match=r"reward\.arguments\.ground_truth: every reward function gets it already"):
+    with pytest.raises(Refusal, match=r"reward\.arguments\.ground_truth: every reward function already gets"):
         online(tmp_path, "reward.function=f.py:f", "reward.arguments.ground_truth=1")

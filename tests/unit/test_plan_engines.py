@@ -80,8 +80,8 @@ def test_flags_for_sleep_and_adapters_are_shown(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "share of the run's own devices, 0.92, which leaves 8% to the run, while the run trains, too"),
-        (("rollout.sleep=true",), "0.92, which leaves 8% to the run, while it is awake: say less by rollout.server"),
+        ((), "fraction of the run's devices, 0.92, which leaves 8% to the run, also while the run trains"),
+        (("rollout.sleep=true",), "0.92, which leaves 8% to the run, while it is awake: lower it with rollout.server"),
         (("rollout.server.args=[--gpu-memory-utilization,'0.4']",), "--gpu-memory-utilization 0.4 of the run's own de"),
         (("rollout.server.args=[--gpu-memory-utilization=0.3]",), "--gpu-memory-utilization 0.3 of the run's own dev"),
         (("rollout.server.devices=[1]",), None),
@@ -96,7 +96,7 @@ def test_the_share_of_the_runs_own_devices_is_told(online_file: Path, words: tup
 def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
     by = {way: ("rollout.engine=vllm", f"rollout.hand_over={way}") for way in ("auto", "files", "collective", "memory")}
     told = {way: dict(engine_lines(planned(online_file, *words), Cpu()))["engine weights"] for way, words in by.items()}
-    files, memory = "through files", "opened in the run's memory"
+    files, memory = "through files", "through the run's device memory"
     assert told == {"auto": files, "files": files, "collective": "by gloo", "memory": memory}
     assert dict(engine_lines(planned(online_file, *by["auto"]), Cuda()))["engine weights"] == f"{memory}, else {files}"
     assert "engine weights" not in dict(engine_lines(planned(online_file), Cpu()))
@@ -105,11 +105,11 @@ def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("hand_over=files",), "says how weights reach a server or a process beside training, and there is none"),
+        (("hand_over=files",), "applies to a server or to asynchronous generation"),
         (("engine=sglang", "hand_over=memory"), "sglang does not open the run's memory"),
-        (("engine=vllm", "hand_over=memory", "lora"), "an adapter reaches a server as a folder of files"),
-        (("max_staleness=1", "hand_over=files"), "the process beside training takes no files"),
-        (("engine=vllm", "hand_over=collective", "lora"), "an adapter reaches a server as a folder of files"),
+        (("engine=vllm", "hand_over=memory", "lora"), "an adapter is sent to a server as files"),
+        (("max_staleness=1", "hand_over=files"), "asynchronous generation does not read files"),
+        (("engine=vllm", "hand_over=collective", "lora"), "an adapter is sent to a server as files"),
     ],
 )
 def test_a_way_that_does_not_lead_there_is_refused(online_file: Path, words: tuple[str, ...], why: str) -> None:
@@ -120,7 +120,7 @@ def test_a_way_that_does_not_lead_there_is_refused(online_file: Path, words: tup
 
 def test_a_running_server_is_named_by_its_address(online_file: Path) -> None:
     lines = engine_lines(planned(online_file, "rollout.engine=sglang", "rollout.url=[http://a:1,http://b:2]"), Cpu())
-    assert lines[0] == ("engine", "sglang at http://a:1, http://b:2, which the run asks when it starts")
+    assert lines[0] == ("engine", "sglang at http://a:1, http://b:2, checked when the run starts")
 
 
 @pytest.mark.parametrize(

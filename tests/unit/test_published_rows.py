@@ -491,7 +491,7 @@ def test_a_named_template_trains_a_tokenizer_without_one_and_is_exported(tiny_fo
         ("endless.jinja", r"data.template endless.jinja ends an answer with '5', which is no end token"),
         ("broken.jinja", "data.template broken.jinja "),
         ("silent.jinja", "data.template silent.jinja the chat template drops or changes assistant turn 1"),
-        ("chatlm", "data.template 'chatlm' is no template"),
+        ("chatlm", "data.template 'chatlm' is not a template"),
     ],
 )
 def test_a_template_that_cannot_work_is_refused_before_any_row(

@@ -304,9 +304,9 @@ def test_modules_beside_the_file_can_be_imported(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "place", "why"),
     [
-        (None, "missing.py:f", "there is no file"),
-        (None, "score", "does not name a function"),
-        (None, "a.py:", "does not name a function"),
+        (None, "missing.py:f", "does not exist"),
+        (None, "score", "is not a function path"),
+        (None, "a.py:", "is not a function path"),
         ("def g(**call): ...\n", "a.py:f", "has no f"),
         ("f = 5\n", "a.py:f", "f is a int, not a function"),
         ("def f(text): ...\n", "a.py:f", "cannot be called with data_source, solution_str, ground_truth, extra_info"),

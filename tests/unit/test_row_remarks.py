@@ -117,10 +117,10 @@ def test_a_plan_tells_how_weights_mix_the_sources(
     sources = [{"path": str(tmp_path / "train.jsonl"), "weight": 1}, {"path": str(few), "weight": 3}]
     show_plan(load_recipe(str(recipe_file), [f"data.train={sources}"]), 1)
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "train.jsonl: 25.0%, 15 rows an epoch from 48" in said
-    assert "few.jsonl: 75.0%, 45 rows an epoch from 12" in said
+    assert "train.jsonl: 25.0%, 15 rows per epoch from 48" in said
+    assert "few.jsonl: 75.0%, 45 rows per epoch from 12" in said
     show_plan(load_recipe(str(recipe_file)), 1)
-    assert "rows an epoch from" not in " ".join("".join(capsys.readouterr()).split())
+    assert "rows per epoch from" not in " ".join("".join(capsys.readouterr()).split())
 
 
 def bare_model(tiny_folder: Path, folder: Path) -> Path:

@@ -143,7 +143,7 @@ def test_a_failing_sink_is_told_once_and_counted_and_the_run_goes_on(console: Re
     assert flaky.logged == [2, 4, 6]
     assert flaky.closed is False
     assert console.warned == [
-        "flaky failed at step 1, training goes on: ConnectionError: no route at 1",
+        "flaky failed at step 1, training continues: ConnectionError: no route at 1",
         "flaky missed 3 steps; metrics.jsonl has them all",
     ]
 

@@ -15,7 +15,7 @@ _PACKAGE = "torch_npu"
 
 
 class _KernelInstaller(Loader):
-    """The package's own loader, with a step before and a step after."""
+    """The loader of the package, with a step before and a step after."""
 
     def __init__(self, inner: Loader) -> None:
         self._inner = inner

@@ -1,6 +1,6 @@
 """Starts a program, unchanged, in an environment where torch_npu finds the emulated CANN.
 
-Everything is in environment variables, so the program's own children (the ranks of torch.distributed.run, the workers
+Everything is in environment variables, so the children of the program (the ranks of torch.distributed.run, the workers
 of pytest-xdist, spawned processes) are in it too.
 """
 
@@ -26,7 +26,7 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
         "ASCEND_OPP_PATH": str(build.HOME / "opp"),
         # Holds sitecustomize.py, which every interpreter imports at its start, and this package.
         "PYTHONPATH": _in_front(base.get("PYTHONPATH", ""), build.HERE / "site", build.HERE.parent),
-        # Otherwise torch_npu hands aclnn and HCCL calls to a thread of its own while the host kernels work on the same
+        # Otherwise torch_npu hands aclnn and HCCL calls to a separate thread while the host kernels work on the same
         # memory at once. Nothing would fail; gradients would be wrong.
         "TASK_QUEUE_ENABLE": "0",
         # For the evidence that runs leave: these were not on hardware.

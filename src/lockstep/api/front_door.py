@@ -29,9 +29,7 @@ from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
-# `lockstep.load`: from a folder to a handle on its model.
-
-# Gradients of sums are as many times larger than those of means as an update has tokens.
+# Losses are sums, so gradients are larger than those of means by the number of tokens of an update.
 _FIRST_SCALE = 2.0**7
 
 
@@ -53,16 +51,17 @@ def load(
 ) -> Handle:
     """A handle on the model of a Hugging Face folder (or of a run folder).
 
-    `lora` is a rank, or the settings of a recipe; without, all weights are trained. `clip` bounds the gradient norm.
-    `reference` keeps a frozen copy of the model, or of another folder's, to ask for log-probabilities; with `lora`
-    the model without its adapter is one at no cost, and needs no copy. `template` is the recipe's `data.template`:
-    by `auto` a text is a user's message where the tokenizer has a chat template; `none`, `chatml`, `llama3`, `qwen` or
-    the path of a `.jinja` file. `batch_tokens` bounds the micro-batches, which never change a gradient; nor do
-    `gradient_checkpointing`, by which layers are computed twice, and `activation_offload`, by which what they keep for
-    the backward pass waits on the host.
+    `lora` is a rank, or the settings of a recipe; without it, all weights are trained. `clip` is the maximum gradient
+    norm. `reference` keeps a frozen copy of the model, or of another folder, for log-probabilities; with `lora`, the
+    model without its adapter is the reference and needs no copy. `template` is `data.template` of a recipe: with
+    `auto`, a text becomes a user message if the tokenizer has a chat template; `none`, `chatml`, `llama3`, `qwen` or
+    the path of a `.jinja` file. `batch_tokens` limits the micro-batches. It does not change gradients; neither do
+    `gradient_checkpointing`, which recomputes activations, and `activation_offload`, which keeps them in host memory.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise Refusal.at("lockstep.load", "a handle is one process on one device", "use lockstep.train under torchrun")
+        raise Refusal.at(
+            "lockstep.load", "a handle uses one process on one device", "use lockstep.train under torchrun"
+        )
     chosen = select(device)
     folder = model_folder(str(model))
     adapter = _adapter(lora)
@@ -106,7 +105,7 @@ def load(
 def _adapter(lora: int | Lora | None) -> Lora | None:
     adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
     if adapter is not None and adapter.rank is None and adapter.adapter is None:
-        raise Refusal.at("lora.rank", "must be set", "8, say; or name an adapter to start from")
+        raise Refusal.at("lora.rank", "must be set", "for example 8; or set adapter to start from an adapter")
     if adapter is not None and adapter.alpha is None and adapter.rank is not None:
         adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
     return adapter
@@ -114,25 +113,25 @@ def _adapter(lora: int | Lora | None) -> Lora | None:
 
 def _refuse_dtype(dtype: str, device: Device) -> None:
     if dtype not in DTYPES:
-        raise Refusal.at("dtype", f"{dtype!r} is not known", f"one of {', '.join(DTYPES)}")
+        raise Refusal.at("dtype", f"{dtype!r} is not supported", f"use one of {', '.join(DTYPES)}")
     if not device.supports(DTYPES[dtype]):
         usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
-        raise Refusal.at("dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+        raise Refusal.at("dtype", f"{device.name} does not support {dtype}", f"use {' or '.join(usable)}")
 
 
 def _frozen(settings: Model, path: str, device: Device, torch_device: torch.device, vocabulary: int) -> Policy:
     other = load_config(path).vocab_size
     if other != vocabulary:
         raise Refusal.at(
-            f"reference {path}", f"has {other:,} tokens, and the model {vocabulary:,}", "use one of its family"
+            f"reference {path}",
+            f"has {other:,} tokens, and the model {vocabulary:,}",
+            "use a reference with the same tokenizer",
         )
     alone = settings.model_copy(update={"path": path, "lora": None, "activation_offload": False})
     policy = load_policy(alone, torch_device, device.attention, seed=0)
     policy.requires_grad_(False)
     return policy
 
-
-# Two runs held against each other from Python: the figures of `lockstep compare`.
 
 __all__ = ["Comparison", "compare"]
 
@@ -147,11 +146,11 @@ def compare(
     shift: int = 0,
     steps: tuple[int, int] | None = None,
 ) -> Comparison:
-    """Did A and B (run folders, or logs of other frameworks) train in step? `.verdict` says it, `.reason` why.
-    Of each judged metric `.bar_result` and `.test_result` say what the bar and the statistical test say by themselves.
+    """Compares two runs (run folders, or logs of other frameworks). `.verdict` is the result, `.reason` the reason.
 
-    `repeats` are further runs of one side, the noise floor; `steps` are the first and the last that are compared; the
-    rest are the options of the command.
+    For each compared metric, `.bar_result` and `.test_result` are the results of the threshold and of the statistical
+    test. `repeats` are repetitions of A or B, for the noise floor; `steps` are the first and last step to compare. The
+    other arguments are the options of `lockstep compare`.
     """
     first, second, *others = (read_log(str(source), {}) for source in (a, b, *repeats))
     return compare_logs(first, second, others, metrics, bars, shift, steps)

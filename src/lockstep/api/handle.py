@@ -1,4 +1,4 @@
-"""A model in your hands: sample, log-probabilities, gradients, steps. `lockstep.load` makes one.
+"""Handle of a model: sample, log-probabilities, gradients, optimizer steps. `lockstep.load` creates one.
 
     model = lockstep.load("folder", lr=1e-4)
     responses = model.sample(["2+3="], n=8)
@@ -63,14 +63,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Gathered:
-    """What `forward_backward` has left for the next step: how much its sums are over."""
+    """The count over which `forward_backward` has summed since the last step."""
 
     count: int = 0
     per: Per | None = None
 
 
 class Handle:
-    """A model that samples, scores and learns. Losses are sums; `optim_step` divides once by what was counted."""
+    """A model that samples, scores and trains. Losses are sums; `optim_step` divides once by the count."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Handle:
     # Examples ----------------------------------------------------------------------------------------------------
 
     def example(self, prompt: str | Sequence[Any], response: str, **columns: Any) -> Datum:
-        """A prompt and a response that is trained, as tokens, exactly as the rows of a recipe become them."""
+        """A prompt and a trained response, tokenised as the rows of a recipe."""
         return self._datum(prompt, [response], columns)
 
     def pair(self, prompt: str | Sequence[Any], chosen: str, rejected: str, **columns: Any) -> Datum:
@@ -110,15 +110,17 @@ class Handle:
         return self._datum(prompt, [chosen, rejected], columns)
 
     def tokens(self, ids: Sequence[int], trained: Sequence[int], **columns: Any) -> Datum:
-        """Token ids with a mask: 1 for what the policy wrote (trained), 0 for what it only sees."""
+        """Token ids with a loss mask: 1 for trained tokens, 0 for context."""
         if len(ids) != len(trained) or not set(trained) <= {0, 1}:
             raise Refusal.at(
-                "trained", f"{len(trained)} entries for {len(ids)} tokens, or others than 0 and 1", "one for each token"
+                "trained",
+                f"{len(trained)} entries for {len(ids)} tokens, or values other than 0 and 1",
+                "give one per token",
             )
         return Datum((Example(list(ids), [int(one) for one in trained], Origin("tokens of an example", 0)),), columns)
 
     def encode(self, prompt: PromptLike) -> list[int]:
-        """The token ids that a prompt is continued from."""
+        """The token ids of a prompt."""
         origin = Origin("prompt", 0)
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
             ids = [token for token in prompt if isinstance(token, int)]
@@ -130,10 +132,10 @@ class Handle:
             check_messages([*messages, {"role": "assistant", "content": "?"}], origin)
             ids = self._encoding.ids(render_prompt(self.tokenizer, messages, origin))
         if not ids:
-            raise Refusal.at("prompt", f"{prompt!r} has no tokens", "say something")
+            raise Refusal.at("prompt", f"{prompt!r} has no tokens", "give a prompt that is not empty")
         return ids
 
-    # The verbs ---------------------------------------------------------------------------------------------------
+    # Sampling and training ---------------------------------------------------------------------------------------
 
     def sample(
         self,
@@ -147,21 +149,21 @@ class Handle:
         min_p: float = 0.0,
         stop: str | Sequence[str] = (),
     ) -> list[Response]:
-        """`n` responses to each prompt, those of a prompt side by side. Temperature 0 is greedy.
+        """Samples `n` responses per prompt, grouped by prompt. Temperature 0 is greedy.
 
-        Each call draws anew; the same calls of a handle with the same `seed` draw the same. Log-probabilities are
-        those of the distribution that was drawn from (of the greedy choice: of the model's own).
+        Each call samples new responses; the same sequence of calls with the same `seed` gives the same responses.
+        Log-probabilities are those of the sampling distribution (greedy: of the unmodified model).
         """
         if n > 1 and not temperature:
-            raise Refusal.at("n", f"{n} greedy responses would all be the same", "give a temperature")
-        # Greedy is 0 here, which a recipe's rollouts are not.
+            raise Refusal.at("n", f"{n} greedy responses would be identical", "set a temperature")
+        # Temperature 0 is valid here but not in a recipe.
         kinds = {"n": n, "max_tokens": max_tokens, "temperature": 1.0 if temperature == 0 else temperature}
         stops = [stop] if isinstance(stop, str) else list(stop)
         checked(RolloutSettings, **kinds, top_p=top_p, top_k=top_k, min_p=min_p, stop=stops)
-        asked = [self.encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        for number, ids in enumerate(asked):
+        prompt_ids = [self.encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        for number, ids in enumerate(prompt_ids):
             self._refuse_unknown_tokens(ids, f"prompt {number}")
-        self._refuse_too_long(asked, max_tokens)
+        self._refuse_too_long(prompt_ids, max_tokens)
         truncation = Truncation(top_k, top_p, min_p)
         scoring = Scoring(temperature or 1.0, truncation if truncation.active else None)
         sampling = Sampling(
@@ -175,8 +177,8 @@ class Handle:
             seed=self.seed,
             score_truncated=True,
         )
-        made = self._generate(asked, n, sampling)
-        return [self._response(one, asked[one.request], scoring) for one in made]
+        made = self._generate(prompt_ids, n, sampling)
+        return [self._response(one, prompt_ids[one.request], scoring) for one in made]
 
     def _response(self, made: Completion, prompt: Sequence[int], scoring: Scoring) -> Response:
         text = str(self.tokenizer.decode(made.ids, skip_special_tokens=True))
@@ -184,10 +186,10 @@ class Handle:
         return Response(made.request, made.sample, tuple(prompt), ids, logprobs, text, made.stop, scoring)
 
     @torch.no_grad()
-    def _generate(self, asked: Sequence[list[int]], n: int, sampling: Sampling) -> list[Completion]:
-        """`n` completions of each prompt, in their order."""
-        requests = [Request(ids, self.sampled + number, n) for number, ids in enumerate(asked)]
-        self.sampled += len(asked)
+    def _generate(self, prompt_ids: Sequence[list[int]], n: int, sampling: Sampling) -> list[Completion]:
+        """`n` completions per prompt, in order."""
+        requests = [Request(ids, self.sampled + number, n) for number, ids in enumerate(prompt_ids)]
+        self.sampled += len(prompt_ids)
         if not self._engine_checked:
             engine, where = self._engine, self._learner.device
             check_engine(engine, self._policy, where, self.settings.path, paged_on=engine.device)
@@ -195,13 +197,13 @@ class Handle:
         return sorted(self._engine.generate(requests, sampling), key=lambda one: (one.request, one.sample))
 
     def logprobs(self, examples: Sequence[Datum | Response], *, reference: bool = False) -> list[torch.Tensor]:
-        """Log-probabilities of the trained tokens, a vector on the host for each sequence (a pair has two).
+        """Log-probabilities of the trained tokens: one CPU vector per sequence (a pair has two).
 
-        `reference` asks the frozen copy, or with LoRA the model without its adapter.
+        `reference` uses the frozen copy, or with LoRA the model without its adapter.
         """
         data = as_data(examples)
         found: dict[int, list[torch.Tensor]] = {}
-        with self._asked(reference) as policy:
+        with self._scored_by(reference) as policy:
             for scoring, numbers in by_scoring(data):
                 update = self._arranged([data[number] for number in numbers])
                 with _scored_as(policy, scoring):
@@ -221,7 +223,7 @@ class Handle:
         per: Per | None = None,
         **settings: Any,
     ) -> dict[str, float]:
-        """Add the gradient of the sum of the losses, and count what it is a sum over; nothing is divided yet.
+        """Adds the gradient of the summed losses and counts tokens or examples; `optim_step` divides by the count.
 
         `loss` is one of ours by its name in a recipe (`settings` are its keys there), or a function that is called as
         `loss(*logprobs, **columns)` for each example and returns a sum. `per` is what `optim_step` divides by: trained
@@ -234,7 +236,7 @@ class Handle:
             raise Refusal.at(
                 "per",
                 f"this step has sums over {self._gathered.per}s, and loss {chosen.name} counts {chosen.per}s",
-                "say per= in both calls, or take an optim_step between them",
+                "set per= in both calls, or call optim_step between them",
             )
         count = len(data) if chosen.per == "example" else sum(datum.targets for datum in data)
         totals: dict[str, float] = {"loss": 0.0}
@@ -246,19 +248,19 @@ class Handle:
                 for name, value in {"loss": outcome.loss, **outcome.sums}.items():
                     totals[name] = totals.get(name, 0.0) + value
         except BaseException:
-            # Half of a call must not end up in a step.
+            # A failed call must not contribute to a step.
             self.forget()
             raise
         self._gathered = _Gathered(self._gathered.count + count, chosen.per)
         return {name: value / count for name, value in totals.items()}
 
     def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
-        """One step of AdamW with the gathered gradients over what was counted; `lr` is by default the handle's."""
+        """One AdamW step with the accumulated gradients divided by the count; `lr` defaults to the handle's."""
         if not self._gathered.count:
-            raise Refusal.at("optim_step", "no gradient was gathered", "call forward_backward first")
+            raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first")
         rate = self.lr if lr is None else lr
         if not (math.isfinite(rate) and rate >= 0):
-            raise Refusal.at("lr", f"{rate} is no learning rate", "give 0 or more")
+            raise Refusal.at("lr", f"{rate} is not a valid learning rate", "give 0 or more")
         try:
             metrics = self._learner.optim_step(rate, divisor=float(self._gathered.count))
         except BaseException:
@@ -269,21 +271,21 @@ class Handle:
         return {name.partition("/")[2]: value for name, value in metrics.items()}
 
     def forget(self) -> None:
-        """Throw away what `forward_backward` has gathered."""
+        """Discards the accumulated gradients."""
         self._learner.optimizer.forget()
         self._gathered = _Gathered()
 
     # Folders -----------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> Path:
-        """Everything that training goes on from, as `folder/step_N`; whole or not there. See `restore`."""
+        """Writes a checkpoint `folder/step_N` atomically. See `restore`."""
         if self._gathered.count:
-            raise Refusal.at("save", "gathered gradients would not be saved", "take an optim_step, or forget() them")
+            raise Refusal.at("save", "accumulated gradients would not be saved", "call optim_step, or forget()")
         if not self.steps:
-            raise Refusal.at("save", "nothing was trained yet", "take an optim_step, or export the model")
+            raise Refusal.at("save", "nothing was trained yet", "call optim_step, or export the model")
         target = checkpoints.folder_of(Path(folder), self.steps)
         if target.exists():
-            raise Refusal.at(str(target), "exists already", "choose another folder")
+            raise Refusal.at(str(target), "already exists", "choose another folder")
         scale = self._learner.scale
         state = checkpoints.State(
             step=self.steps,
@@ -308,19 +310,20 @@ class Handle:
         return checkpoints.save(Path(folder), state, tensors)
 
     def restore(self, folder: str | Path) -> None:
-        """Go on from what `save` returned, or from the newest step in a folder of them. The model and its settings
-        must be those that were saved."""
+        """Restores a checkpoint of `save`, or the newest one in a folder. Model and settings must match."""
         steps = checkpoints.steps_in(Path(folder))
         path = checkpoints.folder_of(Path(folder), steps[-1]) if steps else Path(folder)
         damage = checkpoints.damage_of(path)
         if damage is not None:
-            raise Refusal.at(str(path), f"is no whole checkpoint: {damage}", "give a folder that save() wrote")
+            raise Refusal.at(str(path), f"is not a complete checkpoint: {damage}", "give a folder that save() wrote")
         found = checkpoints.read(path)
-        saved, own = found.state.recipe["model"], self.settings.model_dump(mode="json")
+        saved, current = found.state.recipe["model"], self.settings.model_dump(mode="json")
         for key in ("dtype", "lora"):
-            if saved[key] != own[key]:
+            if saved[key] != current[key]:
                 raise Refusal.at(
-                    str(path), f"was saved with {key}={saved[key]!r}, and the handle has {own[key]!r}", "load it alike"
+                    str(path),
+                    f"was saved with {key}={saved[key]!r}, and the handle has {current[key]!r}",
+                    "load it with the same settings",
                 )
         restore_weights(self._policy.stored, found.weights, str(path))
         self._learner.optimizer.restore(found.optimizer)
@@ -332,7 +335,7 @@ class Handle:
         self.forget()
 
     def export(self, folder: str | Path, *, adapter: bool = False) -> Path:
-        """The model as a Hugging Face folder, an adapter merged into it; or, `adapter`, as a PEFT folder alone."""
+        """Writes a Hugging Face folder with a merged adapter, or with `adapter` only a PEFT folder."""
         out = Path(folder)
         weights = trained_weights(self._policy.stored)
         how: dict[str, Any] = {"where": "the handle", "end_tokens": self._stop_ids, "files": self._files}
@@ -342,7 +345,7 @@ class Handle:
             warnings.warn(f"{out}: {verified.sentence}", stacklevel=2)
         return out
 
-    # Below the verbs ---------------------------------------------------------------------------------------------
+    # Internals ---------------------------------------------------------------------------------------------------
 
     def _datum(self, prompt: Any, responses: list[str], columns: dict[str, Any]) -> Datum:
         origin = Origin(f"example {responses[0][:40]!r} after", 0)
@@ -351,7 +354,7 @@ class Handle:
 
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
         moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
-        # Sequences of a pair share their beginning when packed, which such models place by the sequence's length.
+        # Packed sequences of a pair share their prefix, but in such models positions depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
             for sequence in datum.sequences:
@@ -359,13 +362,13 @@ class Handle:
                 if self._context is not None and len(sequence) > self._context:
                     raise Refusal.at(
                         str(datum.origin),
-                        f"has {len(sequence)} tokens, over the model's context of {self._context}",
+                        f"has {len(sequence)} tokens, more than the model's context of {self._context}",
                         "shorten it",
                     )
             if packed and row_size(datum, packed=True) > self._batch_tokens:
                 raise Refusal.at(
                     str(datum.origin),
-                    f"has {row_size(datum, packed=True)} tokens, over batch_tokens={self._batch_tokens}",
+                    f"has {row_size(datum, packed=True)} tokens, more than batch_tokens={self._batch_tokens}",
                     "give lockstep.load a larger batch_tokens",
                 )
         pad = self.tokenizer.pad_token_id
@@ -378,8 +381,8 @@ class Handle:
         )
 
     @contextmanager
-    def _asked(self, reference: bool) -> Iterator[Policy]:
-        """Who answers for log-probabilities."""
+    def _scored_by(self, reference: bool) -> Iterator[Policy]:
+        """The model that computes log-probabilities."""
         if not reference:
             yield self._policy
         elif self._reference is not None:
@@ -388,26 +391,26 @@ class Handle:
             with self._policy.without_adapter():
                 yield self._policy
         else:
-            raise Refusal.at("reference", "the handle has none", "lockstep.load(..., reference=True) keeps a copy")
+            raise Refusal.at("reference", "the handle has no reference", "use lockstep.load(..., reference=True)")
 
     @property
     def _context(self) -> int | None:
         return getattr(self._policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
 
     def _refuse_unknown_tokens(self, ids: Sequence[int], where: str) -> None:
-        known = self._policy.causal_lm.get_input_embeddings().weight.shape[0]
+        vocabulary = self._policy.causal_lm.get_input_embeddings().weight.shape[0]
         for position, token in enumerate(ids):
-            if not 0 <= token < known:
-                why = f"token {token} at position {position} is not one of the model's {known:,}"
+            if not 0 <= token < vocabulary:
+                why = f"token {token} at position {position} is not one of the model's {vocabulary:,} tokens"
                 raise Refusal.at(where, why, "encode it with this model's tokenizer")
 
-    def _refuse_too_long(self, asked: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def _refuse_too_long(self, prompt_ids: Sequence[Sequence[int]], max_tokens: int) -> None:
         context = self._context
-        for number, ids in enumerate(asked):
+        for number, ids in enumerate(prompt_ids):
             if context is not None and len(ids) + max_tokens > context:
                 raise Refusal.at(
                     f"prompt {number}",
-                    f"{len(ids)} tokens and a response of {max_tokens} are over the model's context of {context}",
+                    f"{len(ids)} tokens plus a response of {max_tokens} exceed the model's context of {context}",
                     "lower max_tokens, or shorten the prompt",
                 )
 

@@ -23,20 +23,18 @@ from lockstep.recipe.keys_offline import Preference
 from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.methods import PREFERENCE_READS
 from lockstep.recipe.registry import LOSSES
-from lockstep.recipe.section import Section
+from lockstep.recipe.section import Section, invalid_reason
 from lockstep.types import Example, Message, MicroBatch, Origin, Sums
 
-# What goes in and out of a handle: responses that a model wrote, and examples that a loss looks at.
-
-# A user's text, a chat, or token ids as they are.
+# A text, a chat, or token ids.
 PromptLike = str | Sequence[Message] | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Datum:
-    """What one loss looks at: a sequence, or several (chosen and rejected), with columns of its own.
+    """The input of one loss: one or several sequences (chosen and rejected), with named columns.
 
-    `scoring` is the distribution that log-probabilities are asked of: for a response, the one it was drawn from.
+    `scoring` is the distribution of the log-probabilities: for a response, the one it was sampled from.
     """
 
     sequences: tuple[Example, ...]
@@ -63,10 +61,10 @@ class Datum:
 
 @dataclass(frozen=True)
 class Response:
-    """A rollout that nobody has judged: sample number `sample` of prompt number `prompt`.
+    """A rollout without a score: sample number `sample` of prompt number `prompt`.
 
-    `logprobs` has one entry for each of `ids`; an end token that was produced is the last of them. `text` is without
-    special tokens. `stop` says why it ended: `token`, `string` or `length`.
+    `logprobs` has one entry per id in `ids`, including a generated end token. `text` has no special tokens.
+    `stop` is the reason it ended: `token`, `string` or `length`.
     """
 
     prompt: int
@@ -79,14 +77,14 @@ class Response:
     scoring: Scoring = field(default_factory=Scoring)
 
     def datum(self, **columns: Any) -> Datum:
-        """To train on: every token of the response is a target, none of the prompt's."""
+        """A training example: every token of the response is a target, and no token of the prompt."""
         origin = Origin(f"response {self.sample} to prompt", self.prompt)
         trained = [0] * len(self.prompt_ids) + [1] * len(self.ids)
         return Datum((Example([*self.prompt_ids, *self.ids], trained, origin),), columns, self.scoring)
 
 
 def as_data(examples: Sequence[Datum | Response]) -> list[Datum]:
-    """Refuses what is no example, and examples that train nothing."""
+    """Converts responses to examples; rejects other types and examples without trained tokens."""
     data = []
     for number, example in enumerate(examples):
         if isinstance(example, Response):
@@ -94,49 +92,48 @@ def as_data(examples: Sequence[Datum | Response]) -> list[Datum]:
         if not isinstance(example, Datum):
             raise Refusal.at(
                 f"example {number}",
-                f"is a {type(example).__name__}, and examples are made by the handle",
+                f"is a {type(example).__name__}, not an example",
                 "use a response of sample(), or model.example(prompt, response), model.pair(...), model.tokens(...)",
             )
         for sequence in example.sequences:
             if not sequence.targets:
-                raise Refusal.at(f"example {number} ({sequence.origin})", "has no trained token", "leave it out")
+                raise Refusal.at(f"example {number} ({sequence.origin})", "has no trained token", "remove it")
         data.append(example)
     if not data:
-        raise Refusal.at("examples", "there are none", "give at least one")
+        raise Refusal.at("examples", "must not be empty", "give at least one")
     return data
 
 
 def by_scoring(data: Sequence[Datum]) -> list[tuple[Scoring, list[int]]]:
-    """Numbers of the examples whose log-probabilities are asked of the same distribution."""
+    """Indices of the examples, grouped by the distribution of their log-probabilities."""
     groups: dict[Scoring, list[int]] = {}
     for number, datum in enumerate(data):
         groups.setdefault(datum.scoring, []).append(number)
     return list(groups.items())
 
 
-# Arguments of the front door that are keys of a recipe: the same ranges hold, and the same refusals.
-
 SectionT = TypeVar("SectionT", bound=Section)
 
 
 def checked(section: type[SectionT], **arguments: Any) -> SectionT:
-    """The group of keys with these values; refused by the argument's name where a recipe would refuse it."""
+    """Checks arguments that are keys of a recipe section; errors name the argument."""
     try:
         return section(**arguments)
     except ValidationError as failure:
         raise Refusal(
             [
-                Problem(".".join(map(str, error["loc"])), f"{error['input']!r}: {error['msg']}", "see docs/recipe.md")
+                Problem(
+                    ".".join(map(str, error["loc"])),
+                    f"{invalid_reason(error)} (given: {error['input']!r})",
+                    "see docs/recipe.md",
+                )
                 for error in failure.errors()
             ]
         ) from failure
 
 
-# Losses of a handle: ours by their names in a recipe, or any callable on log-probabilities and columns.
-#
-# A loss is called once for each example, `loss(*logprobs, **columns)`: a vector of log-probabilities for each of the
-# example's sequences, then the example's own columns by name. It returns a sum, never a mean: the one division is
-# that of `optim_step`, by what is counted here as `per`.
+# A loss is called once per example, `loss(*logprobs, **columns)`: one vector of log-probabilities per sequence, then
+# the columns of the example by name. It returns a sum, not a mean: `optim_step` divides once, by the count of `per`.
 
 Per = Literal["token", "example"]
 LossFunction = Callable[..., "torch.Tensor | Sums"]
@@ -144,7 +141,7 @@ LossFunction = Callable[..., "torch.Tensor | Sums"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """A loss with its settings, what it is divided by, and what to call it in a message."""
+    """A loss with its settings, what it is divided by, and its name in messages."""
 
     function: LossFunction
     per: Per
@@ -159,24 +156,24 @@ class Chosen:
                 f"loss {self.name}",
                 f"cannot be called for {datum.origin}, which has {len(logprobs)} sequence(s) and the columns "
                 f"{columns}: {error}",
-                "give the example the columns that the loss names: example.having(name=value)",
+                "add the missing columns: example.having(name=value)",
             ) from error
-        found = self.function(*logprobs, **datum.columns)
-        sums = found if isinstance(found, Sums) else Sums(found)
+        result = self.function(*logprobs, **datum.columns)
+        sums = result if isinstance(result, Sums) else Sums(result)
         _refuse_no_number(sums.loss, self.name, datum)
         return Sums(sums.loss.reshape(()), sums.metrics, sums.maxima)
 
 
 def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str, Any]) -> Chosen:
-    """The loss that was asked for, ready to be called for each example."""
+    """The requested loss, ready to be called for each example."""
     if per is not None and per not in get_args(Per):
-        raise Refusal.at("per", f"{per!r} is not known", f"one of {', '.join(get_args(Per))}")
+        raise Refusal.at("per", f"{per!r} is not supported", f"use one of {', '.join(get_args(Per))}")
     if callable(loss):
         name = getattr(loss, "__name__", type(loss).__name__)
         if settings:
             raise Refusal.at(
                 f"loss {name}",
-                f"is a function of yours, and {', '.join(settings)} belong to no loss of ours",
+                f"is your function, and {', '.join(settings)} are settings of built-in losses",
                 "bind them with functools.partial, or put them into the examples' columns",
             )
         return Chosen(loss, per or "example", name)
@@ -188,11 +185,11 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
     if loss in pair_losses.LOSSES:
         return Chosen(_of_pair(loss, settings), per or "example", loss)
     if loss in pair_losses.RANKED:
-        raise Refusal.at(f"loss {loss}", "sorts the pairs of a whole update", "use lockstep.train with preference.loss")
-    if loss in LOSSES:  # it holds tokens back that are chosen over a whole update, which a call does not see
-        raise Refusal.at(f"loss {loss}", "chooses tokens over a whole update", "use lockstep.train with algorithm.loss")
+        raise Refusal.at(f"loss {loss}", "sorts the pairs of an update", "use lockstep.train with preference.loss")
+    if loss in LOSSES:  # it selects tokens over a full update, which a single call does not have
+        raise Refusal.at(f"loss {loss}", "selects tokens over a full update", "use lockstep.train with algorithm.loss")
     names = ["nll", *(name for name, row in LOSSES.items() if row.held is None), *pair_losses.LOSSES]
-    raise Refusal.at(f"loss {loss!r}", "is not known", f"a function, or one of {', '.join(names)}")
+    raise Refusal.at(f"loss {loss!r}", "does not exist", f"give a function, or one of {', '.join(names)}")
 
 
 def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
@@ -202,7 +199,7 @@ def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
     bound = partial(policy.LOSSES[name], **{word: getattr(keys, key) for word, key in arguments.items()})
 
     def loss(logprobs: torch.Tensor, *, advantage: Any, old: Any = None) -> Sums:
-        """`advantage`: one number, or one for each token. `old`: log-probabilities before the update."""
+        """`advantage`: one number, or one per token. `old`: log-probabilities before the update."""
         before = logprobs.detach() if old is None else _vector(old, logprobs, "old")
         advantages = _vector(advantage, logprobs, "advantage", spread=True)
         sequence = torch.zeros(len(logprobs), dtype=torch.long, device=logprobs.device)
@@ -217,12 +214,13 @@ def _of_pair(name: str, settings: Mapping[str, Any]) -> LossFunction:
     keys = _checked(Preference, {"loss": name, **settings}, "preference").model_dump(include=set(read))
 
     def loss(chosen: torch.Tensor, rejected: torch.Tensor, *, reference: Any = None) -> Sums:
-        """`reference`: what the reference says of the chosen tokens, and of the rejected ones."""
-        known: list[torch.Tensor | None] = [None, None]
+        """`reference`: log-probabilities of the chosen and of the rejected tokens under the reference."""
+        ref_logprobs: list[torch.Tensor | None] = [None, None]
         if reference is not None:
-            known = [_vector(said, own, "reference") for said, own in zip(reference, (chosen, rejected), strict=True)]
-        sums = [None if said is None else said.sum()[None] for said in known]
-        lengths = [torch.tensor([len(own)], device=own.device) for own in (chosen, rejected)]
+            both = zip(reference, (chosen, rejected), strict=True)
+            ref_logprobs = [_vector(values, policy_logprobs, "reference") for values, policy_logprobs in both]
+        sums = [None if values is None else values.sum()[None] for values in ref_logprobs]
+        lengths = [torch.tensor([len(logprobs)], device=logprobs.device) for logprobs in (chosen, rejected)]
         pairs = preference.Pairs(chosen.sum()[None], rejected.sum()[None], *lengths, *sums)
         return preference.preference_loss(pairs, kind=name, **keys)
 
@@ -239,7 +237,7 @@ def _vector(value: Any, like: torch.Tensor, column: str, *, spread: bool = False
             f"column {column}",
             f"has shape {tuple(vector.shape)}, and {len(like)} tokens are trained"
             if vector.shape != like.shape
-            else "has numbers that are not finite",
+            else "has non-finite numbers",
             f"give {what}one finite number for each trained token",
         )
     return vector
@@ -250,12 +248,12 @@ def _checked(kind: type[Section], values: Mapping[str, Any], section: str) -> An
         return kind(**values)
     except ValidationError as failure:
         raise Refusal(
-            [Problem(f"{section}.{'.'.join(map(str, e['loc']))}", e["msg"]) for e in failure.errors()]
+            [Problem(f"{section}.{'.'.join(map(str, e['loc']))}", invalid_reason(e)) for e in failure.errors()]
         ) from failure
 
 
 def _refuse_unread(name: str, settings: Mapping[str, Any], read: Sequence[str]) -> None:
-    """A setting that the loss would not look at is refused, not ignored."""
+    """Rejects settings that the loss does not use."""
     unread = [key for key in settings if key not in read]
     if unread:
         raise Refusal.at(
@@ -278,7 +276,7 @@ def _refuse_no_number(loss: Any, name: str, datum: Datum) -> None:
 
 
 def batch_loss(chosen: Chosen, update: Update[Datum]) -> Any:
-    """The loss of a micro-batch: the sum over its examples, each asked by itself."""
+    """The loss of a micro-batch: the sum over its examples."""
     counts = [len(datum.sequences) for datum in update.items]
 
     def loss(scores: Scores, batch: MicroBatch) -> Sums:

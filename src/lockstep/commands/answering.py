@@ -1,6 +1,6 @@
-"""The verbs that let a model answer, and judge or use what it said: generate, serve, eval, sample, pairs.
+"""The commands that generate with a model and use its responses: generate, serve, eval, sample, pairs.
 
-Each imports what it needs when it is called, so that `--help` answers at once.
+Each imports what it needs when it is called, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -17,27 +17,33 @@ from lockstep.run.output import write
 
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str | None, typer.Argument(help="What to say to it [what is piped in].")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Talk to it, turn by turn.")] = False,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt [read from stdin].")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Chat turn by turn.")] = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum answer length in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from tokens that hold this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many tokens; 0 is all.")] = 0,
-    min_p: Annotated[float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the best.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(min=0.01, help="Over 1, tokens seen before lose.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Exclude tokens below this fraction of the most likely one.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(min=0.01, help="Above 1, earlier tokens become less likely.")
+    ] = 1.0,
     seed: int = 0,
-    adapter: Annotated[
-        str | None, typer.Option(metavar="DIR", help="PEFT folder of a LoRA adapter to put on it.")
-    ] = None,
+    adapter: Annotated[str | None, typer.Option(metavar="DIR", help="PEFT folder of a LoRA adapter to apply.")] = None,
     device: str = "auto",
 ) -> None:
-    """Let MODEL answer a prompt, word by word; --chat has commands, /help tells them."""
+    """Answer a prompt with MODEL, streaming the text. In --chat, /help lists the commands."""
     if raw and (chat or system):
-        raise typer.BadParameter(f"--raw has no template, and so no {'--chat' if chat else '--system'}")
+        raise typer.BadParameter(
+            f"--raw uses no chat template and cannot be combined with {'--chat' if chat else '--system'}"
+        )
     if prompt is None and not chat:
         prompt = None if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
     if not prompt and not chat:
@@ -63,35 +69,38 @@ def generate(
 
         converse(conversation, prompt)
     elif prompt is not None:
-        speak = conversation.continue_text if raw else conversation.answer
-        speak(prompt, lambda piece: write(piece, end=""))
+        generate_text = conversation.continue_text if raw else conversation.answer
+        generate_text(prompt, lambda piece: write(piece, end=""))
         write()
 
 
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only with --api-key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; a non-local one needs --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 means any free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="LOCKSTEP_API_KEY", help="What requests must bring: Authorization: Bearer KEY.")
+        str | None,
+        typer.Option(envvar="LOCKSTEP_API_KEY", help="Key that requests must send: Authorization: Bearer KEY."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What requests call the model [its folder's name].")] = None,
+    name: Annotated[str | None, typer.Option(help="Model name in requests [name of its folder].")] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a prompt and its answer together [the model's context].")
+        int | None, typer.Option(min=2, help="Maximum tokens of prompt plus answer [the model's context].")
     ] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences that are decoded at once.")] = 64,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Maximum sequences decoded at once.")] = 64,
     cache_gb: Annotated[
-        float | None, typer.Option(min=1e-6, help="Memory of the key/value cache [at most half of what is free].")
+        float | None, typer.Option(min=1e-6, help="Size of the key/value cache [at most half of the free memory].")
     ] = None,
-    queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait or run; more are answered 429.")] = 256,
-    max_body: Annotated[float, typer.Option(min=0, help="MiB of a request; a longer one is answered 413.")] = 16.0,
+    queue: Annotated[int, typer.Option(min=1, help="Maximum waiting or running sequences; more get status 429.")] = 256,
+    max_body: Annotated[
+        float, typer.Option(min=0, help="Maximum request size in MiB; larger ones get status 413.")
+    ] = 16.0,
     request_seconds: Annotated[
-        float, typer.Option(min=0, help="Time of a request; a longer one is answered 504.")
+        float, typer.Option(min=0, help="Maximum request time; longer ones get status 504.")
     ] = 600.0,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as the weights are stored.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: the dtype of the stored weights.")] = "auto",
     device: str = "auto",
 ) -> None:
-    """Serve MODEL over HTTP, as OpenAI's interface: chats, completions, models. A reward model gives rewards."""
+    """Serve MODEL over HTTP with an OpenAI-compatible API: chat, completions, models. A reward model serves rewards."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits
 
     address = ListenAddress(host, port, api_key)
@@ -105,29 +114,27 @@ def serve(
 
 def evaluate(
     model: ModelArgument,
-    data: Annotated[str, typer.Argument(metavar="DATA", help="RL rows to answer, or pairs or steps to judge.")],
-    rows: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
-    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Answers to each question: pass@k and maj@k.")] = 1,
+    data: Annotated[str, typer.Argument(metavar="DATA", help="RL rows to answer, or pairs or steps to score.")],
+    rows: Annotated[int | None, typer.Option(min=1, help="Use only this many rows from the start.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum answer length in tokens.")] = 256,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Answers per question, for pass@k and maj@k.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: int = 0,
-    reference: Annotated[
-        str | None, typer.Option(help="Pairs: compare by the log-ratio to this model, as DPO does.")
-    ] = None,
+    reference: Annotated[str | None, typer.Option(help="Pairs: use the log-ratio to this model, as in DPO.")] = None,
     rule: Annotated[
-        list[str] | None, typer.Option(metavar="[SOURCE=]RULE", help="The rule that checks answers; may be repeated.")
+        list[str] | None, typer.Option(metavar="[SOURCE=]RULE", help="Rule that checks answers; may be repeated.")
     ] = None,
     reward: Annotated[
-        str | None, typer.Option(metavar="FILE.py:NAME", help="A function of yours that judges answers.")
+        str | None, typer.Option(metavar="FILE.py:NAME", help="Your function that scores answers.")
     ] = None,
     prompt_key: PromptKey = None,
     label_key: LabelKey = None,
-    out: Annotated[Path | None, typer.Option(help="Write what was found of every row to this jsonl file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the results of every row to this jsonl file.")] = None,
     dtype: str = "fp32",
     device: str = "auto",
 ) -> None:
-    """Accuracy of MODEL on DATA: of its answers by the rule of each row's data source; of a reward model, of a process
-    reward model or of a language model's own preference on rows that say what is better."""
+    """Measure the accuracy of MODEL on DATA: of generated answers, checked by the rule of each data source, or of the
+    scores of a reward model, a process reward model or a language model on labeled rows."""
     from lockstep.commands.eval import score_model
     from lockstep.commands.without_recipe import NamedColumns
 
@@ -152,39 +159,43 @@ def evaluate(
 def sample(
     model: ModelArgument,
     data: Annotated[str, typer.Argument(metavar="DATA", help="Rows in the RL schema.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Where the responses go, one a row.")],
-    # The short form besides: torchrun takes `--n` for one of its own options.
-    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses to each question.")] = 8,
+    out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Output file, one response per row.")],
+    # The short form is needed because torchrun reads `--n` as one of its options.
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per question.")] = 8,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from tokens that hold this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many tokens; 0 is all.")] = 0,
-    min_p: Annotated[float, typer.Option(min=0, max=1, help="Leave out tokens below this share of the best.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response in tokens.")] = 256,
-    rows: Annotated[int | None, typer.Option(min=1, help="Only so many rows.")] = None,
-    first: Annotated[int, typer.Option(min=0, help="Leave out so many rows before them: a slice.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed draws other responses.")] = 0,
-    reward_function: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="A function of yours.")] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens; 0 means all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Exclude tokens below this fraction of the most likely one.")
+    ] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum response length in tokens.")] = 256,
+    rows: Annotated[int | None, typer.Option(min=1, help="Number of rows to use.")] = None,
+    first: Annotated[int, typer.Option(min=0, help="Number of rows to skip at the start.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the responses.")] = 0,
+    reward_function: Annotated[str | None, typer.Option(metavar="FILE.py:NAME", help="Your reward function.")] = None,
     reward_model: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of a reward model.")] = None,
-    reward_remote: Annotated[str | None, typer.Option(metavar="URL", help="An endpoint that scores.")] = None,
+    reward_remote: Annotated[str | None, typer.Option(metavar="URL", help="An HTTP endpoint that scores.")] = None,
     format: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="1 when the whole response matches, else 0.")
+        str | None, typer.Option(metavar="REGEX", help="Reward 1 if the full response matches, otherwise 0.")
     ] = None,
     rule: Annotated[
-        list[str] | None, typer.Option(metavar="SOURCE=RULE", help="The rule of a data source; may be repeated.")
+        list[str] | None, typer.Option(metavar="SOURCE=RULE", help="Rule of a data source; may be repeated.")
     ] = None,
     max_failures: Annotated[
-        float, typer.Option(min=0, max=1, help="Stop when more than this share of a chunk has no score.")
+        float, typer.Option(min=0, max=1, help="Stop if more than this fraction of a chunk has no score.")
     ] = 0.1,
     prompt_key: PromptKey = None,
     label_key: LabelKey = None,
     system: Annotated[str | None, typer.Option(help="System message for prompts that have none.")] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Questions answered between two savings.")] = 64,
+    chunk: Annotated[int, typer.Option(min=1, help="Questions per saved chunk.")] = 64,
     dtype: str = "fp32",
     device: str = "auto",
 ) -> None:
-    """Sample scored responses of MODEL to DATA, or go on where it stopped.
+    """Sample and score responses of MODEL to DATA, or resume.
 
-    Without a reward option the rule of each row's data source scores; several rewards are added up.
+    Without a reward option, the rule of each data source scores. Several rewards are added.
     """
     from lockstep.commands.sample import Job, sample_responses
     from lockstep.commands.without_recipe import NamedColumns
@@ -206,35 +217,37 @@ def sample(
 
 
 def pairs(
-    samples: Annotated[str, typer.Argument(metavar="SAMPLES", help="What `lockstep sample` wrote: a file or a glob.")],
+    samples: Annotated[str, typer.Argument(metavar="SAMPLES", help="Output of `lockstep sample`: a file or a glob.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A .parquet or .jsonl file to write.")],
     kind: Annotated[
         str,
         typer.Option(
             metavar="pairs|sft|kto|conditional",
-            help="Best against worst, the best alone, each with a label, or each with its reward in the prompt.",
+            help="Best and worst, only the best, each with a label, or each with its reward in the prompt.",
         ),
     ],
-    per_prompt: Annotated[int | None, typer.Option(min=1, help="pairs, sft: rows of a question at most [1].")] = None,
-    min_margin: Annotated[float | None, typer.Option(min=0, help="pairs: least difference of rewards.")] = None,
-    min_reward: Annotated[float | None, typer.Option(help="pairs, sft: least reward of the better response.")] = None,
+    per_prompt: Annotated[int | None, typer.Option(min=1, help="pairs, sft: maximum rows per question [1].")] = None,
+    min_margin: Annotated[float | None, typer.Option(min=0, help="pairs: minimum difference of rewards.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="pairs, sft: minimum reward of the better response.")] = None,
     threshold: Annotated[
-        str | None, typer.Option(metavar="NUMBER|mean", help="kto: least reward of a good response [0.5].")
+        str | None, typer.Option(metavar="NUMBER|mean", help="kto: minimum reward of a good response [0.5].")
     ] = None,
     length_tie: Annotated[
         str | None,
-        typer.Option(metavar="first|shortest", help="pairs, sft: which of equal rewards is taken [first]."),
+        typer.Option(metavar="first|shortest", help="pairs, sft: which response to take at equal rewards [first]."),
     ] = None,
-    keep_cut: Annotated[bool, typer.Option("--keep-cut", help="Use responses that met the length limit too.")] = False,
+    keep_cut: Annotated[
+        bool, typer.Option("--keep-cut", help="Also use responses that reached the length limit.")
+    ] = False,
     reward_template: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="conditional: the prompt with {input} and {reward}."),
     ] = None,
     normalize: Annotated[
-        bool, typer.Option("--normalize", help="conditional: rewards of mean 0 and deviation 1.")
+        bool, typer.Option("--normalize", help="conditional: normalise rewards to mean 0 and standard deviation 1.")
     ] = False,
 ) -> None:
-    """Turn scored responses into rows that SFT, DPO or KTO train on."""
+    """Convert scored responses to training rows for SFT, DPO or KTO."""
     from lockstep.data.prepare.sampled import choice_of, write_pairs
     from lockstep.run.console import Console
 

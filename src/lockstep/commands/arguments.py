@@ -1,4 +1,4 @@
-"""Arguments that several verbs take."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """For the shell's completion: built-in recipes, and the folders and YAML files that begin so."""
+    """Shell completion: built-in recipes, folders and YAML files that start with the typed text."""
     from glob import escape, glob
 
     built_in = [file.stem for file in (Path(__file__).parents[1] / "recipes").glob("*.yaml")]
@@ -28,12 +28,12 @@ ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A model folder, a run, a checkpoint, an adapter, a GGUF file, a hub name."),
 ]
-PromptKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the prompts [found by name].")]
-LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="That of the ground truth [found by name].")]
+PromptKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of the prompts [detected by name].")]
+LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of the ground truth [detected by name].")]
 
 
 def named_value(words: str, option: str, form: str) -> tuple[str, str]:
-    """The two sides of `NAME=VALUE`; `form` is what the option calls them."""
+    """Splits `NAME=VALUE`; `form` is the form shown in the error message."""
     left, sign, right = words.rpartition("=")
     if not (left and sign and right):
         raise typer.BadParameter(f"{words!r} is not of the form {form}", param_hint=option)

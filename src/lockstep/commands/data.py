@@ -1,4 +1,4 @@
-"""`lockstep data ...`: make rows, and look at them. As all verbs, each imports what it needs when it is called."""
+"""`lockstep data ...`: generates and shows rows. Each command imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from lockstep.commands.arguments import Overrides, RecipeArgument
 from lockstep.run.output import write
 
-data_app = typer.Typer(help="Make and look at data.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(help="Generate and show data.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @data_app.command()
@@ -18,7 +18,7 @@ def arithmetic(
     folder: Path,
     train_rows: int = 2000,
     val_rows: int = 200,
-    difficulty: Annotated[int, typer.Option(help="1: one-digit sums, and harder upwards.")] = 1,
+    difficulty: Annotated[int, typer.Option(help="1: one-digit sums; higher is harder.")] = 1,
     seed: int = 0,
 ) -> None:
     """Write generated arithmetic rows (RL and SFT schema) to FOLDER."""
@@ -30,7 +30,7 @@ def arithmetic(
 
 @data_app.command()
 def preferences(folder: Path, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> None:
-    """Write generated preference pairs, judged steps and prompts to FOLDER."""
+    """Write generated preference pairs, labeled steps and prompts to FOLDER."""
     from lockstep.data.prepare.generated import write_preferences
 
     _echo_counts(folder, write_preferences(folder, train_rows=train_rows, val_rows=val_rows, seed=seed))
@@ -51,9 +51,9 @@ def gsm8k(
 def show(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=1, help="How many rows.")] = 3,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 3,
 ) -> None:
-    """Print rows of RECIPE as tokens, the trained ones coloured, and the token counts."""
+    """Print rows of RECIPE as tokens, with the trained ones coloured, and the token counts."""
     from lockstep.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides or [])

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import nn
 
 from lockstep.commands.options import refuse_long_answers, refuse_options
-from lockstep.commands.without_recipe import BY_NAME, NamedColumns, asked_questions, load_generator, opened_scorer
+from lockstep.commands.without_recipe import BY_NAME, NamedColumns, load_generator, opened_scorer, read_option_questions
 from lockstep.data.encode.prompt_rows import REWARD_FIELDS
 from lockstep.data.sources.read import RowSet, read_rows
 from lockstep.data.updates import even_groups, row_sizes
@@ -30,7 +30,7 @@ from lockstep.parallel.world import World, joined
 from lockstep.preflight.prepare import shared_and_moving
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Reward
-from lockstep.recipe.methods import reference_kind
+from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.schema import Model
 from lockstep.reward.process_model import PROCESS, read_judging
 from lockstep.reward.row_rewards import RuleJudge, read_by_rewards
@@ -45,13 +45,11 @@ from lockstep.run.screen import Screen, shown
 from lockstep.train.models import Models, Packing
 from lockstep.types import Prompt, Rollout, Sampling
 
-# `lockstep eval` on rows that are judged rather than answered: pairs and rankings, and the steps of solutions.
-
 TOKENS = 8192
 
 
 def rows_recipe(folder: str, data: str, rows: RowSet, dtype: str, reference: str | None) -> Recipe | None:
-    """The recipe of the method that judges these rows with this model; None for questions to answer."""
+    """The recipe of the method that scores these rows with this model; None for questions to answer."""
     values: dict[str, Any]
     if (Path(folder) / PROCESS).is_file():
         values = {"method": "prm", "prm": read_judging(Path(folder))}
@@ -62,12 +60,12 @@ def rows_recipe(folder: str, data: str, rows: RowSet, dtype: str, reference: str
     elif reference is not None:
         values = {"method": "dpo", "preference": {"beta": 1.0}}
     else:
-        # Without a reference, mean log-probabilities: sums would prefer whatever is shorter.
+        # Without a reference, use mean log-probabilities: sums would prefer shorter responses.
         values = {"method": "cpo", "preference": {"loss": "cpo", "beta": 1.0, "average": True}}
     values |= {"model": {"path": folder, "dtype": dtype}, "data": {"train": data, "require_end": False}}
     recipe = Recipe.model_validate(values)
     if reference is not None and reference_kind(recipe) == "none":
-        raise Refusal.at("--reference", "only a language model's preference is measured against one", "remove it")
+        raise Refusal.at("--reference", "applies only to the preference of a language model", "remove it")
     return recipe
 
 
@@ -82,32 +80,32 @@ def score_rows(
     world: World,
     console: Console,
 ) -> dict[str, float]:
-    """The method's metrics over the rows, without its loss's settings; every row's numbers go to `out`."""
+    """The metrics of the method over the rows, without its loss; per-row values go to `out`."""
     method, folder = METHODS[recipe.method], recipe.model.path
     tokenizer, config = load_tokenizer(folder), load_config(folder)
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     with console.task("Encoding rows", len(rowset)) as task:
         read = method.reader(recipe)
         try:
-            found = read(recipe.data.train, recipe.data, tokenizer, limit, task.advance, [rowset])
+            dataset = read(recipe.data.train, recipe.data, tokenizer, limit, task.advance, [rowset])
         except Refusal as refusal:
             raise _without_keys(refusal) from refusal
-    for note in found.notes:
+    for note in dataset.notes:
         console.say(note)
-    items = found.items[:rows]
+    items = dataset.items[:rows]
     torch_device = device.torch_device(world.local_rank)
     module = _load(recipe, folder, device, torch_device)
     standard = None if reference is None else _load(recipe, reference, device, torch_device)
     assert standard is None or isinstance(standard, Policy)
-    longest = int(row_sizes(found.items, packed=False).max())
+    longest = int(row_sizes(dataset.items, packed=False).max())
     tokens = max(TOKENS, 2 * longest * max(len(i.examples) for i in items))
     configs = [config, *([] if reference is None else [load_config(reference)])]
-    # Padded rows share no beginning, so each of their sequences has positions of its own.
-    padded = bool(shared_and_moving(found, *configs))
+    # Padded rows share no prefix, so each sequence has separate positions.
+    padded = bool(shared_and_moving(dataset, *configs))
     packing = Packing(world, None if padded else tokens, max(1, tokens // longest // 2) if padded else None, 0)
     models = Models(module, packing, torch_device, reference=standard, longest=longest)
     metrics = measure(items, method.objective(recipe), models)
-    del metrics["loss"]  # of settings that nobody chose
+    del metrics["loss"]  # depends on settings that the user did not choose
     if out is not None:
         assert method.scores is not None
         lines = [line for group in even_groups(items, GROUP) for line in method.scores(group, models)]
@@ -117,8 +115,8 @@ def score_rows(
 
 
 def _without_keys(refusal: Refusal) -> Refusal:
-    """There is no recipe whose keys could name the columns."""
-    rename = "rename its columns: the page on data lists the names that are found"
+    """Replaces remedies that name recipe keys, because there is no recipe."""
+    rename = "rename its columns: docs/data.md lists the detected names"
     return Refusal([Problem(p.where, p.why, rename if "data." in p.remedy else p.remedy) for p in refusal.problems])
 
 
@@ -129,9 +127,7 @@ def _load(recipe: Recipe, folder: str, device: Device, torch_device: torch.devic
     return load_policy(settings, torch_device, device.attention, seed=0)
 
 
-# `lockstep eval`: how well a model answers rows that a rule can check, or judges rows of preferences and steps.
-
-# How a reward's key in a recipe is called here.
+# Recipe keys of rewards and the matching options.
 OPTIONS = {"reward.function": "--reward", "reward.rules.": "--rule ", "reward.rules": "--rule"}
 
 
@@ -152,7 +148,7 @@ def score_model(
     reward: str | None = None,
     columns: NamedColumns = BY_NAME,
 ) -> dict[str, float]:
-    """Answer or judge, score, show; returns the metrics. `rules` are of the form RULE or SOURCE=RULE."""
+    """Evaluates a model, prints and returns the metrics. `rules` have the form RULE or SOURCE=RULE."""
     refuse_options(dtype, n, temperature)
     if out is not None:
         refuse_unwritable(out, "--out")
@@ -165,7 +161,9 @@ def score_model(
         compared = None if reference is None else model_folder(reference)
         recipe = rows_recipe(folder, data, rowset, dtype, compared)
         if recipe is not None and (rules or reward):
-            raise Refusal.at("--rule" if rules else "--reward", f"{data} is judged, not answered", "remove it")
+            raise Refusal.at(
+                "--rule" if rules else "--reward", f"{data} has labeled rows, which need no rule or reward", "remove it"
+            )
         if recipe is not None:
             metrics = score_rows(
                 recipe, rowset, rows=rows, reference=compared, out=out, device=device, world=world, console=console
@@ -174,9 +172,9 @@ def score_model(
                 _show(model, data, metrics)
             return metrics
         if reference is not None:
-            raise Refusal.at("--reference", f"{data} holds no pairs to compare", "remove it")
-        asked = REWARD_FIELDS if rules or reward is None else read_by_rewards(Reward(function=reward))
-        questions = asked_questions(rowset, rows, columns, asked=asked)
+            raise Refusal.at("--reference", f"{data} has no pairs to compare", "remove it")
+        required = REWARD_FIELDS if rules or reward is None else read_by_rewards(Reward(function=reward))
+        questions = read_option_questions(rowset, rows, columns, required=required)
         named = _rules(rules, {question.data_source for question in questions}, judged=reward is not None)
         tokenizer = load_tokenizer(folder)
         prompts = encode_questions(tokenizer, questions)
@@ -195,19 +193,21 @@ def score_model(
 
 
 def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str, str]:
-    """The rule of each data source that the options name. Unless a function judges, every source has one then."""
-    own: dict[str, str] = {}
+    """The rule of each data source named by options. Unless a function scores, every source must have one."""
+    chosen: dict[str, str] = {}
     for word in words:
         source, sign, rule = word.rpartition("=")
         rule_named(rule, f"--rule {word}")
         if sign and source not in sources:
-            raise Refusal.at(f"--rule {word}", f"no row is of {source!r}", f"there are {', '.join(sorted(sources))}")
+            raise Refusal.at(
+                f"--rule {word}", f"no row has data source {source!r}", f"data sources: {', '.join(sorted(sources))}"
+            )
         key = source if sign else ""
-        if own.setdefault(key, rule) != rule:
-            why = f"{own[key]} is the rule {f'of {source!r}' if sign else 'of all sources'} already"
+        if chosen.setdefault(key, rule) != rule:
+            why = f"{chosen[key]} is already the rule {f'of {source!r}' if sign else 'of all sources'}"
             raise Refusal.at(f"--rule {word}", why, "give one of them, or SOURCE=RULE for each source")
-    general = own.pop("", None)
-    named = {**(dict.fromkeys(sources, general) if general else {}), **own}
+    general = chosen.pop("", None)
+    named = {**(dict.fromkeys(sources, general) if general else {}), **chosen}
     if not judged:
         for source in sorted(sources):
             rule_for(source, named, "--rule")
@@ -218,7 +218,7 @@ def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str
 def _judge(
     reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console
 ) -> Iterator[RuleJudge | Scorer]:
-    """The built-in rules, or what the options name, tried on real rows first."""
+    """The built-in rules, or the rewards named by options, tried on real rows first."""
     sources = {prompt.question.data_source for prompt in prompts}
     if not reward.rules and reward.function is None and not any_isolated(sources):
         yield RuleJudge()
@@ -236,7 +236,7 @@ def _answers(
 
 
 def _named(metrics: dict[str, float]) -> dict[str, float]:
-    """By the names that a user reads."""
+    """Metrics without the `val/` prefix."""
     return {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}
 
 

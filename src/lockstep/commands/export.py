@@ -18,29 +18,26 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.output import write
 from lockstep.train.checkpointing import write_export
 
-# A model folder onto the hub.
-
 REMEDY = "push from a machine that can reach it; the exported folder can be copied there"
 
 
 def refuse_no_hub(name: str) -> None:
-    """Everything that would end a push, before a model is written for it."""
+    """Checks the conditions of a push before a model is written."""
     from huggingface_hub import get_token
 
     where = f"--push {name}"
     if not looks_like_hub(name):
-        raise Refusal.at(where, "is no name of the hub", "write OWNER/NAME")
+        raise Refusal.at(where, "is not a hub name", "write OWNER/NAME")
     status = ask_hub(name, where, "nothing was pushed", REMEDY)
     if get_token() is None:
-        raise Refusal.at(where, "the hub takes nothing without a token", "set HF_TOKEN, or run: hf auth login")
+        raise Refusal.at(where, "the hub needs a token", "set HF_TOKEN, or run: hf auth login")
     if status in (401, 403):
-        why = f"the hub refuses this token ({status})"
-        raise Refusal.at(where, why, "use a token that may write to it")
+        why = f"the hub rejects this token ({status})"
+        raise Refusal.at(where, why, "use a token with write access")
 
 
 def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: bool) -> str:
-    """All files of a folder as one commit, into a repository that is made where there is none. `kept` says that the
-    folder stays when the push fails."""
+    """Pushes a folder as one commit; creates the repository if needed. `kept`: the folder remains if the push fails."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi(endpoint=constants.ENDPOINT)
@@ -48,18 +45,15 @@ def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: b
         api.create_repo(name, private=private or None, exist_ok=True)
         done = api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
     except hub_errors() as error:
-        left = f"the model is in {folder}" if kept else "the run is as it was"
-        remedy = f"{left}; try again, or copy the folder there by hand: hf upload {name} DIR"
-        raise Refusal.at(f"--push {name}", f"the hub did not take it: {first_line(error)}", remedy) from error
+        state = f"the model is in {folder}" if kept else "the run is unchanged"
+        remedy = f"{state}; retry, or upload the folder: hf upload {name} DIR"
+        raise Refusal.at(f"--push {name}", f"the push failed: {first_line(error)}", remedy) from error
     return f"pushed to {done.commit_url}"
-
-
-# `lockstep export`: a checkpoint of a run, or an adapter and its base, as a Hugging Face folder; and onto the hub.
 
 
 @dataclass(frozen=True)
 class ExportOrder:
-    """What the user asked for. `adapter` keeps an adapter apart, `merge` says that it is put into its base."""
+    """Options of the export. `adapter` keeps an adapter separate; `merge` merges it into its base model."""
 
     step: int | None = None
     best: bool = False
@@ -71,38 +65,38 @@ class ExportOrder:
 
 
 def export_to(source: Path, out: Path | None, order: ExportOrder) -> list[str]:
-    """Write the folder, push it where that was asked for, and say what was done."""
+    """Writes the folder and optionally pushes it; returns lines that describe what was done."""
     if order.adapter and order.merge:
-        raise Refusal.at("--merge", "set together with --adapter", "remove one of the two")
+        raise Refusal.at("--merge", "cannot be combined with --adapter", "remove one of the two")
     if order.push is None:
         if out is None:
-            raise Refusal.at("DIR", "must be set", "name the folder to write, or --push OWNER/NAME")
+            raise Refusal.at("DIR", "must be set", "give the folder to write, or --push OWNER/NAME")
         return [_written(source, out, order)]
     refuse_no_hub(order.push)
     with tempfile.TemporaryDirectory() as place:
         folder = out or Path(place) / "model"
-        said = _written(source, folder, order)
-        return [said, push_folder(folder, order.push, said, private=order.private, kept=out is not None)]
+        message = _written(source, folder, order)
+        return [message, push_folder(folder, order.push, message, private=order.private, kept=out is not None)]
 
 
 def _written(source: Path, out: Path, order: ExportOrder) -> str:
     if (source / ADAPTER).is_file():
         return _merged(source, out, order)
     if order.base is not None:
-        raise Refusal.at("--base", f"{source} is no adapter: a run knows its base", "remove it")
+        raise Refusal.at("--base", f"{source} is not an adapter, and a run stores its base", "remove it")
     run, step = source, order.step
     if (source / checkpoints.STATE).is_file() and source.parent.name == "checkpoints":
         if step is not None or order.best:
-            raise Refusal.at(source, "is one checkpoint already", "remove --step and --best")
+            raise Refusal.at(source, "is already a single checkpoint", "remove --step and --best")
         run, step = source.parent.parent, int(source.name.removeprefix("step_"))
     if order.merge and _recipe_of(run).model.lora is None:
-        raise Refusal.at("--merge", "the run trained all weights, so it has no adapter", "export without --merge")
+        raise Refusal.at("--merge", "the run trained all weights and has no adapter", "export without --merge")
     return export_run(run, out, step=step, best=order.best, adapter=order.adapter)
 
 
 def _merged(source: Path, out: Path, order: ExportOrder) -> str:
     if order.adapter:
-        raise Refusal.at("--adapter", f"{source} is an adapter already", "use --merge")
+        raise Refusal.at("--adapter", f"{source} is already an adapter", "use --merge")
     if order.step is not None or order.best:
         raise Refusal.at(source, "is an adapter and has no steps", "remove --step and --best")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -114,23 +108,23 @@ def _merged(source: Path, out: Path, order: ExportOrder) -> str:
             verified = merge_adapter(source, base, aside, str(source))
     except OSError as error:
         raise unwritten(out, error) from error
-    return _told(f"merged {source} into {base}: {out}", out, verified)
+    return _with_verification(f"merged {source} into {base}: {out}", out, verified)
 
 
-def _told(said: str, out: Path, verified: Verification) -> str:
+def _with_verification(message: str, out: Path, verified: Verification) -> str:
     if not verified.done:
         write(f"warning: {out}: {verified.sentence}", error=True)
-    return f"{said}; {verified.sentence}"
+    return f"{message}; {verified.sentence}"
 
 
 def _recipe_of(run: Path) -> Recipe:
     if not RunFolder(run).recipe.is_file():
-        raise Refusal.at(str(run), "is not a run folder: it has no recipe.yaml", "give a folder under runs/")
+        raise Refusal.at(str(run), "is not a run folder: it has no recipe.yaml", "give a folder in runs/")
     return load_recipe(str(RunFolder(run).recipe), stored=True)
 
 
 def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: bool) -> str:
-    """Write the model and say what it is."""
+    """Writes the model of a run and returns a description."""
     folder, recipe = RunFolder(run), _recipe_of(run)
     steps = checkpoints.steps_in(folder.checkpoints)
     if not steps:
@@ -152,5 +146,5 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
         raise Refusal.at(str(path), f"is damaged: {damage}", f"export another step: {', '.join(others) or 'none left'}")
     found = checkpoints.read(path)
     _, verified = write_export(recipe, found, out, folder, adapter=adapter)
-    said = f"exported step {found.state.step} of {run} to {out}" + (" (adapter)" if adapter else "")
-    return _told(said, out, verified)
+    message = f"exported step {found.state.step} of {run} to {out}" + (" (adapter)" if adapter else "")
+    return _with_verification(message, out, verified)

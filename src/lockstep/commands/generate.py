@@ -1,4 +1,4 @@
-"""`lockstep generate` and `--chat`: a model that answers on the console."""
+"""`lockstep generate` and `--chat`: generation on the console."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from lockstep.run.output import write
 from lockstep.serve.text_stream import TextStream
 from lockstep.types import Message, Origin, Request, Sampling
 
-# A loaded model that answers, in pieces as its tokens come.
-
 _HERE = Origin("the prompt", 0)
 Hear = Callable[[str], None]
 
 
 def silent(piece: str) -> None:
-    """Nobody listens while it speaks."""
+    """Discards the streamed text."""
 
 
 class Conversation:
-    """A loaded model that answers. Any language model that transformers generates from will do: none is trained."""
+    """A loaded model that streams its answers. Any language model that transformers can generate with is supported."""
 
     def __init__(
         self,
@@ -61,29 +59,29 @@ class Conversation:
         loaded = whole_model(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
         prepare_products(loaded.dtype)
         if adapter is not None:
-            # The layers of the model itself carry the adapter then.
+            # The adapter is part of the layers of the base model.
             try:
                 loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
             except Refusal as refusal:
                 raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
         self.model = loaded.to(chosen.torch_device()).eval()
         self.context: int | None = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
-        """The most tokens of all that was said and the answer, where the model tells."""
+        """Maximum tokens of conversation plus answer, if the config states it."""
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop_ids=stops, seed=seed
         )
         self.engine = HfEngine(lambda: nullcontext(self.model), self.tokenizer.decode)
-        self.said = 0
+        self.replies = 0
         self.interruptible = False
-        """Whether Ctrl-C ends a reply, which then is what was said so far, or the program."""
+        """Whether Ctrl-C ends only the current reply instead of the program."""
         self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def answer(self, prompt: str, hear: Hear = silent) -> str:
-        """The reply to one user message; `hear` is given its pieces."""
+        """The reply to one user message; `hear` receives the streamed text."""
         if not self.tokenizer.chat_template:
             if self.opening:
-                raise Refusal.at("--system", "the model has no chat template to write it in", "remove it")
+                raise Refusal.at("--system", "the model has no chat template", "remove it")
             return self.continue_text(prompt, hear)
         return self.reply([*self.opening, {"role": "user", "content": prompt}], hear)
 
@@ -94,7 +92,7 @@ class Conversation:
         try:
             refuse_dropped_by_template(text, messages, (), _HERE)
         except Refusal as refusal:
-            raise Refusal.at("the prompt", refusal.problems[0].why, "say it in what the user says") from refusal
+            raise Refusal.at("the prompt", refusal.problems[0].why, "put it into the user message") from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)
 
     def continue_text(self, prompt: str, hear: Hear = silent) -> str:
@@ -109,14 +107,14 @@ class Conversation:
             left = self.context - len(ids)
             if left < 1:
                 why = f"has {len(ids)} tokens, and the model's context is {self.context}"
-                raise Refusal.at("the prompt", why, "say less; in a chat, /undo or /reset")
+                raise Refusal.at("the prompt", why, "shorten it; in a chat, use /undo or /reset")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
-        # Each reply draws noise of its own.
-        self.said += 1
+        # Each reply has a separate random stream.
+        self.replies += 1
         stream = TextStream(lambda some: str(self.tokenizer.decode(some, skip_special_tokens=True)))
         self.engine.heard = lambda token: hear(stream.push(token))
         try:
-            (completion,) = self.engine.generate([Request(ids, key=self.said)], sampling)
+            (completion,) = self.engine.generate([Request(ids, key=self.replies)], sampling)
             hear(stream.end())
         except KeyboardInterrupt:
             hear(stream.end())
@@ -128,63 +126,61 @@ class Conversation:
         return str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
 
 
-# `lockstep generate --chat`: a conversation on the console, with commands that change what was said.
-
-HELP = """/reset          forget what was said
-/undo           take back the last question and its answer
-/system [TEXT]  set the system message, or remove it; what was said is forgotten
-/history        show what was said
-/help           this
-/exit           end; so do an empty line and Ctrl-D
-A line that ends with \\ goes on in the next; \"\"\" begins and ends a text of
-several lines. //... says /... . Ctrl-C stops an answer."""
+HELP = """/reset          clear the conversation
+/undo           remove the last question and its answer
+/system [TEXT]  set or remove the system message; clears the conversation
+/history        show the conversation
+/help           show this help
+/exit           exit; an empty line and Ctrl-D exit too
+A line that ends with \\ continues on the next line; \"\"\" starts and ends a text of
+several lines. //... sends /... . Ctrl-C stops an answer."""
 FENCE = '"""'
 
 
 class Chat:
-    """What was said so far; `said` is a message or a command, and the answer is told piece by piece."""
+    """A conversation on the console. `enter` takes a message or a command; answers are streamed."""
 
     def __init__(self, conversation: Conversation):
         self.conversation = conversation
         self.messages: list[Message] = list(conversation.opening)
         self.over = False
 
-    def enter(self, said: str) -> None:
-        if said.startswith("//"):
-            self._answer(said[1:])
-        elif said.startswith("/"):
-            self._command(said)
+    def enter(self, text: str) -> None:
+        if text.startswith("//"):
+            self._answer(text[1:])
+        elif text.startswith("/"):
+            self._command(text)
         else:
-            self._answer(said)
+            self._answer(text)
 
-    def _answer(self, said: str) -> None:
-        asked: list[Message] = [*self.messages, {"role": "user", "content": said}]
+    def _answer(self, text: str) -> None:
+        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         write("model> ", end="")
         try:
-            reply = self.conversation.reply(asked, lambda piece: write(piece, end=""))
+            reply = self.conversation.reply(messages, lambda piece: write(piece, end=""))
         except Refusal as refusal:
             write(f"\n{refusal}")
             return
         write()
-        self.messages = [*asked, {"role": "assistant", "content": reply}]
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
 
-    def _command(self, said: str) -> None:
-        name, _, rest = said[1:].partition(" ")
+    def _command(self, text: str) -> None:
+        name, _, rest = text[1:].partition(" ")
         opening = [message for message in self.messages if message["role"] == "system"]
         if name == "reset":
             self.messages = opening
-            write("forgotten")
+            write("conversation cleared")
         elif name == "undo":
             if len(self.messages) > len(opening):
-                taken = self.messages[-2]
+                removed = self.messages[-2]
                 self.messages = self.messages[:-2]
-                write(f"taken back: {taken['content']}")
+                write(f"removed: {removed['content']}")
             else:
-                write("nothing was said yet")
+                write("the conversation is empty")
         elif name == "system":
-            text = rest.strip()
-            self.messages = [{"role": "system", "content": text}] if text else []
-            write("a new conversation" + (" with that system message" if text else " without a system message"))
+            system = rest.strip()
+            self.messages = [{"role": "system", "content": system}] if system else []
+            write("a new conversation" + (" with that system message" if system else " without a system message"))
         elif name == "history":
             for message in self.messages:
                 write(f"{message['role']}> {message['content']}")
@@ -192,34 +188,34 @@ class Chat:
             self.over = True
         else:
             if name != "help":
-                write(f"there is no /{name}")
+                write(f"no such command: /{name}")
             write(HELP)
 
 
 def converse(conversation: Conversation, first: str | None) -> None:
-    """Turn by turn until the input ends, an empty line is given, or /exit."""
+    """Runs the chat until the input ends, an empty line is entered, or /exit."""
     if sys.stdin.isatty():
         with suppress(ImportError):
-            # Arrow keys: lines that were typed before, and moving in this one.
+            # Enables arrow keys and the line history.
             import readline  # noqa: F401
     chat = Chat(conversation)
     conversation.interruptible = True
-    said = first
+    text = first
     while not chat.over:
-        if said is None:
+        if text is None:
             try:
-                said = entered(input)
+                text = entered(input)
             except (EOFError, KeyboardInterrupt):
                 write()
                 return
-        if not said:
+        if not text:
             return
-        chat.enter(said)
-        said = None
+        chat.enter(text)
+        text = None
 
 
 def entered(ask: Callable[[str], str]) -> str:
-    """One message: a line, lines that end with a backslash, or what stands between two fences."""
+    """Reads one message: a line, lines that end with a backslash, or text between two fences."""
     line = ask("you> ").strip()
     if line.startswith(FENCE):
         lines = [line[len(FENCE) :]]

@@ -1,4 +1,4 @@
-"""`lockstep init`: a first recipe from a method, a model and rows, with what each key means beside it."""
+"""`lockstep init`: writes a first recipe from a method, a model and rows, with a description of each key."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lockstep.recipe.schema import Recipe
 from lockstep.run.output import fit, fit_rows, write
 
 if TYPE_CHECKING:
-    from lockstep.commands.init_rows import RowsSeen
+    from lockstep.commands.init_rows import RowsInfo
 
-# What people come to do, in the order in which they do it.
+# Common methods in the usual order of use.
 TASKS = {
-    "sft": "learn from answers: prompts with responses, chats or plain text",
-    "dpo": "learn from pairs: a better and a worse response to each prompt",
-    "kto": "learn from verdicts: responses that are marked good or bad",
-    "rm": "a reward model from pairs",
-    "grpo": "learn by trying: prompts, and a reward for each response",
-    "ppo": "the same with a critic",
-    "distill": "learn from a teacher model's probabilities",
+    "sft": "train on responses: prompts with responses, chats or plain text",
+    "dpo": "train on pairs: a better and a worse response per prompt",
+    "kto": "train on labels: responses labeled good or bad",
+    "rm": "train a reward model on pairs",
+    "grpo": "train on rewards: prompts, and a reward for each response",
+    "ppo": "as grpo, with a critic",
+    "distill": "train on the probabilities of a teacher model",
 }
 WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What was chosen; `reward` is a function of the user's, `teacher` a model folder."""
+class Choices:
+    """The choices of the user; `reward` is a function path, `teacher` a model folder."""
 
     method: str
     model: str
@@ -49,11 +49,11 @@ class Wishes:
     reward: str | None = None
     teacher: str | None = None
     words: tuple[str, ...] = ()
-    """Other keys, as `key=value`."""
+    """Other keys as `key=value`."""
 
 
 class Key(NamedTuple):
-    """A line of the recipe; one that is `off` stands there as a comment. `more` is said besides its description."""
+    """A line of the recipe. `off` writes it as a comment; `more` is added to its description."""
 
     name: str
     value: Any
@@ -64,7 +64,7 @@ class Key(NamedTuple):
 def needs_teacher(method: str) -> bool:
     if method in ONLINE:
         return not rewarded(method)
-    # One of its own groups of keys has a place for it.
+    # True if one of the method's groups has a key for it.
     return any("teacher" in _group(name).model_fields for name in OFFLINE[method].sections)
 
 
@@ -75,16 +75,16 @@ def _group(name: str) -> type[BaseModel]:
 
 
 def check_method(method: str) -> str:
-    """The method, or a refusal that names what there is."""
-    known = [*OFFLINE, *ONLINE]
-    if method not in known:
-        near = get_close_matches(method, known, n=1)
+    """Returns the method, or raises a refusal that lists the methods."""
+    methods = [*OFFLINE, *ONLINE]
+    if method not in methods:
+        near = get_close_matches(method, methods, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise Refusal.at("--method", f"no such method: {method}", f"{hint}known: {', '.join(known)}")
+        raise Refusal.at("--method", f"no such method: {method}", f"{hint}methods: {', '.join(methods)}")
     return method
 
 
-def asked(
+def choose(
     file: Path,
     method: str | None,
     model: str | None,
@@ -93,16 +93,16 @@ def asked(
     reward: str | None,
     teacher: str | None,
     words: Sequence[str] = (),
-) -> Wishes:
-    """What was given, and on a terminal what the user answers to the rest."""
-    _refuse_taken(file)
+) -> Choices:
+    """The given options; on a terminal, prompts for the missing ones."""
+    _refuse_existing(file)
     if not sys.stdin.isatty():
         given = {"--method": method, "--model": model, "--data": train}
         refuse_all(
-            [Problem(name, "must be set where nobody can be asked") for name, one in given.items() if one is None]
+            [Problem(name, "must be set if stdin is not a terminal") for name, value in given.items() if value is None]
         )
     if method is None:
-        write("What should the model do? (any method of `lockstep recipes`)")
+        write("Which method? (any method of `lockstep recipes`)")
         for key, value in fit_rows([(f"  {name}", meaning) for name, meaning in TASKS.items()]):
             write(f"{key}{value}")
         method = _ask("method", "sft")
@@ -111,64 +111,64 @@ def asked(
     model = model or _ask("model: a Hugging Face folder, or a run folder")
     train = train or _ask("data: a jsonl, parquet, json or csv file, or a folder of them")
     if questions and val is None:
-        val = _ask("validation data (nothing: none)", "") or None
+        val = _ask("validation data (empty: none)", "") or None
     if questions and reward is None and rewarded(method):
-        reward = _ask("your reward function, as file.py:name (nothing: a rule)", "") or None
+        reward = _ask("your reward function, as file.py:name (empty: a rule)", "") or None
     if teacher is None and needs_teacher(method) and sys.stdin.isatty():
         teacher = _ask("teacher: the folder of a model")
-    return Wishes(method, model, train, val, reward, teacher, tuple(words))
+    return Choices(method, model, train, val, reward, teacher, tuple(words))
 
 
-def _ask(question: str, usual: str | None = None) -> str:
-    answer: str = typer.prompt(question, default=usual, show_default=bool(usual))
+def _ask(question: str, default: str | None = None) -> str:
+    answer: str = typer.prompt(question, default=default, show_default=bool(default))
     return answer.strip()
 
 
 def rewarded(method: str) -> bool:
-    """Whether rewards are what it learns from."""
+    """Whether the method trains on rewards."""
     return method in ONLINE and method_defaults(method).get("reward", {}).get("weights", {}).get("rule") != 0
 
 
-def _refuse_taken(file: Path) -> None:
+def _refuse_existing(file: Path) -> None:
     if file.exists():
-        raise Refusal.at(file, "exists, and is not overwritten", "name another file: lockstep init FILE.yaml")
+        raise Refusal.at(file, "already exists", "give another file: lockstep init FILE.yaml")
 
 
-def write_recipe(file: Path, wishes: Wishes) -> list[str]:
-    """Write the recipe, which is checked first, to a new file; returns lines that say what comes next."""
-    check_method(wishes.method)
-    if wishes.teacher is None and needs_teacher(wishes.method):
-        raise Refusal.at("--teacher", f"method {wishes.method} needs a teacher", "the folder of a model")
-    if wishes.reward is not None and not rewarded(wishes.method):
-        raise Refusal.at("--reward", f"method {wishes.method} reads no reward", "leave it out")
-    keys = _keys(wishes, _run_name(file))
-    for name, value in map(override_of, wishes.words):
+def write_recipe(file: Path, choices: Choices) -> list[str]:
+    """Checks the recipe and writes it to a new file; returns lines with the next steps."""
+    check_method(choices.method)
+    if choices.teacher is None and needs_teacher(choices.method):
+        raise Refusal.at("--teacher", f"method {choices.method} needs a teacher", "give the folder of a model")
+    if choices.reward is not None and not rewarded(choices.method):
+        raise Refusal.at("--reward", f"method {choices.method} uses no reward", "remove it")
+    keys = _keys(choices, _run_name(file))
+    for name, value in map(override_of, choices.words):
         keys = _with(keys, Key(name, value))
     checked_recipe(_values(keys))
-    seen = _look(_values(keys))
+    seen = _inspect(_values(keys))
     for name, (value, why) in seen.keys.items():
         keys = _with(keys, Key(name, value, more=f"{why[:1].upper()}{why[1:]}"))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as opened:
-            opened.write(_text(wishes, keys))
+            opened.write(_text(choices, keys))
     except FileExistsError:
-        _refuse_taken(file)
+        _refuse_existing(file)
         raise
     except OSError as error:
         raise unwritten(file, error) from error
-    return _next(file, wishes, seen.said)
+    return _next(file, choices, seen.notes)
 
 
-def _look(values: dict[str, Any]) -> RowsSeen:
-    """Imported here: what needs no look at rows, as the list of methods and a refusal of one, comes at once."""
-    from lockstep.commands.init_rows import look_at_rows
+def _inspect(values: dict[str, Any]) -> RowsInfo:
+    """Imported here so that the prompts and early errors are fast."""
+    from lockstep.commands.init_rows import inspect_rows
 
-    return look_at_rows(values)
+    return inspect_rows(values)
 
 
 def _with(keys: list[Key], key: Key) -> list[Key]:
-    """The key in the place of one of its name, or after the last of its group."""
+    """Replaces the key with the same name, or inserts the key after the last one of its group."""
     if any(one.name == key.name for one in keys):
         return [key if one.name == key.name else one for one in keys]
     for group in reversed(list(accumulate(key.name.split(".")[:-1], "{}.{}".format))):
@@ -179,79 +179,81 @@ def _with(keys: list[Key], key: Key) -> list[Key]:
 
 
 def _run_name(file: Path) -> str:
-    """The file's name as a run may be called."""
+    """The name of the file as a valid run name."""
     kept = "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in file.stem
     )
     return kept.lstrip("._-") or "run"
 
 
-def _keys(wishes: Wishes, name: str) -> list[Key]:
-    online = wishes.method in ONLINE
-    # The method's own values, so that the recipe says what would hold without it.
-    own = Recipe.model_validate({**method_defaults(wishes.method), "model": {"path": "x"}, "data": {"train": "x"}})
+def _keys(choices: Choices, name: str) -> list[Key]:
+    online = choices.method in ONLINE
+    # The defaults of the method, which the recipe spells out.
+    defaults = Recipe.model_validate(
+        {**method_defaults(choices.method), "model": {"path": "x"}, "data": {"train": "x"}}
+    )
     keys = [
-        Key("method", wishes.method),
+        Key("method", choices.method),
         Key("run.name", name),
         Key("run.steps", 200) if online else Key("run.epochs", 1, more="Or `steps: N`."),
-        Key("model.path", wishes.model),
+        Key("model.path", choices.model),
         Key("model.dtype", "fp32", more="`bf16` on most accelerators."),
-        Key("model.lora", {"rank": 16}, off=True, more="With a learning rate ten times as high or more."),
-        Key("data.train", wishes.train),
+        Key("model.lora", {"rank": 16}, off=True, more="Use a learning rate at least ten times higher."),
+        Key("data.train", choices.train),
     ]
     if not online:
         keys += [
-            Key("data.val", wishes.val or "val.jsonl", off=wishes.val is None),
+            Key("data.val", choices.val or "val.jsonl", off=choices.val is None),
             Key("data.max_tokens", 1024, off=True, more="With `overlong: drop` or `truncate_right`."),
-            Key("batch.rows_per_update", own.batch.rows_per_update),
+            Key("batch.rows_per_update", defaults.batch.rows_per_update),
         ]
     else:
-        keys.append(Key("batch.prompts", own.batch.prompts))
+        keys.append(Key("batch.prompts", defaults.batch.prompts))
     keys += [
-        Key("batch.tokens", 4096, more="Less where memory is short: the results stay the same."),
-        Key("optim.lr", own.optim.lr),
-        Key("optim.schedule", own.optim.schedule),
+        Key("batch.tokens", 4096, more="Lower it if memory is short; the results stay the same."),
+        Key("optim.lr", defaults.optim.lr),
+        Key("optim.schedule", defaults.optim.schedule),
         Key("optim.warmup", 0.03),
     ]
-    keys += _of_method(wishes, own)
-    keys.append(Key("val.every", 50, off=wishes.val is None))
+    keys += _method_keys(choices, defaults)
+    keys.append(Key("val.every", 50, off=choices.val is None))
     if online:
         keys += [
-            Key("val.questions", wishes.val or "val.parquet", off=wishes.val is None),
-            Key("val.max_new_tokens", own.rollout.max_tokens, off=wishes.val is None),
+            Key("val.questions", choices.val or "val.parquet", off=choices.val is None),
+            Key("val.max_new_tokens", defaults.rollout.max_tokens, off=choices.val is None),
         ]
     keys += [
         Key("checkpoint.every", 50),
-        Key("tape", True, off=True, more="Then `lockstep replay` repeats the run on another device."),
+        Key("tape", True, off=True, more="Needed for `lockstep replay`."),
     ]
     return keys
 
 
-def _of_method(wishes: Wishes, own: Recipe) -> list[Key]:
+def _method_keys(choices: Choices, defaults: Recipe) -> list[Key]:
     """Keys of the groups that only some methods read."""
-    if wishes.method in OFFLINE:
-        sections = OFFLINE[wishes.method].sections
-        found = [Key("preference.beta", own.preference.beta)] if "preference" in sections else []
-        if needs_teacher(wishes.method):
-            found += [
-                Key("distill.teacher", wishes.teacher),
-                Key("distill.temperature", own.distill.temperature),
-                Key("distill.coefficient", own.distill.coefficient),
+    if choices.method in OFFLINE:
+        sections = OFFLINE[choices.method].sections
+        keys = [Key("preference.beta", defaults.preference.beta)] if "preference" in sections else []
+        if needs_teacher(choices.method):
+            keys += [
+                Key("distill.teacher", choices.teacher),
+                Key("distill.temperature", defaults.distill.temperature),
+                Key("distill.coefficient", defaults.distill.coefficient),
             ]
-        return found
-    found = [Key(f"rollout.{name}", getattr(own.rollout, name)) for name in ("n", "max_tokens", "temperature")]
-    if rewarded(wishes.method):
-        found += [
-            Key("reward.function", wishes.reward or "reward.py:score", off=wishes.reward is None),
+        return keys
+    keys = [Key(f"rollout.{name}", getattr(defaults.rollout, name)) for name in ("n", "max_tokens", "temperature")]
+    if rewarded(choices.method):
+        keys += [
+            Key("reward.function", choices.reward or "reward.py:score", off=choices.reward is None),
             Key("reward.rules", {"my/source": "math"}, off=True),
         ]
-    if needs_teacher(wishes.method):
-        found.append(Key("algorithm.kl.reference", wishes.teacher))
-    elif own.algorithm.kl.where != "none":
-        found.append(Key("algorithm.kl.coefficient", own.algorithm.kl.coefficient))
-    if estimator_row(own.algorithm.advantage).critic:
-        found.append(Key("critic.lr", own.critic.lr))
-    return found
+    if needs_teacher(choices.method):
+        keys.append(Key("algorithm.kl.reference", choices.teacher))
+    elif defaults.algorithm.kl.where != "none":
+        keys.append(Key("algorithm.kl.coefficient", defaults.algorithm.kl.coefficient))
+    if estimator_row(defaults.algorithm.advantage).critic:
+        keys.append(Key("critic.lr", defaults.critic.lr))
+    return keys
 
 
 def _values(keys: Sequence[Key]) -> dict[str, Any]:
@@ -266,14 +268,14 @@ def _values(keys: Sequence[Key]) -> dict[str, Any]:
     return values
 
 
-def _text(wishes: Wishes, keys: Sequence[Key]) -> str:
+def _text(choices: Choices, keys: Sequence[Key]) -> str:
     meanings = described_keys()
     lines = [
-        f"# {wishes.method}: {TASKS[wishes.method]}." if wishes.method in TASKS else f"# {wishes.method}.",
-        f"# `lockstep recipes {wishes.method}` prints what the method sets; keys here replace it.",
-        "# Lines with `#` before a key are off: take the mark away to use them.",
+        f"# {choices.method}: {TASKS[choices.method]}." if choices.method in TASKS else f"# {choices.method}.",
+        f"# `lockstep recipes {choices.method}` prints the defaults of the method; keys here override them.",
+        "# A `#` before a key disables it: remove the `#` to use it.",
     ]
-    # A group without a value would be no group.
+    # A group without an active key must be a comment too.
     used = {group for key in keys if not key.off for group in key.name.split(".")[:-1]}
     open_groups: list[str] = []
     for key in keys:
@@ -287,29 +289,29 @@ def _text(wishes: Wishes, keys: Sequence[Key]) -> str:
             lines.append("  " * depth + f"{'' if groups[depth] in used else '#'}{groups[depth]}:")
         open_groups = groups
         indent = "  " * len(groups)
-        said = " ".join(part for part in (meanings.get(key.name), key.more) if part)
-        lines += textwrap.wrap(said, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        comment = " ".join(part for part in (meanings.get(key.name), key.more) if part)
+        lines += textwrap.wrap(comment, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         lines.append(f"{indent}{'#' if key.off else ''}{leaf}: {value_text(key.value)}")
     return "\n".join(lines) + "\n"
 
 
-def _next(file: Path, wishes: Wishes, seen: Sequence[str]) -> list[str]:
-    named = [("model.path", wishes.model), ("data.train", wishes.train), ("validation rows", wishes.val)]
-    named += [("teacher", wishes.teacher), ("reward", (wishes.reward or "").rpartition(":")[0] or None)]
+def _next(file: Path, choices: Choices, notes: Sequence[str]) -> list[str]:
+    named = [("model.path", choices.model), ("data.train", choices.train), ("validation rows", choices.val)]
+    named += [("teacher", choices.teacher), ("reward", (choices.reward or "").rpartition(":")[0] or None)]
     absent = [f"{what} {path}" for what, path in named if path and _looks_local(path) and not Path(path).exists()]
-    lines = [*[line for one in seen for line in fit(one)], f"wrote {file}"]
-    lines += [f"not there yet: {one}" for one in absent]
+    lines = [*[line for note in notes for line in fit(note)], f"wrote {file}"]
+    lines += [f"missing: {item}" for item in absent]
     name = quote(str(file))
     return [
         *lines,
         "next:",
-        f"  lockstep data show {name}       rows as the model will see them",
-        f"  lockstep train {name} --smoke   two tiny steps, everything on",
+        f"  lockstep data show {name}       rows as the model sees them",
+        f"  lockstep train {name} --smoke   two small steps as a test",
         f"  lockstep plan {name}            batches and memory",
         f"  lockstep train {name}",
     ]
 
 
 def _looks_local(path: str) -> bool:
-    """Hub names and patterns are no files that must be there."""
+    """Whether the path is a local file, not a hub name or a pattern."""
     return not path.startswith("hub:") and not any(sign in path for sign in "*?[")

@@ -22,63 +22,57 @@ from lockstep.run.caches import (
 )
 from lockstep.run.output import fit_rows, write
 
-# What `lockstep train` begins with, as words of the recipe.
-
 
 def with_beginning(overrides: Sequence[str], resume_from: Path | None, init_from: str | None) -> list[str]:
-    """`--init-from` is another model to start from: all else, the optimizer and the schedule too, begins anew."""
+    """Overrides of `lockstep train`. `--init-from` sets the model; optimizer and schedule start anew."""
     if init_from is None:
         return list(overrides)
     if resume_from is not None:
-        raise Refusal.at("--init-from", "set together with --resume-from, which has weights too", "remove one of them")
+        raise Refusal.at("--init-from", "cannot be combined with --resume-from", "remove one of them")
     if any(word.startswith("model.path=") for word in overrides):
-        raise Refusal.at("--init-from", "set together with model.path, which it stands for", "remove one of them")
+        raise Refusal.at("--init-from", "cannot be combined with model.path", "remove one of them")
     return [*overrides, f"model.path={value_text(init_from)}"]
 
 
-# `lockstep cache`: what is kept on this machine, how large it is, and a way to be rid of it.
-
 PARTS = {
-    ROWS: "encoded rows (each recipe's data.cache_gb bounds them)",
+    ROWS: "encoded rows (limited by data.cache_gb of each recipe)",
     FOLDERS: "model folders made of checkpoints, adapters and GGUF files",
-    VERIFIED: "architectures that passed their check",
+    VERIFIED: "architectures that passed the check",
     RUNS: "lists of runs, for `lockstep view`",
 }
 
 
 def cache_lines(cleared: str | None) -> list[str]:
-    """What to say; with `cleared`, a part or `all`, after deleting it."""
+    """Lines that describe the cache; with `cleared` (a part or `all`), deletes it first."""
     if cleared is not None and cleared not in (*PARTS, "all"):
-        raise Refusal.at("--clear", f"there is no part {cleared!r}", f"one of {', '.join(PARTS)}, all")
+        raise Refusal.at("--clear", f"there is no part {cleared!r}", f"use one of {', '.join(PARTS)}, all")
     try:
         home = cache_home()
     except RuntimeError as error:
-        raise Refusal.at("the cache", "there is no home to keep it in", "set LOCKSTEP_CACHE to a folder") from error
+        raise Refusal.at("the cache", "no home folder", "set LOCKSTEP_CACHE to a folder") from error
     if cleared is not None:
         return [line for part in PARTS if cleared in (part, "all") for line in _cleared(part)]
     rows = [(part, f"{gib(size_of(home / part))}, {meaning}") for part, meaning in PARTS.items()]
     for one in reversed(made_folders()):
         day = time.strftime("%Y-%m-%d", time.localtime(one.last_used))
         rows.append((f"  {one.path.name[:8]}", f"{gib(size_of(one.path))}, last used {day}: {one.made_of}"))
-    rows.append(("bound", f"{gib(folders_bound())} of model folders (LOCKSTEP_CACHE_GB)"))
+    rows.append(("limit", f"{gib(folders_bound())} of model folders (LOCKSTEP_CACHE_GB)"))
     rows.append(("clear", f"lockstep cache --clear {'|'.join(PARTS)}|all"))
     return [str(home), *(f"{key}{value}" for key, value in fit_rows(rows))]
 
 
 def _cleared(part: str) -> list[str]:
     freed, busy = clear(part)
-    return [f"{part}: freed {gib(freed)}", *[f"{part}: a process uses that of {one.made_of}: it stays" for one in busy]]
-
-
-# `lockstep --install-completion SHELL`: for a shell that is named; without a name typer looks which one is running.
+    return [f"{part}: freed {gib(freed)}", *[f"{part}: kept {one.made_of}, which a process uses" for one in busy]]
 
 
 def install_for(shell: str) -> None:
+    """`lockstep --install-completion SHELL`; without a name, typer detects the shell."""
     from typer.completion import Shells, completion_init, install
 
-    known = [one.value for one in Shells]
-    if shell not in known:
-        raise Refusal.at("--install-completion", f"there is none for {shell!r}", f"one of {', '.join(known)}")
+    shells = [member.value for member in Shells]
+    if shell not in shells:
+        raise Refusal.at("--install-completion", f"{shell!r} is not supported", f"use one of {', '.join(shells)}")
     completion_init()
     try:
         _, path = install(shell=shell, prog_name="lockstep")
@@ -86,6 +80,3 @@ def install_for(shell: str) -> None:
         raise unwritten("--install-completion", error) from error
     write(f"{shell} completion installed in {path}")
     write("it takes effect in the next shell")
-
-
-# What `lockstep view` does: serves the page of the runs in a folder until it is stopped.

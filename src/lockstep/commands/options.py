@@ -1,4 +1,4 @@
-"""What the options of the commands that generate cannot mean."""
+"""Checks of the options of the commands that generate."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ def refuse_options(dtype: str, n: int, temperature: float) -> None:
     if dtype not in DTYPES:
         raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}")
     if n > 1 and not temperature:
-        raise Refusal.at("--n", f"{n} greedy answers would all be the same", "give a --temperature too")
+        raise Refusal.at("--n", f"{n} greedy answers would be identical", "set --temperature too")
 
 
 def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
-    """The same, in the words of the command: keys of a recipe are options there."""
+    """The refusal with recipe keys replaced by command options."""
 
-    def said(text: str) -> str:
+    def renamed(text: str) -> str:
         for key, option in options.items():
             text = text.replace(key, option)
         return text
 
-    return Refusal([Problem(said(p.where), said(p.why), said(p.remedy)) for p in refusal.problems])
+    return Refusal([Problem(renamed(p.where), renamed(p.why), renamed(p.remedy)) for p in refusal.problems])
 
 
 def refuse_judge(folder: str, model: str) -> None:
-    """A reward model has the layers of a language model, and what they would say is noise."""
+    """Rejects a reward model, whose layers would generate noise."""
     if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
-        why = "is a reward model: it scores answers, and writes none"
-        raise Refusal.at(model, why, "`lockstep eval` and `lockstep serve` take it")
+        why = "is a reward model: it scores answers and does not generate"
+        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`")
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
-    """The prompts that leave an answer no room in the model's context."""
+    """Prompts that leave no room for an answer in the model's context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     problems: list[Problem] = []
     for prompt in prompts:
         length = len(prompt.ids)
         if context and length + max_new_tokens > context:
-            why = f"{length} tokens and a response of {max_new_tokens} are over the model's context of {context}"
+            why = f"{length} tokens plus a response of {max_new_tokens} exceed the model's context of {context}"
             less = f"set --max-new-tokens to {context - length} or less, or " if length < context else ""
             problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it"))
     return problems
 
 
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Before the model is loaded: answers over the context, or in which the positions of cached keys would move."""
+    """Rejects, before loading the model, answers that exceed the context or would move cached positions."""
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens

@@ -36,10 +36,8 @@ from lockstep.rollout.server.process import dialect_of
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 
-# What `lockstep plan` says of rollout engines: that of the recipe with how it starts, and which others there are.
-
-# The flag of each engine for its share of a device's memory, and the share without it (of vLLM 0.26 and 0.32; SGLang
-# computes it from the device's size and its own settings).
+# The flag of each engine for its fraction of device memory, and the default (vLLM 0.26 and 0.32; SGLang computes it
+# from the memory size and its settings).
 SHARES: dict[str, tuple[str, float | None]] = {
     "vllm": ("--gpu-memory-utilization", 0.92),
     "sglang": ("--mem-fraction-static", None),
@@ -47,38 +45,39 @@ SHARES: dict[str, tuple[str, float | None]] = {
 
 
 def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
+    """The engine of the recipe, how it starts, and which other engines are installed."""
     machine, rollout = Machine(), recipe.rollout
     python = rollout.server.python
     packages = installed_packages(machine) if python is None else packages_in(machine, python)
     here = {engine.name: engine for engine in engines_here(packages, device.name)}
-    own = here[rollout.engine]
+    engine = here[rollout.engine]
     lines: list[tuple[str, str]] = []
     if rollout.url is not None:
         urls = [rollout.url] if isinstance(rollout.url, str) else rollout.url
-        lines.append(("engine", f"{own.name} at {', '.join(urls)}, which the run asks when it starts"))
-    elif ENGINES[own.name].served:
-        lines.append(("engine", f"{own.name}, started by the run: {own.found or own.explanation()}"))
+        lines.append(("engine", f"{engine.name} at {', '.join(urls)}, checked when the run starts"))
+    elif ENGINES[engine.name].served:
+        lines.append(("engine", f"{engine.name}, started by the run: {engine.found or engine.explanation()}"))
         lines += _start(recipe, device)
     else:
-        lines.append(("engine", f"{own.name} ({own.found})"))
-    if ENGINES[own.name].served:
-        lines.append(("engine weights", _way(recipe, device)))
-    others = [engine for engine in here.values() if engine.name != own.name]
+        lines.append(("engine", f"{engine.name} ({engine.found})"))
+    if ENGINES[engine.name].served:
+        lines.append(("engine weights", _weight_sync(recipe, device)))
+    others = [other for other in here.values() if other.name != engine.name]
     lines += [
-        ("other engines", f"{engine.name} ({engine.found})" if engine.found else f"not {engine.name}: {engine.missing}")
-        for engine in others
+        ("other engines", f"{other.name} ({other.found})" if other.found else f"not {other.name}: {other.missing}")
+        for other in others
     ]
     return lines
 
 
-def _way(recipe: Recipe, device: Device) -> str:
-    """How weights reach the server, where the run is one process."""
+def _weight_sync(recipe: Recipe, device: Device) -> str:
+    """How weights reach the server, for a run with one process."""
     rollout, files = recipe.rollout, "through files"
     if by_collective(rollout):
         return f"by {device.collective}"
     if by_memory(rollout, dialect_of(rollout), device, 1, adapter=recipe.model.lora is not None):
-        opened = "opened in the run's memory"
-        return opened if rollout.hand_over == "memory" else f"{opened}, else {files}"
+        memory = "through the run's device memory"
+        return memory if rollout.hand_over == "memory" else f"{memory}, otherwise {files}"
     return files
 
 
@@ -96,40 +95,37 @@ def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
 
 
 def _memory(rollout: RolloutSettings) -> str:
-    """What a server on the run's own devices takes of them."""
+    """Memory that a server takes on the devices of the run."""
     flag, default = SHARES[rollout.engine]
-    when = "while it is awake" if rollout.sleep else "while the run trains, too (rollout.sleep gives it back)"
-    said = _said(rollout.server.args, flag)
-    if said is not None:
-        return f"{flag} {said} of the run's own devices, {when}"
+    when = "while it is awake" if rollout.sleep else "also while the run trains (rollout.sleep releases it)"
+    value = _flag_value(rollout.server.args, flag)
+    if value is not None:
+        return f"{flag} {value} of the run's devices, {when}"
     share = "most of it" if default is None else f"{default:g}, which leaves {1 - default:.0%} to the run"
     return (
-        f"the engine's own share of the run's own devices, {share}, {when}: say less by rollout.server.args "
-        f'[{flag}, "0.5"], or name other devices by rollout.server.devices'
+        f"the engine's default fraction of the run's devices, {share}, {when}: lower it with rollout.server.args "
+        f'[{flag}, "0.5"], or use other devices with rollout.server.devices'
     )
 
 
-def _said(words: Sequence[str], flag: str) -> str | None:
-    """The value of a flag on a command line; of several the last, as the engines read them."""
-    found = None
+def _flag_value(words: Sequence[str], flag: str) -> str | None:
+    """The value of a flag on a command line; the last one wins, as in the engines."""
+    value = None
     for word, after in zip(words, [*words, ""][1:], strict=True):
         if word == flag or word.startswith(f"{flag}="):
-            found = after if word == flag else word.partition("=")[2]
-    return found
-
-
-# `lockstep plan --cluster`: memory, time and traffic of a recipe on devices that need not be here.
+            value = after if word == flag else word.partition("=")[2]
+    return value
 
 
 def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) -> None:
-    """Prints first, refuses after: the numbers say what to change."""
+    """`lockstep plan --cluster`: prints memory, time and traffic, then fails if the run does not fit."""
     cluster = cluster_named(text)
     online = recipe.method in ONLINE
     _refuse_response_tokens(recipe, response_tokens, online)
     refuse_uncounted(recipe.parallel)
     _refuse_other_count(recipe, cluster)
     console = Console.open()
-    # Rows and prompts are read here; what depends on the device comes from the table.
+    # Rows and prompts are read on this machine; device numbers come from the table.
     prepared: Prepared | PreparedOnline
     if online:
         refuse_beside(recipe, DEVICES[cluster.chip.kind], cluster.each, None)
@@ -165,19 +161,19 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
 
 
 def _waiting(outlook: Outlook, cluster: TargetCluster) -> Iterable[str]:
-    """Sequences without a place in the cache, and devices without a sequence."""
+    """Sequences that wait for the cache, and devices without work."""
     recipe, work = outlook.recipe, outlook.steps.work(outlook.recipe)
     if recipe.method in ONLINE and (held := outlook.held(cluster)) is not None:
         cache = outlook.memory(cluster).cache / 2**30
-        yield f"the KV cache takes {cache:,.1f} GiB and holds about {held:,} sequences at once: the others wait"
+        yield f"the KV cache takes {cache:,.1f} GiB and fits about {held:,} sequences at once; the others wait"
     groups, rows = cluster.devices // recipe.parallel.group, max(1, work.rows // work.updates)
     if groups > rows:
         idle = (groups - rows) * recipe.parallel.group
-        yield f"{idle:,} of {cluster.devices:,} devices have nothing to train on: an update has {rows:,} rows"
+        yield f"{idle:,} of {cluster.devices:,} devices have no rows to train: an update has {rows:,} rows"
 
 
 def _table(phases: Sequence[Phase], times: Sequence[PhaseTime]) -> Table:
-    table = Table(title="a device in a step: GiB (estimate), seconds (reckoned)", title_justify="left")
+    table = Table(title="one device per step: GiB (estimate), seconds (estimate)", title_justify="left")
     table.add_column("phase")
     for name in ("weights", "grads", "optim.", "activ.", "total", "comp. s", "links s"):
         table.add_column(name, justify="right")
@@ -201,42 +197,42 @@ def _figure(seconds: float) -> str:
 def _lines(recipe: Recipe, cluster: TargetCluster, work: StepWork, times: Sequence[PhaseTime] | None) -> Iterable[str]:
     chip = cluster.chip
     if times is None:
-        yield f"no time: the table has no FLOP/s of {chip.name} in {recipe.model.dtype}"
+        yield f"no step time: the table has no FLOP/s for {chip.name} in {recipe.model.dtype}"
         return
     best, worst = sum(time.hidden for time in times), sum(time.open for time in times)
     ends = _figure(best) if worst < 1.005 * best else f"{_figure(best)} to {_figure(worst)}"
     each = work.whole / worst / cluster.devices
-    yield f"a step: {ends} s; {each:,.0f} tokens a second and device"
+    yield f"step time: {ends} s; {each:,.0f} tokens per second and device"
     traffic = [sum(parts) for parts in zip(*(time.traffic for time in times), strict=True)]
     names = ("all-gather", "reduce-scatter", "all-reduce", "exchange")
-    told = [f"{name} {size / 1e9:,.1f} GB" for name, size in zip(names, traffic, strict=True) if size]
-    if told:
-        yield f"to each device in a step: {', '.join(told)}"
+    volumes = [f"{name} {size / 1e9:,.1f} GB" for name, size in zip(names, traffic, strict=True) if size]
+    if volumes:
+        yield f"traffic to each device per step: {', '.join(volumes)}"
     if work.prompts:
-        mean = f"responses of {work.response_tokens:,.0f} tokens are reckoned with (--response-tokens)"
+        mean = f"mean response length: {work.response_tokens:,.0f} tokens (--response-tokens)"
         limit = recipe.rollout.max_tokens
-        yield mean + (f"; at most, one goes on to {limit:,}" if work.response_tokens < limit else "")
+        yield mean + (f"; maximum: {limit:,}" if work.response_tokens < limit else "")
     yield from _remarks(recipe, cluster)
 
 
 def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
     chip, online = cluster.chip, recipe.method in ONLINE
     if chip.measured and cluster.devices == 1:
-        yield f"speeds of {chip.name} were measured; see docs/scale.md for the error"
+        yield f"the speeds of {chip.name} are measured; docs/scale.md gives the error"
     elif chip.measured:
-        yield f"one {chip.name} was measured, links are the maker's: nothing was run on several"
+        yield f"the speed of one {chip.name} is measured, link speeds are the vendor's: not tested on several devices"
     else:
-        yield f"speeds of {chip.name} are the maker's times what an H200 reaches: nothing was run on it"
+        yield f"the speeds of {chip.name} are the vendor's, scaled by the efficiency of an H200: not tested on it"
     if online and not ENGINES[recipe.rollout.engine].paged:
-        yield f"generation is reckoned for the built-in engine, not for {recipe.rollout.engine}"
+        yield f"generation is estimated for the built-in engine, not for {recipe.rollout.engine}"
     if online and recipe.algorithm.dynamic_sampling.rounds > 1:
-        yield "groups that are sampled anew (algorithm.dynamic_sampling) are not counted"
+        yield "resampled groups (algorithm.dynamic_sampling) are not counted"
     if online and recipe.rollout.max_staleness is not None:
-        yield "generation and training are counted one after the other"
+        yield "generation and training are counted sequentially"
         if recipe.rollout.worker_device:
-            yield f"besides those that train, {cluster.devices} devices generate (rollout.worker_device)"
+            yield f"{cluster.devices} additional devices generate (rollout.worker_device)"
     if recipe.parallel.tensor > 1:
-        yield "the latency of parallel.tensor's sums is not known: a step takes longer, decoding above all"
+        yield "the latency of the parallel.tensor all-reduce is not included: steps take longer, especially decoding"
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"
 
 
@@ -248,12 +244,12 @@ def _proposal(outlook: Outlook, cluster: TargetCluster) -> str | None:
 
 
 def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
-    """`parallel.devices` of the recipe is what it would be started with."""
-    asked = recipe.parallel.devices
-    if asked is not None and asked != cluster.devices:
+    """`parallel.devices` must match the cluster."""
+    devices = recipe.parallel.devices
+    if devices is not None and devices != cluster.devices:
         raise Refusal.at(
             "parallel.devices",
-            f"is {asked}, and {cluster} has {cluster.devices} devices",
+            f"is {devices}, and {cluster} has {cluster.devices} devices",
             f"plan with parallel.devices={cluster.devices}",
         )
 
@@ -262,25 +258,22 @@ def _refuse_response_tokens(recipe: Recipe, response_tokens: int | None, online:
     if response_tokens is None:
         return
     if not online:
-        raise Refusal.at("--response-tokens", f"method {recipe.method} generates nothing", "leave it out")
+        raise Refusal.at("--response-tokens", f"method {recipe.method} generates nothing", "remove it")
     if response_tokens > recipe.rollout.max_tokens:
         raise Refusal.at(
             "--response-tokens",
-            f"{response_tokens} is over rollout.max_tokens={recipe.rollout.max_tokens}",
-            "say the mean length that you expect",
+            f"{response_tokens} exceeds rollout.max_tokens={recipe.rollout.max_tokens}",
+            "give the expected mean length",
         )
 
 
-# `lockstep plan`: the batch plan and the memory of a recipe as tables.
-
-
 def show_plan(recipe: Recipe, devices: int) -> None:
-    """Prints first, refuses after: the numbers say what to change."""
+    """`lockstep plan`: prints batches and memory, then fails if the run does not fit."""
     device, sentence = explain(recipe.device)
     console = Console.open()
     console.say(sentence)
-    find = prepare_online if recipe.method in ONLINE else prepare
-    prepared = find(recipe, device, devices, console, must_fit=False)
+    prepare_rows = prepare_online if recipe.method in ONLINE else prepare
+    prepared = prepare_rows(recipe, device, devices, console, must_fit=False)
     counts = prepared.train.counts
     generates = recipe.method in ONLINE or bool(recipe.val.questions)
     console.banner(
@@ -289,7 +282,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
             *[("data", note) for note in prepared.train.notes],
             *[("mix", share) for share in _mix(recipe, prepared.train)],
             ("tokens", counts.sentence()),
-            ("left out", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"),
+            ("removed", f"{counts.dropped:,} rows dropped, {counts.truncated:,} truncated"),
             *prepared.batches.lines(),
             ("parameters", f"{prepared.memory.parameters:,}, of which {prepared.memory.trained:,} trained"),
             ("checkpoint", f"{prepared.memory.checkpoint_bytes / 2**20:,.1f} MiB on disk"),
@@ -309,12 +302,12 @@ def show_plan(recipe: Recipe, devices: int) -> None:
 
 
 def _mix(recipe: Recipe, train: Dataset[Any] | PromptSet) -> Iterator[str]:
-    """Where weights mix the sources: what an epoch takes of each."""
+    """Rows per epoch from each source, if weights mix the sources."""
     counts = make_loader(recipe, train).mixture.counts
     if counts is None:
         return
     for source, rows, count in zip(recipe.data.taken, train.sources, counts, strict=True):
-        yield f"{source.path}: {count / sum(counts):.1%}, {count:,} rows an epoch from {len(rows):,}"
+        yield f"{source.path}: {count / sum(counts):.1%}, {count:,} rows per epoch from {len(rows):,}"
 
 
 def _memory_table(memory: MemoryPlan) -> Table:

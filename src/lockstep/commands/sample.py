@@ -17,10 +17,10 @@ from lockstep.commands.sample_store import Parts, sample_row
 from lockstep.commands.without_recipe import (
     BY_NAME,
     NamedColumns,
-    asked_questions,
     identity_of,
     load_generator,
     opened_scorer,
+    read_option_questions,
     refuse_failures,
 )
 from lockstep.data.sources.read import read_rows
@@ -42,7 +42,7 @@ from lockstep.types import Prompt, Sampling
 
 @dataclass(frozen=True)
 class Job:
-    """What is sampled, from which model, and how it is judged."""
+    """What is sampled, from which model, and how it is scored."""
 
     model: str
     data: str
@@ -54,22 +54,22 @@ class Job:
     system: str | None = None
     dtype: str = "fp32"
     chunk: int = 64
-    """Questions that are answered between two savings."""
+    """Questions per saved chunk."""
     first: int = 0
-    """The row that it begins with."""
+    """Index of the first row."""
     columns: NamedColumns = BY_NAME
 
 
 @dataclass
 class SamplingPace:
-    """What this process, and the others beside it, produced."""
+    """Tokens and seconds of all processes."""
 
     tokens: int = 0
     seconds: float = 0.0
 
 
 def sample_responses(job: Job, device_name: str) -> None:
-    """Answer, score, store and tell; the same job goes on where it was stopped."""
+    """Samples, scores and stores responses. The same job resumes after an interruption."""
     refuse_options(job.dtype, job.n, job.sampling.temperature)
     device, sentence = explain(device_name)
     with joined(device) as world:
@@ -80,9 +80,9 @@ def sample_responses(job: Job, device_name: str) -> None:
         tokenizer = load_tokenizer(folder)
         rows = read_rows(job.data)
         if job.first >= len(rows):
-            raise Refusal.at("--first", f"{job.first} is past the last of {len(rows):,} rows", "a smaller number")
-        asked = read_by_rewards(job.reward)
-        questions = asked_questions(rows, job.rows, job.columns, first=job.first, asked=asked)
+            raise Refusal.at("--first", f"{job.first} is beyond the last of {len(rows):,} rows", "use a smaller number")
+        columns = read_by_rewards(job.reward)
+        questions = read_option_questions(rows, job.rows, job.columns, first=job.first, required=columns)
         prompts = encode_questions(tokenizer, questions, job.system)
         refuse_all(
             more_than_text(prompts) + over_context(prompts, job.sampling.max_tokens, load_config(folder)), "rows"
@@ -93,10 +93,10 @@ def sample_responses(job: Job, device_name: str) -> None:
             parts.check()
         torch_device, output = device.torch_device(world.local_rank), parts.reward_output(world.rank)
         with opened_scorer(job.reward, prompts, torch_device, console, output) as scorer:
-            # Chunks follow each other with the same weights: cache and captured passes serve them all.
+            # All chunks use the same weights, so the cache and the CUDA graphs are kept.
             settings = RolloutSettings(free_cache=False)
             generator = load_generator(folder, tokenizer, job.dtype, device, world, console, settings)
-            with parts.held() if world.main else nullcontext():
+            with parts.locked() if world.main else nullcontext():
                 pace = _sample(job, prompts, generator, scorer, parts, world, console)
                 if world.main:
                     parts.merge(_chunks(job, prompts))
@@ -105,7 +105,7 @@ def sample_responses(job: Job, device_name: str) -> None:
 
 
 def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
-    """All that a response or its reward depends on. Limits, devices and processes do not change them."""
+    """Everything that a response or its reward depends on. Limits, devices and processes do not matter."""
     sampling = job.sampling
     return {
         "MODEL": model_files(folder),
@@ -122,7 +122,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
         "--system": job.system,
         "--dtype": job.dtype,
         "--chunk": job.chunk,
-        # Only where they are named: what was begun without them goes on.
+        # Only if set, so that jobs started without these options can resume.
         **({"--prompt-key": job.columns.prompt} if job.columns.prompt else {}),
         **({"--label-key": job.columns.label} if job.columns.label else {}),
         **identity_of(job.reward),
@@ -130,11 +130,11 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
 
 
 def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
-    """The prompts that a stored row could not hold."""
+    """Prompts that a stored row cannot represent."""
     problems: list[Problem] = []
     for prompt in prompts:
-        held = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
-        if more := sorted(held - {"role", "content"}):
+        keys = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
+        if more := sorted(keys - {"role", "content"}):
             why = f"a message of the prompt has {', '.join(more)}; samples keep role and content only"
             problems.append(Problem(str(prompt.question.origin), why, "remove the key from the row"))
     return problems
@@ -153,12 +153,12 @@ def _sample(
     world: World,
     console: Console,
 ) -> SamplingPace:
-    """Answer the chunks that are not on disk yet. A question's noise is keyed by its row, so chunks do not matter."""
+    """Samples the missing chunks. Randomness is keyed by the row, so it does not depend on the chunks."""
     chunks = _chunks(job, prompts)
-    # Rank 0 alone looks: it alone writes.
+    # Only rank 0 reads and writes the chunks.
     done = world.gather(parts.finished(chunks) if world.main else set[int]())[0]
     if done:
-        console.say(f"{parts.folder} holds {len(done)} of {chunks} chunks; going on")
+        console.say(f"{parts.folder} has {len(done)} of {chunks} chunks; resuming")
     sampling = replace(job.sampling, stop_ids=generator.stop_ids)
     spans = {
         number: range(number * job.chunk, min((number + 1) * job.chunk, len(prompts)))
@@ -186,12 +186,14 @@ def _sample(
                         number, [sample_row(rollout, job.first + span[rollout.prompt_index]) for rollout in made]
                     )
     except KeyboardInterrupt:
-        raise Interrupted(f"stopped; {parts.folder} keeps what was finished, the same command goes on") from None
+        raise Interrupted(
+            f"stopped; {parts.folder} keeps the finished chunks; run the same command to resume"
+        ) from None
     return pace
 
 
 def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
-    """The file in numbers. Rewards are over the responses that have one."""
+    """Statistics of the file. Rewards are over the scored responses."""
     table = pq.ParquetFile(out).read(["question", "reward", "stop", "tokens"])
     scored = table.filter(pc.is_valid(table["reward"]))
     rewards = scored["reward"].to_numpy()
@@ -199,7 +201,7 @@ def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
     cut = pc.sum(pc.equal(table["stop"], "length")).as_py()
     rows = [
         ("questions", f"{pc.count_distinct(table['question']).as_py():,}"),
-        ("responses", f"{len(table):,}, {cut:,} cut off at the length limit"),
+        ("responses", f"{len(table):,}, {cut:,} truncated at the length limit"),
         ("tokens", f"{pc.sum(table['tokens']).as_py():,}"),
         ("failures", f"{len(table) - len(scored):,} could not be scored"),
     ]
@@ -207,7 +209,7 @@ def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
         rows += [
             ("mean reward", f"{rewards.mean():.4f}"),
             ("scored 1", f"{(rewards >= 1).mean():.4f} of the responses have a reward of 1 or more"),
-            ("best of n", f"{best.mean():.4f} is the mean over questions of the best reward"),
+            ("best of n", f"{best.mean():.4f} is the mean of the best reward per question"),
         ]
     if pace.tokens:
         rows.append(("speed", f"{pace.tokens / pace.seconds:,.0f} tokens/s"))

@@ -18,7 +18,7 @@ from lockstep.run.folder import RunFolder, read_object, worker_output
 from lockstep.train.resume import flatten
 from lockstep.types import Failure, Rollout
 
-# Said, not inferred: a chunk whose every `failure` is null must have the same columns as the others.
+# Explicit, because a chunk in which every `failure` is null must have the same schema.
 SCHEMA = pa.schema(
     [
         ("data_source", pa.string()),
@@ -38,19 +38,19 @@ SCHEMA = pa.schema(
 
 
 def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
-    """A response as a row; `question` is the number of its row in the data."""
-    asked, score = rollout.prompt.question, rollout.score
+    """A response as a row; `question` is its row index in the data."""
+    question_row, score = rollout.prompt.question, rollout.score
     if isinstance(score, Failure):
-        judged: dict[str, Any] = {"reward": None, "rewards": None, "failure": f"{score.part}: {score.why}"}
+        scores: dict[str, Any] = {"reward": None, "rewards": None, "failure": f"{score.part}: {score.why}"}
     else:
-        judged = {"reward": score.total, "rewards": json.dumps(score.parts), "failure": None}
+        scores = {"reward": score.total, "rewards": json.dumps(score.parts), "failure": None}
     return {
-        "data_source": asked.data_source,
-        "prompt": [{"role": message["role"], "content": message["content"]} for message in asked.prompt],
-        "ground_truth": asked.ground_truth,
-        "extra_info": json.dumps(asked.extra_info, ensure_ascii=False, default=str),
+        "data_source": question_row.data_source,
+        "prompt": [{"role": message["role"], "content": message["content"]} for message in question_row.prompt],
+        "ground_truth": question_row.ground_truth,
+        "extra_info": json.dumps(question_row.extra_info, ensure_ascii=False, default=str),
         "response": rollout.text,
-        **judged,
+        **scores,
         "stop": rollout.stop,
         "tokens": len(rollout.ids),
         "question": question,
@@ -59,63 +59,63 @@ def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
 
 
 class Parts:
-    """The chunks of `out`, in a folder beside it. `manifest` says what they were made of."""
+    """The chunks of `out`, in the folder `OUT.parts`. `manifest` describes the inputs."""
 
     def __init__(self, out: Path, manifest: dict[str, Any]):
         self.out, self.manifest = out, manifest
         self.folder = out.with_name(f"{out.name}.parts")
 
     def check(self) -> None:
-        """Refuse an OUT that cannot be written, or whose finished chunks were made of something else."""
+        """Rejects an OUT that cannot be written, or whose finished chunks have other inputs."""
         if self.out.suffix != ".parquet":
-            raise Refusal.at(str(self.out), "is not the name of a parquet file", "let OUT end in .parquet")
+            raise Refusal.at(str(self.out), "is not a parquet file name", "use a name that ends with .parquet")
         if self.out.exists():
-            raise Refusal.at(str(self.out), "exists already", "choose another OUT, or remove it")
+            raise Refusal.at(str(self.out), "already exists", "choose another OUT, or remove it")
         if self._manifest.is_file():
             self._refuse_changes(read_object(self._manifest, f"remove the folder {self.folder}, or choose another OUT"))
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.glob("*.parquet"))):
             raise Refusal.at(
                 str(self.folder),
-                "does not say what it was made of: it has no manifest.json",
+                "has no manifest.json, so its inputs are undefined",
                 "remove the folder, or choose another OUT",
             )
 
     def reward_output(self, rank: int) -> Path:
-        """Where the last lines that rewards print are kept; they stay when the chunks are merged."""
+        """File with the last printed lines of the rewards; it remains after the merge."""
         return worker_output(self.out.with_name(f"{self.out.name}.rewards"), rank)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Make the folder and keep other processes out of it."""
+    def locked(self) -> Iterator[None]:
+        """Creates the folder and locks it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refusal.at(
-                str(self.folder), f"cannot be made: {error.strerror}", "choose an OUT in a folder you can write to"
+                str(self.folder), f"cannot be created: {error.strerror}", "choose an OUT in a writable folder"
             ) from error
         with RunFolder(self.folder).lock():
-            # Another process may have finished, or begun something else, since the first look.
+            # Another process may have changed the folder since the first check.
             self.check()
             if not self._manifest.is_file():
                 atomic_write_text(self._manifest, json.dumps(self.manifest, indent=2, ensure_ascii=False) + "\n")
             yield
 
     def finished(self, chunks: int) -> set[int]:
-        """The chunks that are there; one that is damaged is refused before the others are sampled."""
-        found = {number for number in range(chunks) if self._part(number).is_file()}
-        for number in sorted(found):
+        """The finished chunks. A damaged one is an error before the others are sampled."""
+        numbers = {number for number in range(chunks) if self._part(number).is_file()}
+        for number in sorted(numbers):
             try:
                 pq.read_metadata(self._part(number))
             except (OSError, pa.ArrowException) as error:
                 raise self._damaged(number, error) from error
-        return found
+        return numbers
 
     def write(self, number: int, rows: Sequence[dict[str, Any]]) -> None:
         with _replacing(self._part(number)) as aside:
             pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), aside)
 
     def merge(self, chunks: int) -> None:
-        """All chunks in order as OUT; then the folder is not needed any more."""
+        """Merges all chunks in order to OUT and deletes the folder."""
         with _replacing(self.out) as aside, pq.ParquetWriter(aside, SCHEMA) as writer:
             for number in range(chunks):
                 try:
@@ -127,7 +127,7 @@ class Parts:
         shutil.rmtree(self.folder)
 
     def _damaged(self, number: int, error: Exception) -> Refusal:
-        remedy = "remove it, and the same command samples its questions again"
+        remedy = "remove it and run the same command again"
         return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy)
 
     @property
@@ -145,7 +145,7 @@ class Parts:
                 [
                     Problem(
                         key.replace(".", " ", 1),
-                        f"{self.folder} was begun with {old.get(key)!r}, and now it is {new.get(key)!r}",
+                        f"{self.folder} was started with {old.get(key)!r}, and now it is {new.get(key)!r}",
                         f"set it back, remove the folder {self.folder}, or choose another OUT",
                     )
                     for key in changed
@@ -155,9 +155,9 @@ class Parts:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write aside; it takes the place of `path` when it is whole and on the disk."""
+    """A temporary file that replaces `path` after it is complete and on disk."""
     try:
         with written_aside(path) as aside:
             yield aside
     except OSError as error:
-        raise unwritten(path, error, "the same command goes on from the finished chunks") from error
+        raise unwritten(path, error, "run the same command to resume from the finished chunks") from error

@@ -1,4 +1,4 @@
-"""`lockstep data show`: rows as the model will see them, trained tokens coloured."""
+"""`lockstep data show`: rows as the model sees them, with the trained tokens coloured."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
 
 
 def _template(recipe: Recipe) -> list[tuple[str, str]]:
-    """Which chat template wrote the text, where it is another than the tokenizer's."""
+    """The chat template, if it is not the tokenizer's."""
     return [] if recipe.data.template == "auto" else [("template", recipe.data.template)]
 
 
 def role_of(item: Item, number: int) -> str:
-    """What a sequence is to its row."""
+    """The role of a sequence in its row."""
     if isinstance(item, Ranking):
         margin = f", margin {item.margin:g}" if item.margin and not number else ""
         names = ("chosen", "rejected") if len(item.examples) == 2 else [f"rank {i + 1}" for i in range(99)]
@@ -91,12 +91,12 @@ def role_of(item: Item, number: int) -> str:
     if isinstance(item, Judged):
         return ", desirable" if item.desirable else ", undesirable"
     if isinstance(item, Steps):
-        return f", verdicts {' '.join(f'{label[0]:g}' for label in item.labels)}"
+        return f", labels {' '.join(f'{label[0]:g}' for label in item.labels)}"
     return ""
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
-    """The row's text by runs of tokens; without colours what is trained, or judged, stands in [[double brackets]]."""
+    """The text of the row; without colours, trained or scored tokens are in [[double brackets]]."""
     text = Text()
     start = 0
     marked = (

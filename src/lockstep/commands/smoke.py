@@ -1,4 +1,8 @@
-"""`lockstep train --smoke`: two small steps with small models that exercise everything."""
+"""`lockstep train RECIPE --smoke`: two small steps that exercise validation, checkpoint, export and tape.
+
+Method, columns, rewards, adapter, optimizer and dtype stay as in the recipe. The models become small ones of the same
+architecture with random weights. The first rows are used, or generated rows if there are none.
+"""
 
 from __future__ import annotations
 
@@ -30,33 +34,31 @@ from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.train.start import run_recipe
 
-# Small stand-ins for the models of a recipe: the same architecture and tokenizer, random weights, few parameters.
-
-# What a model must have in common with its tokenizer and its rows; the rest of a configuration is made small.
+# Settings that must match the tokenizer and the rows; the other settings of a configuration are reduced.
 KEPT = ("vocab_size", "vocab_size_per_layer_input", "bos_token_id", "eos_token_id", "pad_token_id", *POSITION_COUNTS)
 TINY = {"hidden": 64, "layers": 2}
 
 
 def small_model(path: str, folder: Path, seed: int = 0) -> str:
-    """Write a small model in the place of `path` to `folder`; returns what it is. Where there is no model at `path`, or
-    none of its kind can be made small, it is the embedded tiny one."""
-    found = local_folder(path)
-    if found is None:
+    """Writes a small replacement of the model at `path` to `folder` and returns its description. If there is no model
+    at `path`, or its architecture cannot be reduced, the embedded tiny model is used."""
+    source = local_folder(path)
+    if source is None:
         write_tiny(folder, seed=seed, **TINY)
-        return f"the tiny model: there is no folder {path}"
+        return f"the tiny model, because the folder {path} does not exist"
     from transformers import AutoModelForCausalLM
 
-    config = load_config(found)
+    config = load_config(source)
     try:
         small = small_config(config)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001  # an architecture that cannot be had with other sizes
+    except Exception as error:  # noqa: BLE001  # an architecture that does not support other sizes
         write_tiny(folder, seed=seed, **TINY)
-        return f"the tiny model: {config.model_type} cannot be made small ({type(error).__name__})"
+        return f"the tiny model, because {config.model_type} cannot be reduced ({type(error).__name__})"
     model.save_pretrained(folder)
-    load_tokenizer(found).save_pretrained(folder)
-    generation = Path(found) / "generation_config.json"
+    load_tokenizer(source).save_pretrained(folder)
+    generation = Path(source) / "generation_config.json"
     if generation.is_file():
         shutil.copy(generation, folder / generation.name)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -64,17 +66,17 @@ def small_model(path: str, folder: Path, seed: int = 0) -> str:
 
 
 def small_config(config: Any) -> Any:
-    """A miniature that reads the same tokens at as many positions."""
+    """A miniature configuration with the same vocabulary and number of positions."""
     small = miniature_config(config)
-    for own, of in ((small, config), (small.get_text_config(), config.get_text_config())):
+    for target, source in ((small, config), (small.get_text_config(), config.get_text_config())):
         for name in KEPT:
-            if hasattr(of, name) and hasattr(own, name):
-                setattr(own, name, getattr(of, name))
+            if hasattr(source, name) and hasattr(target, name):
+                setattr(target, name, getattr(source, name))
     small.architectures = None
     return small
 
 
-def small_judge(model: Path, folder: Path) -> None:
+def small_reward_model(model: Path, folder: Path) -> None:
     """A reward model of the architecture of `model`, with its tokenizer and random weights."""
     from transformers import AutoModelForSequenceClassification
 
@@ -83,13 +85,13 @@ def small_judge(model: Path, folder: Path) -> None:
     tokenizer = load_tokenizer(str(model))
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     torch.manual_seed(0)
-    judge = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    judge.save_pretrained(folder)
+    reward_model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    reward_model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def local_folder(path: str) -> str | None:
-    """The model folder behind `path`; None where there is none on this machine."""
+    """The local model folder of `path`; None if there is none."""
     try:
         folder = model_folder(path)
     except Refusal:
@@ -97,47 +99,41 @@ def local_folder(path: str) -> str | None:
     return folder if (Path(folder) / "config.json").is_file() else None
 
 
-# `lockstep train RECIPE --smoke`: two tiny steps of a recipe with everything on, in a temporary folder.
-#
-# The recipe's method, columns, rewards, adapter, optimizer and dtype stay; its models become small ones of the same
-# architecture with random weights, and of its rows the first are taken (or sums are generated where there are none).
-# Validation, checkpoint, export and tape happen at each step, whatever the recipe says.
-
 STEPS = 2
 ROWS = 64
 RESPONSE_TOKENS = 16
 UPDATE = 4
-# What two steps in a temporary folder have no use for: an early end, and rows kept for later runs.
+# Keys that two steps in a temporary folder do not need: early stopping and the row cache.
 UNUSED = (("run", "stop_early", None), ("data", "cache", "off"))
 
 
 def smoke_test(recipe: Recipe) -> None:
-    """Train the small form of a recipe, and look at what the run left."""
+    """Trains the small version of a recipe and checks the files of the run."""
     if is_rank():
-        raise Refusal.at("--smoke", "is one process, and several were started", "leave the launcher out")
+        raise Refusal.at("--smoke", "runs in one process, and several were started", "run it without a launcher")
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="lockstep-smoke-") as temporary:
         smoke = Smoke(recipe, Path(temporary))
         try:
             small = smoke.recipe()
-        except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-            raise unwritten(temporary, error, "TMPDIR names the folder of temporary files") from error
-        Console.open().banner(f"smoke test of {recipe.run.name}", smoke.said)
+        except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+            raise unwritten(temporary, error, "set TMPDIR to another folder for temporary files") from error
+        Console.open().banner(f"smoke test of {recipe.run.name}", smoke.changes)
         run = RunFolder(run_recipe(small))
-        done = _looked_at(run, small)
+        done = _check_run(run, small)
     console = Console.open()
-    console.say("the folder was a temporary one, and is gone")
+    console.say("the temporary folder was deleted")
     console.say(f"smoke test passed in {time.perf_counter() - began:.0f} s: {', '.join(done)}")
 
 
 class Smoke:
-    """A recipe being made small; `said` are the rows that tell how."""
+    """Reduces a recipe; `changes` lists what was changed."""
 
     def __init__(self, recipe: Recipe, folder: Path):
         self.given, self.folder = recipe, folder
         self.values = resolved(recipe)
         self.online = recipe.method in ONLINE
-        self.said: list[tuple[str, str]] = []
+        self.changes: list[tuple[str, str]] = []
 
     def recipe(self) -> Recipe:
         self._models()
@@ -158,66 +154,66 @@ class Smoke:
 
     def _models(self) -> None:
         values, model = self.values, self.folder / "model"
-        self.said.append(("model", small_model(values["model"]["path"], model)))
+        self.changes.append(("model", small_model(values["model"]["path"], model)))
         values["model"]["path"] = str(model)
         lora = values["model"]["lora"]
         if lora is not None and lora["adapter"] is not None:
-            self.said.append(("model.lora", "a new adapter of rank 4"))
+            self.changes.append(("model.lora", "a new adapter of rank 4"))
             lora.update(adapter=None, rank=lora["rank"] or 4)
-        judging = values.get("prm")
-        if judging and local_folder(self.given.model.path) is None:
-            # The tiny model's tokens are bytes.
-            judging.update(placeholder="@", tokens=["+", "-"])
-        self._beside("preference", "reference", lambda: str(model))
-        self._beside("critic", "path", lambda: str(model))
-        self._beside("distill", "teacher", self._teacher)
+        prm = values.get("prm")
+        if prm and local_folder(self.given.model.path) is None:
+            # The tokens of the tiny model are bytes.
+            prm.update(placeholder="@", tokens=["+", "-"])
+        self._replace_model("preference", "reference", lambda: str(model))
+        self._replace_model("critic", "path", lambda: str(model))
+        self._replace_model("distill", "teacher", self._teacher)
         if self.online and values["algorithm"]["kl"]["reference"] is not None:
             values["algorithm"]["kl"]["reference"] = self._teacher()
-        self._judges(values.get("reward", {}), model)
+        self._reward_models(values.get("reward", {}), model)
 
-    def _beside(self, section: str, key: str, stand_in: Callable[[], str]) -> None:
+    def _replace_model(self, section: str, key: str, replacement: Callable[[], str]) -> None:
         if self.values.get(section, {}).get(key) is not None:
-            self.values[section][key] = stand_in()
+            self.values[section][key] = replacement()
 
     def _teacher(self) -> str:
-        """Other weights than the model's, so that there is something to learn from them."""
+        """A model with different weights, so that distillation has a signal."""
         folder = self.folder / "teacher"
         if not folder.exists():
             small_model(self.given.model.path, folder, seed=1)
         return str(folder)
 
-    def _judges(self, reward: dict[str, Any], model: Path) -> None:
+    def _reward_models(self, reward: dict[str, Any], model: Path) -> None:
         if reward.get("model"):
-            small_judge(model, self.folder / "judge")
+            small_reward_model(model, self.folder / "judge")
             several = isinstance(reward["model"], list)
             reward["model"] = (
                 [str(self.folder / "judge")] * len(reward["model"]) if several else str(self.folder / "judge")
             )
-            self.said.append(("reward.model", "a small one with random weights"))
+            self.changes.append(("reward.model", "a small model with random weights"))
         if reward.get("process"):
-            told = local_folder(reward["process"])
-            if told is None or local_folder(self.given.model.path) is None:
+            process_folder = local_folder(reward["process"])
+            if process_folder is None or local_folder(self.given.model.path) is None:
                 reward["process"] = None
                 reward["weights"].pop("process", None)
-                self.said.append(("reward.process", "left out: it needs a folder of its own"))
+                self.changes.append(("reward.process", "removed: its folder does not exist"))
             else:
                 folder = self.folder / "steps"
                 shutil.copytree(model, folder)
-                shutil.copy(Path(told) / PROCESS, folder / PROCESS)
+                shutil.copy(Path(process_folder) / PROCESS, folder / PROCESS)
                 reward["process"] = str(folder)
-                self.said.append(("reward.process", "a small one with random weights"))
+                self.changes.append(("reward.process", "a small model with random weights"))
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _rows(self) -> None:
         data, val = self.values["data"], self.values["val"]
-        absent = [one["path"] for one in data["train"] if not _is_there(one["path"]) and not data["reader"]]
+        absent = [source["path"] for source in data["train"] if not _exists(source["path"]) and not data["reader"]]
         if absent:
-            self.said.append(("data", f"generated rows: there is no {absent[0]}"))
+            self.changes.append(("data", f"generated rows, because {absent[0]} does not exist"))
             self._generate(data, val)
         else:
             data["train"] = [{**one, "rows": min(one["rows"] or ROWS, ROWS)} for one in data["train"]]
-            self.said.append(("data", f"the first {ROWS} rows of {', '.join(one['path'] for one in data['train'])}"))
+            self.changes.append(("data", f"the first {ROWS} rows of {', '.join(one['path'] for one in data['train'])}"))
             self._validation(data, val)
         if val["questions"]:
             val["question_rows"] = min(val["question_rows"] or UPDATE, UPDATE)
@@ -225,22 +221,24 @@ class Smoke:
         val["every"], val["at_start"] = (1, True) if data["val"] or val["questions"] else (None, False)
 
     def _validation(self, data: dict[str, Any], val: dict[str, Any]) -> None:
-        """Of the recipe's own rows; where it names none, of the first training rows."""
+        """Uses the validation rows of the recipe, or the first training rows if it has none."""
         paths = [val["questions"]] if isinstance(val["questions"], str) else val["questions"] or []
-        if not all(_is_there(path) for path in paths):
-            self.said.append(("val.questions", f"left out: there is no {paths[0]}"))
+        if not all(_exists(path) for path in paths):
+            self.changes.append(("val.questions", f"removed, because {paths[0]} does not exist"))
             val["questions"] = val["question_rows"] = None
         if self.online:
             if not val["questions"]:
                 val["questions"] = data["train"][0]["path"]
             return
-        there = [one for one in data["val"] if _is_there(one["path"]) or data["reader"]]
-        if data["val"] and not there:
-            self.said.append(("data.val", f"the first training rows: there is no {data['val'][0]['path']}"))
-        data["val"] = [{**one, "rows": UPDATE} for one in there or data["train"]]
+        existing = [one for one in data["val"] if _exists(one["path"]) or data["reader"]]
+        if data["val"] and not existing:
+            self.changes.append(
+                ("data.val", f"the first training rows, because {data['val'][0]['path']} does not exist")
+            )
+        data["val"] = [{**one, "rows": UPDATE} for one in existing or data["train"]]
 
     def _generate(self, data: dict[str, Any], val: dict[str, Any]) -> None:
-        """Rows of the kind that the method reads, with the usual names of their columns."""
+        """Generates rows of the kind that the method reads, with default column names."""
         folder = self.folder / "data"
         for key in [name for name in data if name.endswith("_key") or name in ("shape", "reader")]:
             del data[key]
@@ -266,7 +264,7 @@ class Smoke:
         batch, optim = values["batch"], values["optim"]
         if batch["rows"] is not None:
             batch["rows"] = min(batch["rows"], 2)
-        # A whole number is of steps.
+        # A value of 1 or more is a number of steps.
         if optim["warmup"] >= 1:
             optim["warmup"] = 1
         if not self.online:
@@ -282,31 +280,31 @@ class Smoke:
             values["critic"]["warmup"] = min(values["critic"]["warmup"], 1)
 
     def _one_process(self) -> None:
-        parallel, usual = self.values["parallel"], type(self.given.parallel)().model_dump(mode="json")
-        if parallel != usual:
-            changed = [name for name, value in parallel.items() if value != usual[name]]
-            self.said.append(("parallel", f"one process, without {', '.join(changed)}"))
-            self.values["parallel"] = usual
+        parallel, defaults = self.values["parallel"], type(self.given.parallel)().model_dump(mode="json")
+        if parallel != defaults:
+            changed = [name for name, value in parallel.items() if value != defaults[name]]
+            self.changes.append(("parallel", f"one process, without {', '.join(changed)}"))
+            self.values["parallel"] = defaults
         if not self.online:
             return
         rollout = self.values["rollout"]
         if ENGINES[rollout["engine"]].served:
-            self.said.append(("rollout.engine", f"native in the place of {rollout['engine']}"))
-            usual = type(self.given.rollout)().model_dump(mode="json")
-            rollout.update({key: usual[key] for key in ("engine", "url", "server", "sleep")})
+            self.changes.append(("rollout.engine", f"native instead of {rollout['engine']}"))
+            defaults = type(self.given.rollout)().model_dump(mode="json")
+            rollout.update({key: defaults[key] for key in ("engine", "url", "server", "sleep")})
         rollout["worker_device"] = None
 
     def _tape(self) -> None:
         lora = self.values["model"]["lora"]
-        beside = self.online and self.values["rollout"]["max_staleness"] is not None
-        record = not beside and not (lora and lora["dropout"])
+        asynchronous = self.online and self.values["rollout"]["max_staleness"] is not None
+        record = not asynchronous and not (lora and lora["dropout"])
         if not record:
-            self.said.append(("tape", "left out: " + ("a process generates beside" if beside else "dropout")))
+            self.changes.append(("tape", "off: " + ("asynchronous generation" if asynchronous else "dropout")))
         self.values["tape"].update(record=record, steps=STEPS, every=1)
 
 
-def _is_there(path: str) -> bool:
-    """Of a file, a folder or a pattern; what is on a hub is not fetched."""
+def _exists(path: str) -> bool:
+    """Whether a file, a folder or a match of a pattern exists. Hub data is not downloaded."""
     return not path.startswith("hub:") and (Path(path).exists() or any(Path().glob(path) if _relative(path) else ()))
 
 
@@ -314,8 +312,8 @@ def _relative(path: str) -> bool:
     return bool(path) and not Path(path).is_absolute()
 
 
-def _looked_at(run: RunFolder, recipe: Recipe) -> list[str]:
-    """What a run must have left; a part that is missing is an error of ours."""
+def _check_run(run: RunFolder, recipe: Recipe) -> list[str]:
+    """Checks the files that a run must write; a missing one is a bug."""
     lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     names = {name for line in lines for name in line["data"]}
     done = [f"{max(line['step'] for line in lines)} steps"]
@@ -328,7 +326,7 @@ def _looked_at(run: RunFolder, recipe: Recipe) -> list[str]:
         raise AssertionError(f"checkpoints are {kept}")
     done.append("checkpoint")
     _load(run.export)
-    done.append("export (loaded by plain transformers)")
+    done.append("export (loaded with transformers)")
     if recipe.tape.record:
         if not any(run.tape.iterdir()):
             raise AssertionError("the tape is empty")

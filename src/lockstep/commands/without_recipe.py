@@ -1,4 +1,4 @@
-"""What commands without a recipe need: a generator, questions and rewards from options."""
+"""Generator, questions and rewards for commands that have options instead of a recipe."""
 
 from __future__ import annotations
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# The generator of a command without a recipe: the built-in engine, or transformers where that cannot run a model.
-
-
 def load_generator(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -48,26 +45,24 @@ def load_generator(
     console: Console,
     settings: RolloutSettings | None = None,
 ) -> Generator:
-    """A recipe would be told to set rollout.engine=hf; here that is done, and said."""
+    """The built-in engine, or transformers for a model that the built-in engine cannot run."""
     wanted = settings or RolloutSettings()
     try:
         return Generator.load(folder, tokenizer, dtype, device, world, wanted)
     except Refusal as refusal:
         if any(problem.remedy != NativeEngine.instead for problem in refusal.problems):
             raise
-        console.say(f"{refusal.problems[0].why}: transformers' own generate answers instead, which is slower")
-    plain = next(name for name, row in ENGINES.items() if not row.paged and not row.served)
-    return Generator.load(folder, tokenizer, dtype, device, world, wanted.model_copy(update={"engine": plain}))
+        console.say(f"{refusal.problems[0].why}: using the slower generate of transformers instead")
+    fallback = next(name for name, row in ENGINES.items() if not row.paged and not row.served)
+    return Generator.load(folder, tokenizer, dtype, device, world, wanted.model_copy(update={"engine": fallback}))
 
-
-# The questions of a command that has no recipe: columns are named by options.
 
 QUESTION_OPTIONS = {"data.prompt_key": "--prompt-key", "data.label_key": "--label-key"}
 
 
 @dataclass(frozen=True)
 class NamedColumns:
-    """Columns that options name; None where they are found by the names that rows have."""
+    """Columns given by options; None means detected by name."""
 
     prompt: str | None = None
     label: str | None = None
@@ -76,21 +71,19 @@ class NamedColumns:
 BY_NAME = NamedColumns()
 
 
-def asked_questions(
-    rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, asked: frozenset[str] = REWARD_FIELDS
+def read_option_questions(
+    rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, required: frozenset[str] = REWARD_FIELDS
 ) -> list[Question]:
-    """What is refused advises options, not keys of a recipe."""
+    """Reads the questions; errors name options instead of recipe keys."""
     source = Source(path=rows.files[0].name, prompt_key=named.prompt, label_key=named.label)
     try:
-        columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), asked)
+        columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), required)
         return read_questions(rows, limit, columns, first=first)
     except Refusal as refusal:
         raise as_options(refusal, QUESTION_OPTIONS) from refusal
 
 
-# The rewards of `lockstep sample`: named by options of the command, tried before the first response.
-
-# How a reward's key in a recipe is called on the command line.
+# Recipe keys of rewards and the matching options.
 REWARD_OPTIONS = {
     "reward.function": "--reward-function",
     "reward.model": "--reward-model",
@@ -102,12 +95,12 @@ REWARD_OPTIONS = {
 
 
 def identity_of(reward: Reward) -> dict[str, Any]:
-    """What the scores depend on, by option: files by their content, so that a mended function is another one."""
+    """What the scores depend on, by option. Files are identified by content, so a changed function differs."""
     model = model_folder(reward.model) if isinstance(reward.model, str) else None
     return {
         "--rule": reward.rules,
         "--reward-function": _function(reward.function) if reward.function else None,
-        # A path that is no folder is refused when the model is loaded.
+        # Loading the model rejects a path that is not a folder.
         "--reward-model": model_files(model) if model and Path(model).is_dir() else model,
         "--reward-remote": comparable(reward.remote),
         "--format": reward.format,
@@ -127,14 +120,14 @@ def opened_scorer(
     output: Path | None,
     options: Mapping[str, str] = REWARD_OPTIONS,
 ) -> Scorer:
-    """The rewards, tried on real rows; what is refused is named by its option.
+    """Opens the rewards and tries them on real rows; errors name options.
 
-    The last lines that a function prints are kept in files whose names begin with `output`.
+    The last lines that a function prints are kept in files that start with `output`.
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
     if unruled and "rule" in active_weights(reward)[0]:
-        remedy = f"give a {options['reward.function']}, or --rule SOURCE=RULE, RULE being {', '.join(RULES)}"
+        remedy = f"set {options['reward.function']}, or --rule SOURCE=RULE with RULE one of {', '.join(RULES)}"
         raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
     try:
         scorer = Scorer.open(reward, sources, torch_device, output=output)
@@ -154,14 +147,14 @@ def opened_scorer(
 
 
 def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
-    """A reward that fails often is not worth the sampling: stop, keeping the chunks before."""
+    """Stops if the reward fails too often; finished chunks are kept."""
     failed = [(rollout, rollout.score) for rollout in made if isinstance(rollout.score, Failure)]
     if len(failed) <= most * len(made):
         return
     first, failure = failed[0]
     raise Refusal.at(
         REWARD_OPTIONS.get(f"reward.{failure.part}", f"reward {failure.part}"),
-        f"{len(failed)} of {len(made)} responses could not be scored, over --max-failures {most:g}; the first, to "
-        f"{first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
-        f"mend the reward, or raise --max-failures; finished chunks stay in {folder}",
+        f"{len(failed)} of {len(made)} responses could not be scored, more than --max-failures {most:g}; the first, "
+        f"for {first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
+        f"fix the reward, or raise --max-failures; finished chunks stay in {folder}",
     )

@@ -19,13 +19,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lockstep
 from lockstep.data.encode.tokenizer_cache import plain_backend
 from lockstep.data.sources.rowset import RowSet
 from lockstep.errors import first_line
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.run.caches import ROWS, cache_home
 from lockstep.run.files import ASIDE
+from lockstep.version import PACKAGE_FOLDER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -231,9 +231,8 @@ def _listed(value: Any) -> list[Any]:
 @cache
 def code_digest() -> str:
     """Hash of all code that affects encoding."""
-    root = Path(lockstep.__file__).parent
     digest = hashlib.sha256()
-    for path in [*sorted((root / "data").rglob("*.py")), root / "types.py"]:
+    for path in [*sorted((PACKAGE_FOLDER / "data").rglob("*.py")), PACKAGE_FOLDER / "types.py"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import lockstep
 from lockstep.errors import Problem, Refusal, first_line, unwritten
 from lockstep.model.fingerprint import model_files
 from lockstep.model.streamed import weight_files
@@ -26,6 +25,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.run.caches import FOLDERS, MadeFolder, cache_home, folders_bound, make_room
 from lockstep.run.files import aside_of, checksum, written_aside
 from lockstep.run.output import write
+from lockstep.version import __version__
 
 if TYPE_CHECKING:
     from lockstep.model.export_check import Verification
@@ -306,7 +306,7 @@ VERSION = 2
 
 def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
     """The cached folder that `convert` writes, keyed by `facts`. `what` names the source in messages."""
-    text = json.dumps([VERSION, lockstep.__version__, facts], sort_keys=True, default=str)
+    text = json.dumps([VERSION, __version__, facts], sort_keys=True, default=str)
     try:
         folder = cache_home() / FOLDERS / hashlib.sha256(text.encode()).hexdigest()[:24]
     except RuntimeError as error:

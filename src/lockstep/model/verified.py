@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-import lockstep
 from lockstep.device.base import EMULATED
 from lockstep.device.select import DEVICES
 from lockstep.kernels.fused import KERNEL_PACKAGES
 from lockstep.run.caches import VERIFIED, cache_home
+from lockstep.version import PACKAGE_FOLDER
 
 # Folders with code that affects the computation of a model.
 CODE = ("device", "kernels", "model", "parallel", "rollout")
@@ -72,8 +72,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _code() -> str:
-    root = Path(lockstep.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(path for folder in CODE for path in (root / folder).rglob("*.py")):
+    for path in sorted(path for folder in CODE for path in (PACKAGE_FOLDER / folder).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

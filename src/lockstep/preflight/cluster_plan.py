@@ -20,7 +20,8 @@ from lockstep.preflight.step_time import ModelCosts, PhaseTime, StepTimes
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.loader import value_text
-from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.registry import estimator_row
 from lockstep.rollout.native.engine import kept_cache

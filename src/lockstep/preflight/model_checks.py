@@ -16,7 +16,8 @@ from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.tensor_plan import refuse_indivisible
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Origin
 

@@ -16,7 +16,8 @@ from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.parallel.sharding import Grid
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import ONLINE
 from lockstep.reward.model import reward_config
 from lockstep.reward.process_model import process_config
 

@@ -45,7 +45,8 @@ from lockstep.preflight.model_checks import (
 from lockstep.preflight.model_sizes import count_parameters
 from lockstep.preflight.row_notes import repeated_rows, seen_in_training
 from lockstep.recipe import Recipe, Source
-from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named, unmatched_rules

@@ -23,7 +23,8 @@ from lockstep.preflight.cluster import (
 )
 from lockstep.preflight.model_sizes import Counted, LayerKernels, activation_bytes, kept_by_layer
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import ONLINE, reference_kind
+from lockstep.recipe.method_checks import reference_kind
+from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 
 # Of a parameter with an fp32 master: its gradient and the new weight, and master and moments read and written; and of

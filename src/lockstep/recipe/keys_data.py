@@ -1,4 +1,4 @@
-"""Keys of the rows: where they come from, what their columns are, how they become tokens."""
+"""Recipe keys of the data: sources, columns, templates and limits."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def _as_sources(value: Any) -> Any:
 
 class Source(Section):
     path: str = Field(
-        description="parquet, arrow, jsonl, json or csv file, a folder or glob of them, or "
+        description="A parquet, arrow, jsonl, json or csv file, a folder or glob of such files, or "
         "`hub:name[:config[:split]]`.",
         resumable=True,
     )
     weight: float | None = Field(
         None,
         gt=0,
-        description="Share of this source in the mix; on all sources or on none.",
-        effect=Effect("blocks", "the sources are mixed in other shares"),
+        description="Weight of this source in the mixture. Set it for all sources or for none.",
+        effect=Effect("blocks", "the mixture of sources differs"),
     )
     rows: int | None = Field(
         None,
         ge=1,
-        description="Read only the first so many rows.",
-        effect=Effect("blocks", "other rows are read"),
+        description="Number of rows to read from the start. Default: all.",
+        effect=Effect("blocks", "different rows are read"),
     )
     shape: Literal["messages", "prompt_response", "text"] | None = Field(
         None, description="As `data.shape`, for this source."
@@ -63,154 +63,157 @@ class Data(Section):
     )
     val: Sources = Field(
         default_factory=list,
-        description="Validation rows, in the same forms.",
-        effect=Effect("harmless", "only the val/ curves are of other rows"),
+        description="Validation rows, in the same forms as `train`.",
+        effect=Effect("harmless", "changes only the val/ metrics"),
     )
     reader: str | None = Field(
         None,
-        description="Your own function that yields the rows of each path of `train`, `val` and `val.questions`: "
+        description="Your function that yields the rows of each path in `train`, `val` and `val.questions`: "
         "`path/to/file.py:name`.",
-        effect=Effect("matters", "another function, or the same one elsewhere: the rows' checksums tell"),
+        effect=Effect("matters", "a different function, or the same one at another path; compare the row checksums"),
     )
     reader_limit: float = Field(
         600.0,
         gt=0,
-        description="Seconds in which `reader` must have given all rows of a path; then the run is refused.",
-        effect=Effect("harmless", "only when the run is refused"),
+        description="Timeout in seconds for `reader` to yield all rows of a path. After it, the run stops with an "
+        "error.",
+        effect=Effect("harmless", "changes only when the run stops with an error"),
         resumable=True,
     )
     reader_memory_gb: float = Field(
         16.0,
         gt=0,
-        description="Memory of the process that runs `reader`.",
-        effect=Effect("harmless", "only when the run is refused"),
+        description="Memory limit of the process that runs `reader`.",
+        effect=Effect("harmless", "changes only when the run stops with an error"),
         resumable=True,
     )
     shape: Literal["auto", "messages", "prompt_response", "text"] = Field(
         "auto",
-        description="`messages`: a chat, every assistant turn is trained; `prompt_response`: the response is trained; "
-        "`text`: every token is trained; `auto` looks at the columns and says what it found.",
+        description="`messages`: a chat, trained on every assistant turn; `prompt_response`: trained on the "
+        "response; `text`: trained on every token; `auto`: detected from the columns and reported.",
     )
     messages_key: str | None = Field(
-        None, description="Column of the chat. Default `messages`, `conversations` or `conversation`."
+        None, description="Column of the chat. Default: `messages`, `conversations` or `conversation`."
     )
     prompt_key: str | None = Field(
         None,
-        description="Column of the prompt, a text or a chat; dots reach into nested columns (`extra_info.question`). "
-        "Default: by the names that rows of other projects have, and `data show` says which.",
+        description="Column of the prompt, a text or a chat. Dots reach into nested columns "
+        "(`extra_info.question`). Default: column names that other projects use; `data show` prints the one found.",
     )
-    response_key: str | None = Field(None, description="Column of the response; dots as in `prompt_key`.")
-    text_key: str | None = Field(None, description="Column of plain text. Default `text`.")
-    chosen_key: str | None = Field(None, description="Column of the better response. Default `chosen`.")
-    rejected_key: str | None = Field(None, description="Column of the worse response. Default `rejected`.")
+    response_key: str | None = Field(None, description="Column of the response. Dots work as in `prompt_key`.")
+    text_key: str | None = Field(None, description="Column of plain text. Default: `text`.")
+    chosen_key: str | None = Field(None, description="Column of the better response. Default: `chosen`.")
+    rejected_key: str | None = Field(None, description="Column of the worse response. Default: `rejected`.")
     margin_key: str | None = Field(
         None,
-        description="Column of the margin asked of a pair (`rm`). Default `margin`, or `score_chosen` less "
+        description="Column of the required margin of a pair (`rm`). Default: `margin`, or `score_chosen` minus "
         "`score_rejected`.",
     )
     responses_key: str | None = Field(
-        None, description="Column of a list of responses to rank. Default `responses` or `completions`."
+        None, description="Column of a list of responses to rank. Default: `responses` or `completions`."
     )
     scores_key: str | None = Field(
         None,
-        description="Column of their scores, higher is better. Default `scores`, or what responses that are objects "
-        "hold (`overall_score`, `score`, `rating`, `reward`); without: best first.",
+        description="Column of the scores of these responses; higher is better. Default: `scores`, or the score "
+        "inside each response object (`overall_score`, `score`, `rating`, `reward`). Without scores, the best "
+        "response comes first.",
     )
     label_key: str | None = Field(
         None,
-        description="Column of the verdict (`kto`) or of the verdicts on the steps (`prm`). Default `label`, `labels`. "
-        "Online: of the ground truth; default `reward_model.ground_truth`, or `ground_truth`, `answer` (of which what "
-        "follows its `####` or stands in its `\\boxed{}`), `solution`; none where `prompt_key` is set.",
+        description="Column of the label (`kto`) or of the step labels (`prm`). Default: `label`, `labels`. "
+        "Online: column of the ground truth. Default: `reward_model.ground_truth`, `ground_truth`, `answer` (the "
+        "part after `####` or inside `\\boxed{}`) or `solution`; none if `prompt_key` is set.",
     )
-    steps_key: str | None = Field(None, description="Column of a list of steps (`prm`). Default `completions`.")
+    steps_key: str | None = Field(None, description="Column of a list of steps (`prm`). Default: `completions`.")
     system: str | None = Field(
         None,
-        description="System message put before rows that have none.",
-        effect=Effect("blocks", "prompts begin with another text"),
+        description="System message added to rows that have none.",
+        effect=Effect("blocks", "prompts start with a different text"),
     )
     template: str = Field(
         "auto",
-        description="`auto` renders prompts with the tokenizer's chat template where it has one; `none` joins prompt "
-        "and response as they are; `chatml`, `llama3`, `qwen` (ChatML with tools) or the path of a `.jinja` file is a "
-        "template in place of the tokenizer's. The export has it too.",
-        effect=Effect("blocks", "prompts are written in another form"),
+        description="`auto` renders prompts with the tokenizer's chat template if it has one; `none` concatenates "
+        "prompt and response; `chatml`, `llama3`, `qwen` (ChatML with tools) or the path of a `.jinja` file "
+        "replaces the tokenizer's template, also in the export.",
+        effect=Effect("blocks", "prompts are formatted differently"),
     )
     template_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
-        description="Arguments of the chat template, such as `enable_thinking: false`, in every prompt of the run.",
-        effect=Effect("blocks", "prompts are written in another form"),
+        description="Arguments of the chat template for every prompt of the run, such as `enable_thinking: false`.",
+        effect=Effect("blocks", "prompts are formatted differently"),
     )
     prompt_format: str | None = Field(
         None,
-        description="The text around a prompt, in which `{}` stands for it; with a chat template inside the user's "
-        "message.",
-        effect=Effect("blocks", "prompts are written in another form"),
+        description="Text around each prompt; `{}` marks the place of the prompt. With a chat template, it goes "
+        "into the user message.",
+        effect=Effect("blocks", "prompts are formatted differently"),
     )
     require_end: bool = Field(
         True,
-        description="Refuse rows whose last trained token is not an end token: the model would not learn to stop.",
-        effect=Effect("harmless", "rows are refused or not; what is trained is the same"),
+        description="Reject rows whose last trained token is not an end token: the model would not learn to stop.",
+        effect=Effect("harmless", "rows are accepted or rejected; the trained tokens are the same"),
     )
     max_tokens: int | None = Field(
         None,
         ge=2,
-        description="Longest row in tokens. Default: the model's context, or `batch.tokens` (times "
+        description="Maximum row length in tokens. Default: the model's context length, or `batch.tokens` (times "
         "`parallel.context`) if smaller.",
         effect=LIMIT,
     )
     max_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="Online: longest prompt in tokens. Default: what `rollout.max_tokens` leaves of the context.",
+        description="Online: maximum prompt length in tokens. Default: the context length minus `rollout.max_tokens`.",
         effect=LIMIT,
     )
     overlong: Literal["error", "drop", "truncate_left", "truncate_right"] = Field(
         "error",
-        description="What happens to a row over `max_tokens` (online: a prompt over `max_prompt_tokens`). "
-        "Dropped and truncated rows are counted.",
+        description="What to do with a row longer than `max_tokens` (online: a prompt longer than "
+        "`max_prompt_tokens`). Dropped and truncated rows are counted.",
         effect=LIMIT,
     )
     bad_rows: Literal["error", "drop"] = Field(
         "error",
-        description="What happens to a row that cannot be trained as it is: an empty answer, a chat that starts with "
-        "the assistant, a part that the template drops. Dropped rows are counted, and the first are named.",
+        description="What to do with a row that cannot be trained as it is: an empty answer, a chat that starts "
+        "with the assistant, a part that the template drops. Dropped rows are counted, and the first ones are "
+        "listed.",
         effect=LIMIT,
     )
     drop_last: bool = Field(
         False,
-        description="An epoch ends with its last whole update; the rows left over are not trained in it. Without, "
-        "updates run on over the end of an epoch.",
+        description="End each epoch with its last full update and skip the remaining rows. `false`: updates "
+        "continue across the end of an epoch.",
         effect=GROUPS,
     )
     max_rows: int | None = Field(
         None,
         ge=1,
-        description="Read only the first so many rows of each source of `train` that says no `rows` of its own.",
-        effect=Effect("blocks", "other rows are read"),
+        description="Number of rows to read from each source of `train` that does not set `rows`.",
+        effect=Effect("blocks", "different rows are read"),
     )
     cache: Annotated[str, BeforeValidator(_as_switch)] = Field(
         "on",
-        description="Encoded rows are kept on disk, by content, and found again by later runs: `on` in the user's "
-        "cache (`LOCKSTEP_CACHE`), `off` nowhere, else a folder.",
-        effect=Effect("harmless", "only how long a start takes"),
+        description="Where encoded rows are cached by content for later runs: `on`: the user's cache "
+        "(`LOCKSTEP_CACHE`); `off`: nowhere; otherwise a folder.",
+        effect=Effect("harmless", "changes only the start-up time"),
         resumable=True,
     )
     cache_gb: float = Field(
         20.0,
         gt=0,
-        description="Bound of that folder in GiB: what was not used for longest is deleted first.",
-        effect=Effect("harmless", "only how long a start takes"),
+        description="Size limit of this cache in GiB. The least recently used entries are deleted first.",
+        effect=Effect("harmless", "changes only the start-up time"),
         resumable=True,
     )
     shuffle: bool = Field(
         True,
-        description="Visit the rows in a new seeded order each epoch.",
-        effect=Effect("matters", "rows come in another order: curves agree in distribution only"),
+        description="Shuffle the rows with the seed, anew in each epoch.",
+        effect=Effect("matters", "rows come in another order; metrics agree only in distribution"),
     )
 
     @property
     def taken(self) -> list[Source]:
-        """The sources of `train`, each with the rows that are read of it."""
+        """The sources of `train`, with `max_rows` applied."""
         if self.max_rows is None:
             return self.train
-        return [one if one.rows else one.model_copy(update={"rows": self.max_rows}) for one in self.train]
+        return [source if source.rows else source.model_copy(update={"rows": self.max_rows}) for source in self.train]

@@ -1,4 +1,4 @@
-"""Keys of single offline methods: preferences, reward models, process rewards, distillation."""
+"""Recipe keys of single offline methods: preferences, reward models, process rewards, distillation."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Preference(Section):
         "cpo",
     ] = Field(
         "sigmoid",
-        description="Loss of a pair. `simpo`, `orpo` and `cpo` have no reference. `aot` and `aot_unpaired` sort the "
-        "responses of an update, which takes one more pass of the model.",
+        description="Loss of a pair. `simpo`, `orpo` and `cpo` use no reference. `aot` and `aot_unpaired` sort the "
+        "responses of an update, which takes one more forward pass.",
     )
     beta: float = Field(0.1, gt=0, description="Scale of the log-ratio (`orpo`: weight of the odds ratio).")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Share of pairs that may be labelled the wrong way round."
-    )
-    gamma: float = Field(0.0, ge=0, description="`simpo`: margin asked of the scaled difference.")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Assumed fraction of pairs whose labels are swapped.")
+    gamma: float = Field(0.0, ge=0, description="`simpo`: target margin of the scaled difference.")
     discopop_tau: float = Field(
-        0.05, gt=0, description="`discopop`: how large a difference turns the loss from logistic to exponential."
+        0.05,
+        gt=0,
+        description="`discopop`: size of the difference at which the loss changes from logistic to exponential.",
     )
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = Field(
         "reverse_kl",
-        description="How far from the reference is measured (f-DPO): what stands in place of the log-ratio. For "
-        "`sigmoid`, `ipo`, `hinge`, `robust`, `exo_pair` and `discopop`.",
+        description="Divergence from the reference that replaces the log-ratio (f-DPO). For `sigmoid`, `ipo`, "
+        "`hinge`, `robust`, `exo_pair` and `discopop`.",
     )
     alpha: float = Field(
         0.5,
@@ -54,25 +54,29 @@ class Preference(Section):
         1.0,
         ge=0,
         le=1,
-        description="Weight of the tokens by which the longer response of a pair is longer (LD-DPO); 1 is DPO.",
+        description="LD-DPO: weight of the tokens by which the longer response of a pair exceeds the shorter one; "
+        "1 is DPO.",
     )
     average: bool = Field(
-        False, description="Log-probabilities are means over a response's tokens, not sums (length-normalised)."
+        False,
+        description="Use the mean of the log-probabilities over a response's tokens instead of the sum "
+        "(length-normalised).",
     )
-    nll: float = Field(0.0, ge=0, description="Weight of the chosen response's mean negative log-likelihood.")
+    nll: float = Field(0.0, ge=0, description="Weight of the mean negative log-likelihood of the chosen response.")
     reference: str | None = Field(
         None,
-        description="Folder of the reference model. Default: `model.path` (with LoRA: the adapter switched off).",
+        description="Folder of the reference model. Default: `model.path` (with LoRA: the model with the adapter "
+        "disabled).",
         effect=FOLDER,
     )
     precompute: bool = Field(
         False,
-        description="Compute the reference's log-probabilities once, before training, and keep them on disk: the "
-        "reference then takes no memory.",
+        description="Compute the log-probabilities of the reference once, before training, and store them on disk. "
+        "The reference then takes no memory.",
         effect=Effect("harmless", "the same reference log-probabilities, computed earlier"),
     )
     reference_free: bool = Field(
-        False, description="`kto`: no reference; mean log-probabilities take the place of log-ratios."
+        False, description="`kto`: use no reference; mean log-probabilities replace the log-ratios."
     )
     desirable: float = Field(1.0, gt=0, description="`kto`: weight of desirable rows.")
     undesirable: float = Field(1.0, gt=0, description="`kto`: weight of undesirable rows.")
@@ -80,42 +84,51 @@ class Preference(Section):
 
 class RewardModelSettings(Section):
     loss: Literal["sigmoid", "logexp"] = Field(
-        "sigmoid", description="-log sigmoid(chosen - rejected - margin), or log(1 + exp(rejected - chosen))."
+        "sigmoid",
+        description="`sigmoid`: -log sigmoid(chosen - rejected - margin); `logexp`: log(1 + exp(rejected - chosen)).",
     )
     ranking: Literal["pairs", "plackett_luce"] = Field(
-        "pairs", description="More than two responses: the mean over all pairs, or the Plackett-Luce likelihood."
+        "pairs",
+        description="Loss of more than two responses: the mean over all pairs, or the Plackett-Luce likelihood.",
     )
     centre: float = Field(
-        0.0, ge=0, description="Weight of the squared sum of a pair's scores: keeps scores around zero."
+        0.0, ge=0, description="Weight of the squared sum of a pair's scores. It keeps the scores centred at zero."
     )
 
 
 class ProcessReward(Section):
-    placeholder: str = Field("ки", min_length=1, description="Text after each step where it is judged; one token.")
+    placeholder: str = Field(
+        "ки", min_length=1, description="Text after each step that marks where the step is scored; one token."
+    )
     tokens: list[str] = Field(
-        ["+", "-"], min_length=2, description="Words that say how a step is, one token each; the first is the good one."
+        ["+", "-"], min_length=2, description="Label words of a step, one token each. The first one labels a good step."
     )
 
 
 class Distill(Section):
-    teacher: str | None = Field(None, description="Folder of the teacher.", effect=FOLDER)
+    teacher: str | None = Field(None, description="Folder of the teacher model.", effect=FOLDER)
     divergence: Literal["forward", "reverse", "jsd"] = Field(
-        "forward", description="KL(teacher, student), KL(student, teacher), or Jensen-Shannon's mixture of both."
+        "forward",
+        description="`forward`: KL(teacher, student); `reverse`: KL(student, teacher); `jsd`: Jensen-Shannon "
+        "divergence.",
     )
     mix: float = Field(
         0.5,
         gt=0,
         lt=1,
-        description="`jsd`: the teacher's share in the mixture.",
+        description="`jsd`: weight of the teacher in the mixture.",
         read_where=("distill.divergence", ("jsd",)),
     )
-    temperature: float = Field(1.0, gt=0, description="Divides the logits of both.")
+    temperature: float = Field(1.0, gt=0, description="Divides the logits of teacher and student.")
     coefficient: float = Field(
-        0.5, ge=0, le=1, description="Weight of the divergence; the rest is the rows' own log-likelihood (SFT)."
+        0.5,
+        ge=0,
+        le=1,
+        description="Weight of the divergence. The rest is the weight of the log-likelihood of the rows (SFT).",
     )
     top_k: int | None = Field(
         None,
         ge=1,
-        description="Keep the teacher's so many likeliest words of each token on disk and train from there; what is "
-        "left of the vocabulary counts as one word.",
+        description="Store this many most likely tokens of the teacher per position on disk and train from them. "
+        "The rest of the vocabulary counts as one token.",
     )

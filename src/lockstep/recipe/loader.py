@@ -1,4 +1,4 @@
-"""From YAML and `key=value` words to a checked recipe, with every problem told at once."""
+"""Loads a recipe from YAML and `key=value` overrides, and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from pydantic import BaseModel, ValidationError
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import give
 from lockstep.masking import masked_tree, secrets_in
+from lockstep.recipe.method_checks import preference_reads
 from lockstep.recipe.methods import (
     OFFLINE,
     ONLINE,
     OPTIONAL_SECTIONS,
     method_defaults,
     over,
-    preference_reads,
     sections_read,
     with_method_defaults,
 )
 from lockstep.recipe.recipe_checks import combination_problems, with_derived_defaults
 from lockstep.recipe.registry import estimator_row, import_plugins
 from lockstep.recipe.schema import Recipe
+from lockstep.recipe.section import invalid_reason
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-5 as a number (YAML 1.1 wants 1.0e-5) and refuses a key given twice."""
+    """Safe YAML that reads 1e-5 as a number (YAML 1.1 requires 1.0e-5) and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key is a word, not a list", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a word, not a list or a mapping", key_node.start_mark
+                )
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=deep)
@@ -48,7 +51,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would read as a number."""
+    """Quotes text that `_Loader` would read as a number."""
 
 
 _EXPONENT = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
@@ -77,17 +80,19 @@ def recipe_text(name_or_path: str) -> str:
     hint = f"did you mean {near[0]}? " if near else ""
     raise Refusal.at(
         f"recipe {name_or_path}",
-        "no such file and no built-in recipe of that name",
+        "no such file, and no built-in recipe with this name",
         f"{hint}built in: {', '.join(names)}",
     )
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, stored: bool = False) -> Recipe:
-    """Read, override, check. Raises one Refusal with every problem found. `stored`: of a run folder, where an earlier
-    version may have left secrets, which are masked."""
+    """Reads a recipe, applies overrides and checks it. Raises one Refusal with all problems.
+
+    `stored`: the recipe is from a run folder, so secrets that an earlier version stored are masked.
+    """
     values = _parse_yaml(recipe_text(name_or_path), name_or_path)
     if not isinstance(values, dict):
-        raise Refusal.at(name_or_path, f"a recipe is a mapping of keys, not {type(values).__name__}")
+        raise Refusal.at(name_or_path, f"a recipe must be a mapping of keys, not {type(values).__name__}")
     if stored:
         values = masked_tree(values)
     problems = [problem for word in overrides for problem in _apply_override(values, word)]
@@ -95,17 +100,17 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, stored: boo
 
 
 def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """A recipe, or a file or built-in name of one, with values of Python's over its own.
+    """A recipe (object, file or built-in name) with overrides given as Python values.
 
-    A key is dotted (`{"optim.lr": 1e-4}`) or a group (`{"optim": {"lr": 1e-4}}`). A function may stand where the
-    recipe takes `path/to/file.py:name`: it is kept for the runs of this process, and the recipe says where it is from.
+    A key is dotted (`{"optim.lr": 1e-4}`) or a group (`{"optim": {"lr": 1e-4}}`). A Python function may replace
+    `path/to/file.py:name`: it is registered for the runs of this process, and the recipe stores its location.
     """
     if isinstance(recipe, Recipe):
         values = recipe.model_dump(mode="json", exclude_unset=True)
     else:
         values = _parse_yaml(recipe_text(str(recipe)), str(recipe))
         if not isinstance(values, dict):
-            raise Refusal.at(str(recipe), f"a recipe is a mapping of keys, not {type(values).__name__}")
+            raise Refusal.at(str(recipe), f"a recipe must be a mapping of keys, not {type(values).__name__}")
     for key, value in overrides.items():
         *parents, leaf = key.split(".")
         group: dict[str, Any] = {leaf: _plain(value, key)}
@@ -116,12 +121,12 @@ def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Re
 
 
 def checked_recipe(values: dict[str, Any]) -> Recipe:
-    """A recipe from groups of plain values, as a YAML file has them."""
+    """A recipe from nested plain values, as in a YAML file."""
     return _checked(values, [])
 
 
 def value_text(value: Any) -> str:
-    """One value as YAML on one line, which `load_recipe` reads back to the same value."""
+    """One value as one line of YAML that `load_recipe` reads back to the same value."""
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=2**20, sort_keys=False
     ).strip()
@@ -129,7 +134,7 @@ def value_text(value: Any) -> str:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Values as a YAML file has them; a function becomes its path."""
+    """Plain values as in a YAML file; a function becomes its path."""
     if isinstance(value, Mapping):
         return {name: _plain(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -144,7 +149,7 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
-    problems = [*problems, *(Problem(*told) for told in secrets_in(values)), *import_plugins(values)]
+    problems = [*problems, *(Problem(*secret) for secret in secrets_in(values)), *import_plugins(values)]
     recipe, more = _validate(with_method_defaults(values))
     if problems or more or recipe is None:
         raise Refusal([*problems, *more])
@@ -152,7 +157,7 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that `load_recipe` reads back to the same recipe."""
+    """The resolved recipe as YAML; `load_recipe` reads it back to the same recipe."""
     return yaml.dump(resolved(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -184,35 +189,35 @@ def _parse_yaml(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         raise Refusal.at(where, f"not valid YAML: {error}") from error
     except RecursionError as error:
-        raise Refusal.at(where, "is nested too deeply to be read", "a recipe has a few levels of keys") from error
+        raise Refusal.at(where, "is nested too deeply", "a recipe has only a few levels of keys") from error
 
 
 def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
     key, equals, text = word.partition("=")
     if not equals or not key:
-        return [Problem(word, "an override is written key=value", "for example optim.lr=1e-5")]
+        return [Problem(word, "an override must be key=value", "for example optim.lr=1e-5")]
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         return [Problem(key, f"value {text!r} is not valid YAML: {error}")]
     except RecursionError:
-        return [Problem(key, f"value {text[:20]}... is nested too deeply to be read")]
+        return [Problem(key, f"value {text[:20]}... is nested too deeply")]
     target: Any = values
     *parents, leaf = key.split(".")
     for parent in parents:
         if isinstance(target, list):
             if not parent.isdigit() or int(parent) >= len(target):
-                return [Problem(key, f"{parent} is not an index into a list of {len(target)}")]
+                return [Problem(key, f"{parent} is not an index of a list with {len(target)} entries")]
             target = target[int(parent)]
         else:
             if target.get(parent) is None or isinstance(target[parent], bool):
-                target[parent] = _whole_group(parent, target.get(parent))
+                target[parent] = _expand_short_form(parent, target.get(parent))
             target = target[parent]
         if not isinstance(target, dict | list):
             return [Problem(key, f"{parent} is a value, not a group of keys")]
     if isinstance(target, list):
         if not leaf.isdigit() or int(leaf) >= len(target):
-            return [Problem(key, f"{leaf} is not an index into a list of {len(target)}")]
+            return [Problem(key, f"{leaf} is not an index of a list with {len(target)} entries")]
         target[int(leaf)] = value
     elif isinstance(value, bool) and key == "tape" and isinstance(target.get(key), dict):
         target[key]["record"] = value
@@ -222,34 +227,34 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
 
 
 def override_of(word: str) -> tuple[str, Any]:
-    """A word `key=value` taken apart."""
+    """Splits `key=value` into the key and the parsed value."""
     values: dict[str, Any] = {}
     if problems := _apply_override(values, word):
         raise Refusal(problems)
-    key, found = word.partition("=")[0], values
+    key, value = word.partition("=")[0], values
     for part in key.split("."):
-        found = found[part]
-    return key, found
+        value = value[part]
+    return key, value
 
 
-def _whole_group(name: str, short: bool | None) -> Any:
-    """`tape=true tape.steps=5`: the short form and keys of the group may stand side by side."""
+def _expand_short_form(name: str, short: bool | None) -> Any:
+    """Expands `tape=true` to a group, so that `tape=true tape.steps=5` works."""
     if short is None:
         return {}
     return {"record": short} if name == "tape" else short
 
 
 def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
-    """Schema problems, then combination problems of what is left when the bad keys are taken out.
+    """Validates the schema, then the combinations of keys.
 
-    Pydantic stops at the schema; taking the bad keys out lets the second kind be told in the same breath.
+    If the schema check fails, the bad keys are removed so that problems of combinations can be reported too.
     """
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as failure:
         problems = _first_of_each_key([_problem(error) for error in failure.errors()])
         rest = _without(values, [_plain_loc(error["loc"]) for error in failure.errors()])
-        # What must be set gets a stand-in, so that its absence does not hide the other problems.
+        # Required keys get a placeholder, so that a missing one does not hide other problems.
         for section, key in (("model", "path"), ("data", "train")):
             given = rest.get(section)
             rest[section] = {key: "unset", **(given if isinstance(given, dict) else {})}
@@ -257,19 +262,19 @@ def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
             partial = Recipe.model_validate(rest)
         except ValidationError:
             return None, problems
-        # A key whose value was taken out is not missed as well.
-        named = {problem.where for problem in problems}
-        return None, problems + [one for one in combination_problems(partial) if one.where not in named]
+        # A removed key must not also be reported as missing.
+        reported = {problem.where for problem in problems}
+        return None, problems + [new for new in combination_problems(partial) if new.where not in reported]
     return recipe, list(combination_problems(recipe))
 
 
 def _first_of_each_key(problems: list[Problem]) -> list[Problem]:
-    """A value that fits no branch of a union fails once for each branch; one of them tells enough."""
+    """Keeps one problem per key: a value that matches no branch of a union fails once per branch."""
     return list({problem.where: problem for problem in reversed(problems)}.values())[::-1]
 
 
 def _plain_loc(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic names the branch of a union in the location ('list[str]', 'literal[...]'); a key has no bracket."""
+    """The location without the union branches that pydantic adds ('list[str]', 'literal[...]')."""
     return tuple(part for part in loc if isinstance(part, int) or ("[" not in part and part not in ("int", "float")))
 
 
@@ -281,15 +286,15 @@ def _problem(error: Any) -> Problem:
     if error["type"] == "missing":
         return Problem(key, "must be set", _describe(loc))
     if error["type"] == "model_type":
-        return Problem(key, f"is a group of keys, not a value (given: {error['input']!r})", f"write {key}.NAME=VALUE")
-    reason = error["msg"][0].lower() + error["msg"][1:]
+        return Problem(key, f"must be a group of keys (given: {error['input']!r})", f"write {key}.NAME=VALUE")
+    reason = invalid_reason(error)
     remedy = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         near = difflib.get_close_matches(error["input"], choices, n=1)
         remedy = f"did you mean {near[0]}?" if near else ""
     if error["type"] == "string_type" and isinstance(error["input"], bool):
-        remedy = "YAML reads yes, no, on and off as true and false: put the word in quotes"
+        remedy = "YAML reads yes, no, on and off as true and false: quote the word"
     return Problem(key, f"{reason} (given: {error['input']!r})", remedy)
 
 
@@ -308,23 +313,23 @@ def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:
 
 def described_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, str]:
     """Every full key of the schema with its description."""
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for name, info in model.model_fields.items():
         full = f"{prefix}{name}"
-        found[full] = info.description or ""
+        keys[full] = info.description or ""
         for section in sections_of(info.annotation):
-            found |= described_keys(section, f"{full}.")
-    return found
+            keys |= described_keys(section, f"{full}.")
+    return keys
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """Schema classes inside an annotation: `Lora | None` and `list[Source]` hold one each."""
+    """Schema classes inside an annotation, such as `Lora | None` or `list[Source]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in getattr(annotation, "__args__", ()) for found in sections_of(part)]
+    return [section for part in getattr(annotation, "__args__", ()) for section in sections_of(part)]
 
 
-# What other trainers call a key of ours.
+# Key names of other trainers, mapped to recipe keys.
 _ELSEWHERE = {
     "learning_rate": "optim.lr",
     "max_length": "data.max_tokens",
@@ -403,32 +408,32 @@ _ELSEWHERE = {
 }
 
 
-# Keys of other trainers that lockstep has no counterpart for, and what to do instead.
+# Keys of other trainers without a counterpart here, and what to do instead.
 _ABSENT = {
     **dict.fromkeys(
         ("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type"),
-        "weights are not quantized here; train an adapter in bf16: model.dtype=bf16 model.lora.rank=16",
+        "lockstep does not quantize weights; train an adapter in bf16: model.dtype=bf16 model.lora.rank=16",
     ),
     **dict.fromkeys(
         ("zero_stage", "stage", "deepspeed", "fsdp"),
-        "weights, gradients and optimizer are sharded wherever several processes train; see parallel.offload for less",
+        "weights, gradients and optimizer state are sharded over all processes; parallel.offload saves more memory",
     ),
 }
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
-    known = described_keys()
+    keys = described_keys()
     names = [str(part) for part in loc if isinstance(part, str)]
     full, leaf = ".".join(names), names[-1]
     parent = full[: -len(leaf)]
-    siblings = [key[len(parent) :] for key in known if key.startswith(parent) and "." not in key[len(parent) :]]
+    siblings = [key[len(parent) :] for key in keys if key.startswith(parent) and "." not in key[len(parent) :]]
     if leaf in _ABSENT:
         return _ABSENT[leaf]
     near = [_ELSEWHERE[leaf]] if leaf in _ELSEWHERE else []
-    # Below this likeness a hint names another thing more often than the one that was meant (`stage` and `tape`).
+    # Below this similarity, a hint is wrong more often than right (`stage` and `tape`).
     near = near or [parent + name for name in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
-    near = near or [key for key in known if key.split(".")[-1] == leaf]
-    leaves = {key.split(".")[-1]: key for key in known}
+    near = near or [key for key in keys if key.split(".")[-1] == leaf]
+    leaves = {key.split(".")[-1]: key for key in keys}
     near = near or [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
     if near:
         return f"did you mean {near[0]}?"

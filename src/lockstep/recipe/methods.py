@@ -1,19 +1,14 @@
-"""The methods, one row each: a named set of defaults over the same keys. What a recipe says replaces them.
+"""The training methods. A method is a named set of defaults; values in the recipe override them.
 
-An online method is nothing but its defaults. An offline one also says which keys it reads; what it does with its rows
-is in `methods/`.
+An online method consists of its defaults only. An offline method also lists the keys it reads; its loss is in
+`methods/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from lockstep.errors import Problem
-
-if TYPE_CHECKING:  # the schema takes the methods' names from here
-    from lockstep.recipe.schema import Recipe
+from typing import Any
 
 # Keys of `data` that name columns, by the kind of rows.
 SUPERVISED_COLUMNS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
@@ -26,45 +21,14 @@ STEP_COLUMNS = ("messages_key", "prompt_key", "text_key", "steps_key", "label_ke
 class OfflineRow:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
-    """Groups of keys of its own that it reads."""
+    """Groups of keys that only this kind of method reads."""
     columns: tuple[str, ...] = SUPERVISED_COLUMNS
     compares: bool = False
-    """Its rows are two sequences or more, which stay in one micro-batch."""
+    """A row has two or more sequences, which stay in one micro-batch."""
     judges: bool = False
-    """What comes out judges and does not answer."""
+    """The trained model scores responses and does not generate."""
     preference: str | None = None
-    """The row of PREFERENCE_READS where `preference` is read and its loss is no choice."""
-    problems: Callable[[Recipe], Iterator[Problem]] = lambda recipe: iter(())
-    """Combinations of its keys that cannot work."""
-
-
-def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield Problem("rm.loss", "ranking plackett_luce has a loss of its own", "remove it, or set rm.ranking=pairs")
-
-
-def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
-    if len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
-        yield Problem("prm.tokens", "names a word twice", "one word for each verdict")
-
-
-def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.batch.rows_per_update < 2:
-        yield Problem(
-            "batch.rows_per_update",
-            "an update of one row has no mismatched pair to estimate the KL from",
-            "set it to 2 or more",
-        )
-    if recipe.preference.reference_free and recipe.preference.reference:
-        yield Problem("preference.reference", "set together with preference.reference_free", "remove one of them")
-
-
-def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
-    settings = recipe.distill
-    if settings.teacher is None:
-        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
-    if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
-        yield Problem("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
+    """Key in PREFERENCE_READS, for a method that reads `preference` with a fixed loss."""
 
 
 def _pairs(**preference: Any) -> OfflineRow:
@@ -79,18 +43,16 @@ def _pairs(**preference: Any) -> OfflineRow:
 OFFLINE: dict[str, OfflineRow] = {
     "sft": OfflineRow(),
     # Ouyang et al. 2022 (arXiv 2203.02155).
-    "rm": OfflineRow(
-        sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True, problems=_rm_problems
-    ),
-    # Lightman et al. 2023 (arXiv 2305.20050), with the verdict as a word.
-    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True, problems=_prm_problems),
+    "rm": OfflineRow(sections=("rm",), columns=(*PAIR_COLUMNS, "margin_key"), compares=True, judges=True),
+    # Lightman et al. 2023 (arXiv 2305.20050), with the label as a token.
+    "prm": OfflineRow(sections=("prm",), columns=STEP_COLUMNS, judges=True),
     # Rafailov et al. 2023 (arXiv 2305.18290).
     "dpo": _pairs(loss="sigmoid"),
     # Azar et al. 2023 (arXiv 2310.12036), on mean log-probabilities; `average: false` sums them.
     "ipo": _pairs(loss="ipo", average=True),
     # Meng et al. 2024 (arXiv 2405.14734).
     "simpo": _pairs(loss="simpo", beta=2.0, gamma=1.0),
-    # Hong et al. 2024 (arXiv 2403.07691): an odds ratio beside the likelihood of the chosen response.
+    # Hong et al. 2024 (arXiv 2403.07691): an odds ratio plus the likelihood of the chosen response.
     "orpo": _pairs(loss="orpo", beta=0.1, nll=1.0),
     # Xu et al. 2024 (arXiv 2401.08417).
     "cpo": _pairs(loss="cpo", beta=0.1, nll=1.0),
@@ -100,10 +62,9 @@ OFFLINE: dict[str, OfflineRow] = {
         sections=("preference",),
         columns=JUDGED_COLUMNS,
         preference="kto",
-        problems=_kto_problems,
     ),
     # Hinton et al. 2015 (arXiv 1503.02531); divergences of Agarwal et al. 2023 (arXiv 2306.13649).
-    "distill": OfflineRow(sections=("distill",), problems=_distill_problems),
+    "distill": OfflineRow(sections=("distill",)),
 }
 
 ONLINE: dict[str, dict[str, Any]] = {
@@ -148,7 +109,7 @@ ONLINE: dict[str, dict[str, Any]] = {
     "opo": {"algorithm": {"advantage": "opo", "loss": "policy_gradient"}},
     # Chu et al. 2025 (arXiv 2504.02546).
     "gpg": {"algorithm": {"advantage": "gpg", "loss": "policy_gradient"}},
-    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a whole sequence, with tiny bounds.
+    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a sequence, with tiny bounds.
     "gspo": {
         "algorithm": {
             "advantage": "grpo",
@@ -162,8 +123,8 @@ ONLINE: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": {"advantage": "grpo", "clip_high": 0.28, "dynamic_sampling": {"rounds": 3}}},
     # MiniMax 2025 (arXiv 2506.13585): the clipped ratio as a constant weight; only the upper bound is used.
     "cispo": {"algorithm": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
-    # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): the student's own responses, each token
-    # rewarded by how much likelier the teacher finds it. No reward besides; `algorithm.kl.reference` is the teacher.
+    # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): responses of the student, each token
+    # rewarded by the teacher's log-ratio. There is no other reward; `algorithm.kl.reference` is the teacher.
     "on_policy_distill": {
         "rollout": {"n": 1},
         "reward": {"weights": {"rule": 0.0}},
@@ -181,7 +142,7 @@ _ONLINE_SECTIONS = ("rollout", "reward", "algorithm", "critic")
 OPTIONAL_SECTIONS = tuple(
     dict.fromkeys([*_ONLINE_SECTIONS, *(section for row in OFFLINE.values() for section in row.sections)])
 )
-# Keys of `preference` by loss; those of KTO, which has no such choice, by its name.
+# Keys of `preference` that each loss reads. KTO has a fixed loss and is listed by method name.
 _COMMON = ("loss", "beta", "nll")
 _RANKED = (*_COMMON, "reference", "precompute", "ld_alpha")
 _REFERENCED = (*_RANKED, "average")
@@ -211,46 +172,18 @@ def sections_read(method: str) -> tuple[str, ...]:
     return _ONLINE_SECTIONS if method in ONLINE else OFFLINE[method].sections
 
 
-def preference_reads(recipe: Recipe) -> tuple[str, ...]:
-    """The keys of `preference` that the recipe's method reads."""
-    return PREFERENCE_READS[OFFLINE[recipe.method].preference or recipe.preference.loss]
-
-
-def reference_kind(recipe: Recipe) -> str:
-    """How the run has its reference: `none`, the policy without its `adapter`, a `model` beside it, or `disk`."""
-    if recipe.method in ONLINE:
-        used, folder, precompute = recipe.algorithm.kl.where != "none", recipe.algorithm.kl.reference, False
-    elif "preference" in sections_read(recipe.method):
-        settings = recipe.preference
-        used = "reference" in preference_reads(recipe) and not settings.reference_free
-        folder, precompute = settings.reference, settings.precompute
-    else:
-        return "none"
-    if not used:
-        return "none"
-    if precompute:
-        return "disk"
-    return "adapter" if recipe.model.lora is not None and folder is None else "model"
-
-
-def reference_folder(recipe: Recipe) -> str:
-    """The folder of the reference, which is the policy's own unless the recipe names another."""
-    named = recipe.algorithm.kl.reference if recipe.method in ONLINE else recipe.preference.reference
-    return named or recipe.model.path
-
-
 def with_method_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a recipe over the defaults of its method."""
+    """The values of a recipe merged over the defaults of its method."""
     return over(method_defaults(str(values.get("method", "sft"))), values)
 
 
 def method_defaults(name: str) -> dict[str, Any]:
-    """Nothing where there is no such method, which the schema refuses."""
+    """Defaults of a method; empty for an undefined method, which the schema rejects."""
     return dict(OFFLINE[name].defaults) if name in OFFLINE else ONLINE.get(name, {})
 
 
 def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Values over others; groups of keys are merged."""
+    """`above` merged over `below`, recursively."""
     merged = {**below, **above}
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):

@@ -13,63 +13,59 @@ from typing import Any
 from lockstep.errors import Problem
 from lockstep.functions import Unloadable, run_file, told
 
-# The names that a recipe may say, and what stands behind each: estimators, policy losses, engines, trackers.
-#
-# Estimators, losses and engines say what they need; whoever runs them asks these rows, never the names. A new
-# estimator or loss is a row here and a function in `algorithms/`. Engines and trackers are above the recipe, which
-# must know their names before anything of theirs is imported: they stand as `package.module:name`. A new one is a row
-# here and a file.
+# Estimators, losses and engines declare what they need; callers check these rows, never the names. A new estimator or
+# loss is a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so their rows hold
+# `package.module:name`, which is imported on use.
 
 
 @dataclass(frozen=True)
 class EstimatorRow:
     critic: bool = False
-    """Values of a learned critic."""
+    """Needs the values of a critic."""
     groups: bool = False
-    """Several responses to a prompt, which are compared with each other."""
+    """Compares several responses to the same prompt."""
     greedy_baseline: bool = False
-    """The score of the likeliest response to each prompt."""
+    """Needs the score of the greedy response to each prompt."""
     energy: bool = False
-    """The sum of the squared probabilities of all words at each token."""
+    """Needs the sum of squared probabilities over the vocabulary at each token."""
     parts: bool = False
-    """The rewards one by one."""
+    """Needs the separate rewards."""
 
 
 @dataclass(frozen=True)
 class LossRow:
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Arguments of the function, and the keys of `algorithm` that they are."""
+    """Maps arguments of the loss function to keys of `algorithm`."""
     ratio: bool = True
-    """Whether it weighs what the policy did before the update: without, a step can have one update only."""
+    """Whether the loss uses the ratio of new to old probability. Without it, a step can have only one update."""
     tokenwise: bool = False
     """Whether the loss at a token depends on no other token of the update."""
     held: Mapping[str, str] | None = None
-    """Where some tokens are held back: arguments of the function that chooses them, as `keys`. Old log-probs are needed
-    before the update."""
+    """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Such losses need
+    old log-probs before the update."""
     holds: bool = False
-    """Whether a token that has moved too far from the policy of its old log-probs is pushed no further, by bounds that
-    leave room for several updates: old ones of the policy that drew stale responses then hold the run near it. Not so
-    where only a weight is bounded (cispo), or where the bounds are those of a single update (gspo)."""
+    """Whether the clip stops the gradient of tokens that moved too far from the old policy, with bounds wide enough for
+    several updates. The engine's log-probs of stale responses can then serve as old log-probs. False if only a weight
+    is bounded (cispo) or the bounds fit a single update (gspo)."""
 
 
 @dataclass(frozen=True)
 class EngineRow:
     opener: str
-    """`package.module:name` of its `open_engine`."""
+    """`package.module:name` of the engine's `open_engine`."""
     paged: bool = False
-    """Keys and values stay in blocks of ours between tokens: its architecture is tried on a miniature, and
-    models whose positions move with the length are refused past what can be cached."""
+    """Uses the paged key/value cache of lockstep. The architecture is tested on a miniature model, and models whose
+    positions change with the length are rejected beyond the cacheable length."""
     divided: bool = False
-    """Generates from a model whose modules several processes divide (`parallel.tensor`)."""
+    """Supports tensor parallelism (`parallel.tensor`)."""
     dialect: str = ""
-    """Of a serving engine, one with weights of its own behind HTTP: `package.module:name` of its `Dialect`
-    (`rollout/server/`). It is started or found by `rollout.server` and `rollout.url`, and its `open_engine` is told who
-    and where the run is."""
+    """For a serving engine, which holds separate weights behind HTTP: `package.module:name` of its `Dialect`
+    (`rollout/server/`). `rollout.server` starts it, or `rollout.url` names a running one."""
     scored: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
     )
-    """The values of `rollout.truncated` for which it tells log-probs as the trainer scores them, each with the keys
-    that may truncate."""
+    """The values of `rollout.truncated` for which the engine's log-probs match the trainer's, each with the sampling
+    keys that it supports."""
 
     @property
     def served(self) -> bool:
@@ -133,7 +129,7 @@ TRACKERS: dict[str, str] = {
 
 
 def estimator_row(name: str) -> EstimatorRow:
-    """A function of the user's own needs nothing that we know of."""
+    """The row of an estimator; a user function has no declared needs."""
     return ESTIMATORS.get(name, EstimatorRow())
 
 
@@ -142,34 +138,32 @@ def loss_row(name: str) -> LossRow:
 
 
 def drawn_by(engine: str) -> str:
-    """Whose random numbers choose the tokens: engines of ours share theirs, a serving engine has its own."""
+    """Whose random generator samples the tokens: `lockstep` for built-in engines, or the name of a serving engine."""
     return engine if ENGINES.get(engine, ENGINES["native"]).served else "lockstep"
 
 
 def imported(path: str) -> Any:
-    """What `package.module:name` names, imported when it is asked for."""
+    """Imports the object named `package.module:name`."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
-# Modules of the user's that add rows to our tables, named by `run.plugins`: imported before a recipe is checked.
-
 KEY = "run.plugins"
-# By what the recipe says: their rows stay for all recipes of this process.
+# Imported plug-ins by the name in the recipe. Their registrations last for the process.
 _imported: dict[str, ModuleType] = {}
 
 
 def import_plugins(values: Mapping[str, Any]) -> list[Problem]:
-    """Import what a recipe, not checked yet, names; returns what could not be."""
+    """Imports the plug-ins of an unchecked recipe; returns a problem for each one that fails."""
     run = values.get("run")
     named = run.get("plugins") if isinstance(run, Mapping) else None
-    # Anything else than a list of texts is told by the schema.
+    # The schema reports anything that is not a list of texts.
     words = [word for word in named if isinstance(word, str)] if isinstance(named, list) else []
     return [problem for word in words if (problem := _import(word)) is not None]
 
 
 def plugin_file(word: str) -> Path | None:
-    """The file of a plug-in that was imported; None where it has none."""
+    """The file of an imported plug-in; None if it has none."""
     file = getattr(_imported.get(word), "__file__", None)
     return None if file is None else Path(file)
 
@@ -184,14 +178,14 @@ def _import(word: str) -> Problem | None:
         elif file.is_file():
             _imported[word] = run_file(file)
         else:
-            return Problem(KEY, f"there is no file {word}", "give the path from the folder that you start in")
+            return Problem(KEY, f"file {word} does not exist", "give the path relative to the working directory")
     except Unloadable as error:
         return Problem(f"{KEY} {word}", error.why, error.remedy)
     except ModuleNotFoundError as error:
         if error.name != word.split(".")[0] and error.name != word:
             return Problem(f"{KEY} {word}", f"cannot be imported: {told(error, word)}", "install what it needs")
         remedy = "install it, or name its file: path/to/file.py"
-        return Problem(f"{KEY} {word}", "there is no such module", remedy)
-    except Exception as error:  # noqa: BLE001 - whatever the user's module raises is what must be told
-        return Problem(f"{KEY} {word}", f"cannot be imported: {told(error, word)}", "mend the module")
+        return Problem(f"{KEY} {word}", "no such module", remedy)
+    except Exception as error:  # noqa: BLE001 - a user module may raise anything, and it is reported
+        return Problem(f"{KEY} {word}", f"cannot be imported: {told(error, word)}", "fix the module")
     return None

@@ -1,7 +1,6 @@
-"""Every key a recipe can have, once, with its default, its range and what it means.
+"""The recipe schema: every key with its default, range and description.
 
-Groups of keys with a file of their own: `data.py`, `rollout.py`, `parallel.py`, `tape.py`, and those that only some
-methods read, `online.py` and `offline.py`. `docs/recipe.md` is generated from all.
+Larger groups of keys are in the `keys_*.py` files. `docs/recipe.md` is generated from all of them.
 """
 
 from __future__ import annotations
@@ -41,75 +40,75 @@ def _as_tape(value: Any) -> Any:
 
 class StopEarly(Section):
     metric: str = Field(
-        description="What must improve: `val/loss`, `val/accuracy`, `reward` or any metric of the run; `max` or `min` "
-        "after it says which end is good where the name does not."
+        description="Metric that must improve: `val/loss`, `val/accuracy`, `reward` or any other metric of the "
+        "run. Add `max` or `min` after the name if the name does not imply the direction."
     )
     patience: int = Field(
-        ge=1, description="Stop when it was measured so many times (a validation, or a step) without improving."
+        ge=1, description="Stop after this many measurements (validations or steps) without an improvement."
     )
-    min_delta: float = Field(0.0, ge=0, description="Least change that counts as an improvement.")
+    min_delta: float = Field(0.0, ge=0, description="Smallest change that counts as an improvement.")
 
 
 class RunSettings(Section):
     name: str = Field(
         "run",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run's folder.",
+        description="Name of the run folder.",
         effect=NAME,
         resumable=True,
     )
-    folder: str = Field("runs", description="Folder that holds the run folders.", effect=NAME, resumable=True)
+    folder: str = Field("runs", description="Folder that contains the run folders.", effect=NAME, resumable=True)
     seed: int = Field(
         0,
         ge=0,
         lt=2**63,
-        description="Seed of everything that is random in the run.",
-        effect=Effect("matters", "other samples and another order of rows: curves agree in distribution only"),
+        description="Random seed of the run.",
+        effect=Effect("matters", "other samples and another order of rows; metrics agree only in distribution"),
     )
     epochs: int | None = Field(
-        None, ge=1, description="Passes over the training rows. Default 1 when `run.steps` is not set.", resumable=True
+        None, ge=1, description="Passes over the training rows. Default: 1 if `run.steps` is not set.", resumable=True
     )
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; instead of `run.epochs`.", resumable=True)
+    steps: int | None = Field(None, ge=1, description="Optimizer steps. Use instead of `run.epochs`.", resumable=True)
     stop_early: StopEarly | None = Field(
         None,
-        description="End the run when a metric has stopped to improve.",
-        effect=Effect("harmless", "where the run ends; the steps before it are the same"),
+        description="Stop the run when a metric no longer improves.",
+        effect=Effect("harmless", "changes only where the run ends"),
         resumable=True,
     )
     max_idle_updates: int | None = Field(
         10,
         ge=0,
-        description="Stop after so many consecutive steps whose updates change nothing: zero gradients, all advantages "
-        "zero, or every token masked. 0 or `null` never stops.",
-        effect=Effect("harmless", "where the run ends; the steps before it are the same"),
+        description="Stop after this many consecutive steps whose updates change nothing: zero gradients, all "
+        "advantages zero, or every token masked. 0 or `null` never stops.",
+        effect=Effect("harmless", "changes only where the run ends"),
         resumable=True,
     )
     resume: Literal["auto", "never", "required"] = Field(
         "auto",
-        description="`auto` continues from the newest whole checkpoint, `never` refuses a folder that exists, "
-        "`required` refuses when there is nothing to continue.",
+        description="`auto` resumes from the newest complete checkpoint; `never` stops with an error if the run "
+        "folder exists; `required` stops with an error if there is nothing to resume.",
         effect=STORED,
         resumable=True,
     )
     deterministic: bool = Field(
         False,
-        description="Switch the device's deterministic kernels on. On an NVIDIA device in bf16 or fp16 a token then "
-        "has the same bits while it is generated and while it is trained on.",
-        effect=Effect("matters", "kernels without a fixed order add noise from run to run"),
+        description="Use the device's deterministic kernels. On an NVIDIA device in bf16 or fp16, generation and "
+        "training then compute a token with the same bits.",
+        effect=Effect("matters", "nondeterministic kernels add noise between runs"),
         resumable=True,
     )
     plugins: list[str] = Field(
         default_factory=list,
-        description="Your own modules that add estimators, losses, methods, engines or trackers: names of installed "
-        "modules, or `path/to/file.py`. Imported before the recipe is checked.",
-        effect=Effect("matters", "other code may stand behind a name; the checksums of the files tell"),
+        description="Your modules that add estimators, losses, methods, engines or trackers: names of installed "
+        "modules, or `path/to/file.py`. They are imported before the recipe is checked.",
+        effect=Effect("matters", "a name may refer to other code; compare the file checksums"),
         resumable=True,
     )
     allow_fallback: bool = Field(
         True,
-        description="Operators that the device does not have may run on the CPU, where they are counted and named; "
-        "`false` makes the first one an error. Looked at in the first step.",
-        effect=Effect("harmless", "an operator that the device lacks runs on the CPU, or stops the run"),
+        description="Whether operators that the device lacks may run on the CPU. They are counted and listed. "
+        "`false`: the first one stops the run. Checked in the first step.",
+        effect=Effect("harmless", "an operator that the device lacks runs on the CPU or stops the run"),
         resumable=True,
     )
     export: bool = Field(
@@ -121,25 +120,27 @@ class RunSettings(Section):
 
 
 class Lora(Section):
-    rank: int | None = Field(None, ge=1, description="Rank of the adapter matrices. Default: that of `adapter`.")
+    rank: int | None = Field(None, ge=1, description="Rank of the adapter matrices. Default: the rank of `adapter`.")
     alpha: float | None = Field(
-        None, gt=0, description="Scale numerator (the adapter is scaled by alpha / rank). Default: 2 x rank."
+        None, gt=0, description="Numerator of the adapter's scale, alpha / rank. Default: 2 x rank."
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="Which linear layers get an adapter: `all-linear` (all but the output head) or name endings, each "
-        "of which must match. Layers that share their weight with another one (a tied embedding) cannot have one.",
+        description="Linear layers that get an adapter: `all-linear` (all except the output head), or a list of "
+        "name suffixes, each of which must match. Layers that share their weight with another layer (a tied "
+        "embedding) cannot have an adapter.",
     )
     exclude: str | list[str] | None = Field(
         None,
-        description="Layers that get none: name endings, or a regular expression of whole names. Each must match.",
+        description="Layers that get no adapter: name suffixes, or a regular expression that matches full names. "
+        "Each must match.",
     )
     adapter: str | None = Field(
         None,
-        description="The adapter that training goes on with, which says rank, alpha, dropout and layers: a PEFT "
-        "folder, a run that trained one, or a checkpoint of it. `model.adapter: FOLDER` is short for it. The reference "
-        "is still the model without an adapter.",
+        description="Adapter to continue training: a PEFT folder, a run that trained one, or a checkpoint of that "
+        "run. It sets rank, alpha, dropout and layers. `model.adapter: FOLDER` is short for it. The reference is "
+        "still the model without an adapter.",
         effect=FOLDER,
     )
 
@@ -147,47 +148,49 @@ class Lora(Section):
 class Model(Section):
     path: str = Field(
         description="The model and its tokenizer: a Hugging Face folder, a run folder or one of its checkpoints, a "
-        "PEFT adapter's folder (merged into the base that it names), a GGUF file, or a hub name."
+        "PEFT adapter folder (merged into its base model), a GGUF file, or a hub name."
     )
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
         description="Precision of the forward and backward pass.",
-        effect=Effect("matters", "rounding in every operation: curves part slowly"),
+        effect=Effect("matters", "rounding differs in every operation; metrics diverge slowly"),
     )
     master_weights: bool | None = Field(
         None,
-        description="Keep fp32 copies of the trained weights, sum gradients in fp32. Default: yes for bf16, fp16.",
-        effect=Effect("matters", "small updates are rounded away without fp32 copies"),
+        description="Keep fp32 copies of the trained weights and sum gradients in fp32. Default: `true` for bf16 "
+        "and fp16.",
+        effect=Effect("matters", "without fp32 copies, small updates are lost to rounding"),
     )
     lora: Lora | None = Field(
         None,
         description="Train a LoRA adapter instead of all weights.",
-        effect=Effect("blocks", "other parameters are trained"),
+        effect=Effect("blocks", "different parameters are trained"),
     )
     aux_loss_coef: float | None = Field(
         None,
         ge=0,
-        description="Weight of the load-balancing loss of a mixture of experts, over all tokens of an update; it takes "
-        "one more forward pass. Default: none, and a model whose config.json asks for one is refused.",
-        effect=Effect("blocks", "another loss is minimised"),
+        description="Weight of the load-balancing loss of a mixture of experts, computed over all tokens of an "
+        "update. It takes one more forward pass. Default: none; a model whose config.json sets a weight is then an "
+        "error.",
+        effect=Effect("blocks", "a different loss is minimised"),
     )
     gradient_checkpointing: bool = Field(
         False,
         description="Recompute activations in the backward pass: less memory, more time.",
-        effect=Effect("harmless", "activations are computed again, with the same values"),
+        effect=Effect("harmless", "activations are recomputed with the same values"),
     )
     activation_offload: bool = Field(
         False,
-        description="What the layers keep for the backward pass waits on the host, and comes back before it is needed: "
-        "of the policy and the critic. With `model.gradient_checkpointing` these are the inputs of the layers.",
-        effect=Effect("harmless", "activations wait elsewhere, with the same values"),
+        description="Keep the activations of the policy and the critic in host memory until the backward pass "
+        "needs them. With `model.gradient_checkpointing` these are the inputs of the layers.",
+        effect=Effect("harmless", "activations are stored elsewhere with the same values"),
         resumable=True,
     )
     attention: Literal["auto", "sdpa"] = Field(
         "auto",
-        description="`auto` takes the device's packed attention kernel and its fused norms, feed-forwards and rotary "
-        "embedding, `sdpa` plain torch throughout.",
-        effect=Effect("matters", "another kernel, another order of sums: rounding"),
+        description="`auto` uses the device's packed attention kernel and its fused norm, feed-forward and rotary "
+        "embedding kernels; `sdpa` uses plain PyTorch for all of them.",
+        effect=Effect("matters", "another kernel sums in another order: rounding"),
     )
 
     @model_validator(mode="before")
@@ -205,26 +208,26 @@ class Model(Section):
 
 class Batch(Section):
     rows_per_update: int = Field(
-        32, ge=1, description="Offline: rows of one optimizer step, over all devices.", effect=GROUPS
+        32, ge=1, description="Offline: rows per optimizer step, over all devices.", effect=GROUPS
     )
-    prompts: int = Field(32, ge=1, description="Online: prompts of one step, over all devices.", effect=GROUPS)
+    prompts: int = Field(32, ge=1, description="Online: prompts per step, over all devices.", effect=GROUPS)
     prompts_per_update: int | None = Field(
         None,
         ge=1,
-        description="Online: prompts of one optimizer step; must divide `batch.prompts`, the default.",
+        description="Online: prompts per optimizer step; must divide `batch.prompts`, which is the default.",
         effect=GROUPS,
     )
     tokens: int | None = Field(
         None,
         ge=1,
-        description="Token budget of one packed micro-batch on one device. Default 4096 when `batch.rows` is not set.",
+        description="Token budget of one packed micro-batch on one device. Default: 4096 if `batch.rows` is not set.",
         effect=MICRO,
         resumable=True,
     )
     rows: int | None = Field(
         None,
         ge=1,
-        description="Rows of one right-padded micro-batch on one device; instead of `batch.tokens`.",
+        description="Rows of one right-padded micro-batch on one device. Use instead of `batch.tokens`.",
         effect=MICRO,
         resumable=True,
     )
@@ -232,20 +235,20 @@ class Batch(Section):
 
 class Optim(Section):
     lr: float = Field(1e-5, gt=0, description="Peak learning rate.", effect=RATE, resumable=True)
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decay rates.")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="Betas of AdamW.")
+    eps: float = Field(1e-8, gt=0, description="Epsilon of AdamW.")
     weight_decay: float = Field(
-        0.01, ge=0, description="Decay of weight matrices; biases and norms, whatever their shape, are spared."
+        0.01, ge=0, description="Weight decay of the weight matrices. Biases and norms of any shape are excluded."
     )
-    decay_all: bool = Field(False, description="Decay biases and norms too.")
-    clip: float | None = Field(1.0, gt=0, description="Largest gradient norm; `null` switches clipping off.")
+    decay_all: bool = Field(False, description="Apply weight decay to biases and norms too.")
+    clip: float | None = Field(1.0, gt=0, description="Maximum gradient norm; `null` disables clipping.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="Shape of the learning rate after the warm-up.", effect=RATE, resumable=True
+        "cosine", description="Learning rate schedule after the warm-up.", effect=RATE, resumable=True
     )
     warmup: int | float = Field(
         0.0,
         ge=0,
-        description="Warm-up: steps (a whole number) or a share of all steps (below 1).",
+        description="Warm-up: a number of steps, or a fraction of all steps (below 1).",
         effect=RATE,
         resumable=True,
     )
@@ -253,7 +256,7 @@ class Optim(Section):
         0.0,
         ge=0,
         le=1,
-        description="Lowest learning rate as a share of `lr`.",
+        description="Lowest learning rate, as a fraction of `lr`.",
         effect=RATE,
         resumable=True,
         read_where=("optim.schedule", ("cosine", "linear", "wsd")),
@@ -262,7 +265,7 @@ class Optim(Section):
         0.2,
         gt=0,
         le=1,
-        description="wsd: share of all steps in which the rate falls linearly to its minimum.",
+        description="`wsd`: fraction of all steps in which the learning rate falls linearly to its minimum.",
         effect=RATE,
         resumable=True,
         read_where=("optim.schedule", ("wsd",)),
@@ -270,76 +273,84 @@ class Optim(Section):
 
 
 class Val(Section):
-    every: int | None = Field(None, ge=1, description="Steps between validations. Default: only at the end.")
+    every: int | None = Field(None, ge=1, description="Steps between validations. Default: validate only at the end.")
     at_start: bool = Field(False, description="Validate before the first step too.")
     questions: str | list[str] | None = Field(
         None,
-        description="Rows in the RL schema to answer greedily: `val/accuracy` by the rule of their data source. A path "
-        "or a list of them, which are read one after the other.",
+        description="Questions in the RL schema, answered greedily unless `val.temperature` is set. The rule of "
+        "their data source gives `val/accuracy`. A path, or a list of paths that are read in order.",
     )
-    question_rows: int | None = Field(None, ge=1, description="Answer only the first so many questions of each path.")
+    question_rows: int | None = Field(
+        None, ge=1, description="Number of questions to use from the start of each path. Default: all."
+    )
     rules: dict[str, str] = Field(
         default_factory=dict,
-        description="Offline: the rule that checks answers to questions of a data source, by its name: "
-        "`{my/sums: gsm8k}`. Default: the built-in ones, as of `reward.rules`, which online runs read.",
+        description="Offline: rule that checks the answers, by data source: `{my/sums: gsm8k}`. Default: the "
+        "built-in rules listed at `reward.rules`. Online runs use `reward.rules` instead.",
     )
-    max_new_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
-    n: int = Field(1, ge=1, description="Answers to each question; more than 1 needs `val.temperature`.")
-    temperature: float = Field(0.0, ge=0, description="0 answers greedily.")
+    max_new_tokens: int = Field(64, ge=1, description="Maximum answer length in tokens.")
+    n: int = Field(1, ge=1, description="Answers per question; more than 1 needs `val.temperature`.")
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Answer from the most likely tokens that hold this probability; with a temperature.",
+        description="Sample from the most likely tokens with this total probability. Needs a temperature.",
     )
-    top_k: int = Field(0, ge=0, description="Answer from the so many most likely tokens; 0 is all. With a temperature.")
+    top_k: int = Field(
+        0, ge=0, description="Sample from this many most likely tokens; 0 means all. Needs a temperature."
+    )
 
 
 class CheckpointSettings(Section):
     every: int | None = Field(None, ge=1, description="Steps between checkpoints. Default: only at the end.")
-    keep_last: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     best: str | None = Field(
         None,
-        description="Metric that says which checkpoint is the best: `val/loss`, `val/accuracy`, `reward` or any metric "
-        "of the run; `max` or `min` after it says which end is good where the name does not. Set, the best checkpoint "
-        "is what the run exports at its end. Default: `val/loss`, for `keep_best`.",
+        description="Metric that ranks the checkpoints: `val/loss`, `val/accuracy`, `reward` or any other metric "
+        "of the run. Add `max` or `min` after the name if the name does not imply the direction. If set, the run "
+        "exports its best checkpoint at the end. Default: `val/loss`, for `keep_best`.",
     )
     keep_best: int = Field(
-        0, ge=0, description="Checkpoints kept besides that are the best by `best`. Default 1 where `best` is set."
+        0,
+        ge=0,
+        description="Number of best checkpoints (by `best`) to keep in addition to `keep_last`. Default: 1 if "
+        "`best` is set.",
     )
     asynchronous: bool = Field(
         True,
-        description="Several processes: train on while a checkpoint is written, from a copy of each one's slices in "
-        "the host's memory.",
+        description="Several processes: continue training while a checkpoint is written from a copy of each "
+        "process's shards in host memory.",
     )
 
 
 class LogSettings(Section):
     every: int = Field(1, ge=1, description="Steps between console lines when the output is not a terminal.")
     track: list[Annotated[str, Named(TRACKERS)]] = Field(
-        default_factory=list, description="Trackers besides `metrics.jsonl`; they come with the `[track]` extra."
+        default_factory=list,
+        description="Trackers to use in addition to `metrics.jsonl`. They need the `[track]` extra.",
     )
     project: str = Field("lockstep", description="Project name in the trackers.")
     samples: int = Field(
         4,
         ge=0,
-        description="Online: responses stored in `samples.jsonl` each step, with what is known of their tokens.",
+        description="Online: responses stored in `samples.jsonl` per step, with their per-token values.",
     )
 
 
 class Recipe(Section):
-    """A whole run."""
+    """All keys of a run."""
 
     method: Annotated[str, Named(OFFLINE, ONLINE)] = Field(
         "sft",
-        description="What is trained, and how; `lockstep recipes METHOD` shows its defaults.",
-        effect=Effect("blocks", "another objective is trained"),
+        description="Training method. `lockstep recipes METHOD` shows its defaults.",
+        effect=Effect("blocks", "a different objective is trained"),
     )
     device: str = Field(
         "auto",
-        description="Where it runs: a device's name, or `auto` for the first that can be used. A named device that is "
-        "absent is an error.",
-        effect=Effect("harmless", "the same updates are meant on every device; this is what is compared"),
+        description="Device of the run: a device name, or `auto` for the first usable one. If a named device is "
+        "not present, the run stops with an error.",
+        effect=Effect("harmless", "every device should compute the same updates; this is what a comparison tests"),
         resumable=True,
     )
     run: RunSettings = Field(default_factory=RunSettings)
@@ -350,25 +361,28 @@ class Recipe(Section):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: Reward = Field(default_factory=Reward)
     algorithm: Algorithm = Field(
-        default_factory=Algorithm, effect=Effect("blocks", "another loss or advantage from the same responses")
+        default_factory=Algorithm, effect=Effect("blocks", "a different loss or advantage from the same responses")
     )
     critic: Critic = Field(
-        default_factory=Critic, effect=Effect("blocks", "values, and the advantages from them, are learned otherwise")
+        default_factory=Critic,
+        effect=Effect("blocks", "the critic, and with it the advantages, are trained differently"),
     )
     preference: Preference = Field(
-        default_factory=Preference, effect=Effect("blocks", "another loss from the same pairs")
+        default_factory=Preference, effect=Effect("blocks", "a different loss from the same pairs")
     )
     rm: RewardModelSettings = Field(
-        default_factory=RewardModelSettings, effect=Effect("blocks", "another loss from the same responses")
+        default_factory=RewardModelSettings, effect=Effect("blocks", "a different loss from the same responses")
     )
     prm: ProcessReward = Field(
-        default_factory=ProcessReward, effect=Effect("blocks", "other places are judged, or by other words")
+        default_factory=ProcessReward, effect=Effect("blocks", "different positions or label words are scored")
     )
-    distill: Distill = Field(default_factory=Distill, effect=Effect("blocks", "another divergence from the teacher"))
+    distill: Distill = Field(
+        default_factory=Distill, effect=Effect("blocks", "a different divergence from the teacher")
+    )
     parallel: Parallel = Field(default_factory=Parallel, effect=SPREAD, resumable=True)
     val: Val = Field(
         default_factory=Val,
-        effect=Effect("harmless", "when and how is validated; training does not see it"),
+        effect=Effect("harmless", "changes only validation"),
         resumable=True,
     )
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings, effect=STORED, resumable=True)
@@ -377,5 +391,5 @@ class Recipe(Section):
 
     @property
     def line_tokens(self) -> int | None:
-        """Token budget of one packed micro-batch, over all the devices that divide it; None for padded ones."""
+        """Token budget of one packed micro-batch over all context-parallel devices; None for padded micro-batches."""
         return None if self.batch.tokens is None else self.batch.tokens * self.parallel.context

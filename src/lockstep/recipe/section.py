@@ -1,4 +1,4 @@
-"""Base class of a recipe section: how a key is declared, and what a difference in it means for two runs."""
+"""Base class of a recipe section, the declaration of a key, and what a difference in a key means for two runs."""
 
 from __future__ import annotations
 
@@ -11,39 +11,37 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lockstep.functions import is_function_path
 
-# What a difference in a key does to the curves of two runs.
-
 Weight = Literal["blocks", "matters", "harmless"]
 
 
 class Effect(NamedTuple):
-    """`blocks`: something else is computed, so the curves mean different things. `matters`: the same is meant, and the
-    curves differ by rounding, order or chance. `harmless`: the curves must not change, which the tests hold."""
+    """How a difference in a key affects the metrics of two runs.
+
+    `blocks`: the runs compute different things, so their metrics are not comparable. `matters`: the runs compute the
+    same thing, and metrics differ by rounding, order or chance. `harmless`: metrics must not change; tests check this.
+    """
 
     weight: Weight
     why: str
 
 
 NAME = Effect("harmless", "only a name")
-COLUMN = Effect("matters", "other columns may be read; the counts of kept rows and tokens tell")
-LIMIT = Effect("matters", "other rows may be cut or left out; the counts of kept rows and tokens tell")
-FOLDER = Effect("matters", "another folder: other weights in it would give other values")
-STORED = Effect("harmless", "what is stored or shown, not what is computed")
-UPDATE = Effect("blocks", "another update is made from the same gradient")
-RATE = Effect("blocks", "the learning rate at the same step is another")
-GROUPS = Effect("blocks", "an update sees another number of rows: noise, and progress a step, are others")
-SAMPLING = Effect("blocks", "responses are drawn from another distribution")
-REWARD = Effect("blocks", "the same response earns another reward")
-CACHE = Effect("harmless", "memory and speed of generation; the drawn tokens are the same")
-MICRO = Effect("harmless", "how an update is cut into pieces; there is one division over all of it")
-SPREAD = Effect("harmless", "where the parts of a model are held; the same sums are taken over all ranks")
-
-
-# What every group of keys is, and how a key is declared: all that is known of it stands in one place.
+COLUMN = Effect("matters", "other columns may be read; compare the counts of kept rows and tokens")
+LIMIT = Effect("matters", "other rows may be truncated or dropped; compare the counts of kept rows and tokens")
+FOLDER = Effect("matters", "another folder; different weights in it give different values")
+STORED = Effect("harmless", "changes what is stored or shown, not what is computed")
+UPDATE = Effect("blocks", "the same gradient gives a different update")
+RATE = Effect("blocks", "the learning rate differs at the same step")
+GROUPS = Effect("blocks", "an update uses a different number of rows: noise and progress per step differ")
+SAMPLING = Effect("blocks", "responses are sampled from a different distribution")
+REWARD = Effect("blocks", "the same response gets a different reward")
+CACHE = Effect("harmless", "changes memory and speed of generation; the sampled tokens are the same")
+MICRO = Effect("harmless", "changes the micro-batches; the loss is normalised over the full update")
+SPREAD = Effect("harmless", "changes where parts of a model are stored; the sums over all ranks are the same")
 
 
 class Section(BaseModel):
-    """A group of keys. Strict: a quoted number is not a number, an unknown key is an error."""
+    """A group of keys. Strict: a quoted number is not a number, and an undefined key is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
@@ -55,27 +53,28 @@ def Field(
     read_where: tuple[str, tuple[object, ...]] | None = None,
     **rules: Any,
 ) -> Any:
-    """A key. What is said of a group holds for the keys in it that say nothing of their own.
+    """Declares a key. A key inherits `effect` and `resumable` from its group.
 
-    `effect`: what a difference does to the curves of two runs. `resumable`: it may change when a run is resumed; so may
-    every key whose effect is harmless. `read_where`: another key, and the values of it with which this one is read; it
-    is always read where nothing is said.
+    `effect`: how a difference affects the metrics of two runs. `resumable`: the key may change when a run is resumed;
+    keys with a harmless effect always may. `read_where`: another key, and the values of it for which this key is read.
+    Default: the key is always read.
     """
     facts: Any = {"effect": effect, "resumable": resumable, "read_where": read_where}
     return pydantic.Field(*default, json_schema_extra=facts, **rules)
 
 
-# Keys whose values are the rows of a table, or a function of the user's own as `path/to/file.py:name`.
-
 FUNCTION_PATH = "path/to/file.py:name"
 
 
 class Named:
-    """Goes into the annotation of a text key. The tables are looked at when a recipe is read: a row is all that a new
-    name needs. Whether file and function of an `own` one are there is seen by the dry run."""
+    """Annotation of a text key whose value is a name in a registry, or with `allow_function` a user function.
 
-    def __init__(self, *tables: Mapping[str, Any], own: bool = False):
-        self._tables, self.own = tables, own
+    The registries are read when a recipe is validated, so plug-ins can add names. The dry run checks that the file and
+    the function exist.
+    """
+
+    def __init__(self, *tables: Mapping[str, Any], allow_function: bool = False):
+        self._tables, self.allow_function = tables, allow_function
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,8 +84,40 @@ class Named:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, value: str) -> str:
-        if value in self.names or (self.own and is_function_path(value)):
+        if value in self.names or (self.allow_function and is_function_path(value)):
             return value
-        choices = [*(repr(name) for name in self.names), *([FUNCTION_PATH] if self.own else [])]
+        choices = [*(repr(name) for name in self.names), *([FUNCTION_PATH] if self.allow_function else [])]
         expected = " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
-        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+        raise PydanticCustomError("literal_error", "must be {expected}", {"expected": expected})
+
+
+# Words for pydantic's error types; `ctx` of the error fills the braces.
+_REASONS = {
+    "literal_error": "must be {expected}",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of names to values",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+
+
+def invalid_reason(error: Any) -> str:
+    """Why a value is invalid, from a pydantic error. Messages of the validators in the schema are used unchanged."""
+    if (reason := _REASONS.get(error["type"])) is not None:
+        values = {
+            key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()
+        }
+        return reason.format(**values)
+    return str(error["msg"][0].lower() + error["msg"][1:])

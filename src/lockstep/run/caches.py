@@ -1,7 +1,7 @@
-"""Where things are kept that can be made again at any time: deleting the folder, or a part of it, costs time alone.
+"""The cache folder. Its content can be recreated at any time, so deleting it costs only time.
 
-Model folders that were made of models in another form are large. Whoever uses one holds a lock on the file beside it
-for as long as the process lives, so that another one that needs room, or a user who clears the cache, leaves it alone.
+Converted model folders are large. A process that uses one holds a lock on it until the process ends, so that other
+processes and `lockstep cache --clear` do not delete it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from lockstep.errors import Refusal
 from lockstep.run.files import ASIDE
 
 ROWS, FOLDERS, VERIFIED, RUNS = "rows", "folders", "models", "runs"
-"""Encoded rows, model folders that were made, architectures that passed their check, lists of runs."""
+"""Encoded rows, converted model folders, architectures that passed their check, lists of runs."""
 BOUND = "LOCKSTEP_CACHE_GB"
-USUAL_GB = 50.0
+DEFAULT_GB = 50.0
 _REMOVING = ".removing-"
 _held: dict[Path, int] = {}
 
 
 def cache_home() -> Path:
-    """`LOCKSTEP_CACHE`, or a folder in the user's own cache. RuntimeError where there is no home."""
-    own = os.environ.get("LOCKSTEP_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+    """`LOCKSTEP_CACHE`, or a folder in the cache of the user. Raises RuntimeError if there is no home."""
+    configured = os.environ.get("LOCKSTEP_CACHE")
+    return (
+        Path(configured)
+        if configured
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+    )
 
 
 @dataclass(frozen=True)
 class MadeFolder:
-    """A model folder in the cache. Beside it lie a file that its users lock, and one that says what it was made of."""
+    """A converted model folder in the cache, with a lock file and a label file that names its source."""
 
     path: Path
 
@@ -53,8 +57,8 @@ class MadeFolder:
         return self.path.with_suffix(".json")
 
     def hold(self) -> None:
-        """Keep it from being deleted while this process lives."""
-        with contextlib.suppress(OSError):  # a folder that may only be read, or whose files cannot be locked
+        """Locks the folder against deletion until this process ends."""
+        with contextlib.suppress(OSError):  # a read-only folder, or a file system without locks
             if self.path not in _held:
                 file = _held[self.path] = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -62,7 +66,7 @@ class MadeFolder:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While it is made: others wait."""
+        """Exclusive lock for the conversion; other processes wait."""
         with self._making.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -84,22 +88,22 @@ class MadeFolder:
         return 0.0
 
     def delete(self) -> bool:
-        """Whether it could be: not while a process uses it."""
+        """Deletes the folder; returns False if a process uses it."""
         with contextlib.suppress(OSError), self._lock.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             gone = self.path.with_name(f"{_REMOVING}{self.path.name}")
             self.path.rename(gone)
             shutil.rmtree(gone)
             self._label.unlink(missing_ok=True)
-            # The locked file stays: whoever waits for it must not hold one that is no longer there.
+            # The lock file stays, because other processes may wait for it.
             return True
         return False
 
 
 def _sweep(home: Path) -> None:
-    """Clear what a kill left half made or half removed."""
+    """Removes leftovers of killed processes."""
     for leftover in [*home.glob(f"{ASIDE}*"), *home.glob(f"{_REMOVING}*")]:
-        # Whoever makes a folder may write it aside too: its name then has the beginning twice.
+        # A converter may also write to a temporary path: the name then has the prefix twice.
         made = MadeFolder(home / re.sub(f"^({re.escape(ASIDE)}|{re.escape(_REMOVING)})+", "", leftover.name))
         with contextlib.suppress(OSError), made._making.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is making it
@@ -107,44 +111,44 @@ def _sweep(home: Path) -> None:
 
 
 def made_folders() -> list[MadeFolder]:
-    """Those that are whole, the one that was not used for longest first."""
+    """The complete folders, least recently used first."""
     home = cache_home() / FOLDERS
     found = [MadeFolder(path) for path in home.glob("*") if path.is_dir() and not path.name.startswith(".")]
     return sorted(found, key=lambda one: one.last_used)
 
 
 def make_room(new: MadeFolder) -> list[str]:
-    """Delete what was not used for longest until the folders are within the bound; the new one stays. What was done."""
+    """Deletes the least recently used folders until the limit holds, but not `new`. Returns messages."""
     bound, folders = folders_bound(), made_folders()
     _sweep(new.path.parent)
     sizes = {one.path: size_of(one.path) for one in folders}
-    left, said = sum(sizes.values()), []
+    left, messages = sum(sizes.values()), []
     for one in folders:
         if left <= bound or one.path == new.path:
             continue
         made_of, day = one.made_of, time.strftime("%Y-%m-%d", time.localtime(one.last_used))
         if one.delete():
             left -= sizes[one.path]
-            said.append(f"removed the model folder of {made_of} (last used {day}) from the cache, for room")
+            messages.append(f"removed the model folder of {made_of} (last used {day}) from the cache to free space")
     if left > bound:
-        said.append(f"the model folders in {new.path.parent} take {gib(left)}, over {BOUND}={bound / 2**30:g}")
-    return said
+        messages.append(f"the model folders in {new.path.parent} take {gib(left)}, more than {BOUND}={bound / 2**30:g}")
+    return messages
 
 
 def folders_bound() -> float:
-    """Bytes that made folders may take together."""
-    told = os.environ.get(BOUND, "")
+    """Size limit of all converted folders in bytes."""
+    text = os.environ.get(BOUND, "")
     try:
-        number = float(told) if told else USUAL_GB
+        number = float(text) if text else DEFAULT_GB
     except ValueError:
         number = -1.0
     if not number >= 0:
-        raise Refusal.at(BOUND, f"{told!r} is no number of GiB", f"unset it for {USUAL_GB:g}, or set a number")
+        raise Refusal.at(BOUND, f"{text!r} is not a number of GiB", f"unset it for {DEFAULT_GB:g}, or set a number")
     return number * 2**30
 
 
 def clear(part: str) -> tuple[int, list[MadeFolder]]:
-    """Delete a part of the cache; the bytes that were freed, and the folders that somebody uses."""
+    """Deletes a part of the cache. Returns the freed bytes and the folders in use."""
     home = cache_home() / part
     if part != FOLDERS:
         size = size_of(home)

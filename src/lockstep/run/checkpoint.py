@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there: written aside, checksummed, renamed; the newest whole one is resumed.
+"""Atomic checkpoints: written to a temporary folder, checksummed, renamed. A run resumes from the newest complete one.
 
 A checkpoint folder of one process holds `model.safetensors` (the trained weights: all of them, or the adapter),
-`optimizer.safetensors` (moments, master weights, random states) and the same two of a critic where there is one. One of
-several processes has the same tensors in `shards/`, where each wrote its slices (`sharded_checkpoint.py`). Both have
-`state.json` and, last, `manifest.json` with the size and SHA-256 of each file, and are read alike by any number.
+`optimizer.safetensors` (moments, master weights, random states) and the same two files of a critic, if any. A
+checkpoint of several processes has the same tensors in `shards/` (`sharded_checkpoint.py`). Both have `state.json` and
+`manifest.json`, written last, with the size and SHA-256 of each file. Any number of processes can read both.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ VERSION, SHARDED_VERSION = 1, 2
 SHARDS = "shards"
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
-# Room asked for beyond the tensors: headers, json, and a little for the metrics that follow.
+# Required disk space beyond the tensors: headers, JSON, and later metrics.
 SPARE_BYTES = 4 * 2**20
 
 
 @dataclass
 class State:
-    """Everything of a run that is neither a tensor nor already in its recipe."""
+    """The state of a run that is neither a tensor nor in its recipe."""
 
     step: int
     rows_seen: int
@@ -44,32 +44,30 @@ class State:
     data: dict[str, Any]
     world_size: int
     measured: dict[str, float] = field(default_factory=dict)
-    """What was measured of its step that can say whether it is the best: finite numbers by metric."""
+    """Finite metrics of the step, used to rank checkpoints."""
     loss_scale: list[float] = field(default_factory=list)
     skipped: int = 0
     end_tokens: list[int] = field(default_factory=list)
     planned: int | None = None
-    """Steps that the run was to have, which its learning rate follows."""
+    """Planned number of steps, which determines the learning rate schedule."""
     kind: str = ""
-    """What model it is: a `policy`, or a `value` model. Empty where an earlier version saved it."""
+    """`policy` or `value`; empty in checkpoints of earlier versions."""
     files: dict[str, str] = field(default_factory=dict)
-    """Text files that whoever uses the model needs besides its own, by name."""
+    """Additional text files of the model, by name."""
     carried: dict[str, float] = field(default_factory=dict)
-    """What a loop carries from step to step besides weights, by name."""
+    """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
-    """Which parameters weight decay skipped: `role`, biases and norms; empty where an earlier version saved it, which
-    skipped those of one dimension."""
+    """Which parameters weight decay skips. `role`: biases and norms; empty (earlier versions): one-dimensional ones."""
     probe: dict[str, Any] = field(default_factory=dict)
-    """A few rows of tokens and what the model computed of them, which an export must compute too. Empty where an
-    earlier version saved it."""
+    """A few rows of tokens and their model outputs, which an export must reproduce; empty in earlier versions."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By the key that names a model: its `path`, and digests of its `files`. Earlier versions did not store them."""
+    """By recipe key of a model: its `path`, and digests of its `files`. Empty in earlier versions."""
     version: int = VERSION
 
 
 @dataclass
 class Checkpoint:
-    """What is in the files is read when it is asked for."""
+    """A checkpoint whose tensors are read on access."""
 
     state: State
     weights: Mapping[str, torch.Tensor]
@@ -90,7 +88,7 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> Path:
-    """Write a whole checkpoint (tensors by file name) or none. Nothing that is already there is touched."""
+    """Writes a checkpoint (tensors by file name) atomically. Existing checkpoints are not changed."""
     target = folder_of(checkpoints, state.step)
     require_disk(checkpoints, sum(map(bytes_of, tensors.values())), "a checkpoint")
     try:
@@ -100,30 +98,28 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
                 save_file(_contiguous(content), aside / name)
             write_private(aside / STATE, json.dumps(asdict(state), indent=2))
             write_manifest(aside, told_of(aside, [aside / name for name in (*tensors, STATE)]))
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         raise unwritten_checkpoint(target, str(error)) from error
     return target
 
 
 def told_of(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
-    """What a manifest says of files in its folder."""
+    """Manifest entries (size and checksum) of files in the folder."""
     return {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": checksum(file)} for file in files
     }
 
 
-def write_manifest(folder: Path, told: dict[str, Any]) -> None:
-    (folder / MANIFEST).write_text(json.dumps(told, indent=2), encoding="utf-8")
+def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
+    (folder / MANIFEST).write_text(json.dumps(entries, indent=2), encoding="utf-8")
 
 
 def unwritten_checkpoint(target: Path, why: str) -> Refusal:
-    return Refusal.at(
-        str(target), f"could not be written: {why}", "free some disk; the checkpoints before it are untouched"
-    )
+    return Refusal.at(str(target), f"could not be written: {why}", "free some disk; earlier checkpoints are unchanged")
 
 
 def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
-    """Refuse before anything is written or overwritten. `keys` says what of the recipe would take less."""
+    """Raises before anything is written if the disk is too full. `keys` is a remedy that saves space."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE_BYTES:
         raise Refusal.at(
@@ -134,9 +130,9 @@ def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkp
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure, warn: Callable[[str], None]) -> None:
-    """Remove checkpoints that are neither among the newest nor among the best. Renamed first: no half folder stays.
+    """Removes checkpoints that are neither among the newest nor among the best. Folders are renamed first.
 
-    One whose measures cannot be read may have been the best: it is set aside, aloud.
+    A checkpoint with unreadable metrics may be the best: it is renamed, with a warning.
     """
     steps = steps_in(checkpoints)
     kept = set(steps[-keep_last:])
@@ -158,7 +154,7 @@ def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure
 
 
 def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
-    """The kept step that is the best, and by what number; of equal ones the first."""
+    """The best kept step and its value; the first one of equal steps."""
     values = {step: _measured(folder_of(checkpoints, step), measure) for step in steps_in(checkpoints)}
     for step in _ranked(values, measure):
         if (value := values[step]) is not None:
@@ -168,22 +164,22 @@ def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
 
 def _ranked(values: Mapping[int, float | None], measure: Measure) -> list[int]:
     """The steps that were measured, the best first."""
-    known = [(measure.rank(value), step) for step, value in values.items() if value is not None]
-    return [step for _, step in sorted(known)]
+    ranked = [(measure.rank(value), step) for step, value in values.items() if value is not None]
+    return [step for _, step in sorted(ranked)]
 
 
 def sweep(checkpoints: Path) -> None:
-    """Clear what a kill left half written or half removed, and close state files that others can read."""
+    """Removes leftovers of killed processes, and makes state files private."""
     for pattern in (".writing-*", ".removing-*"):
         for leftover in checkpoints.glob(pattern):
             shutil.rmtree(leftover)
     for state in checkpoints.glob(f"step_*/{STATE}"):
-        with contextlib.suppress(OSError):  # another user's
+        with contextlib.suppress(OSError):  # owned by another user
             state.chmod(0o600)
 
 
 def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
-    """Rename damaged checkpoints until the newest one is whole, and say so; only damaged ones is a refusal."""
+    """Renames damaged checkpoints, with a warning, until the newest one is complete. Raises if all are damaged."""
     steps = steps_in(checkpoints)
     for step in reversed(steps):
         path = folder_of(checkpoints, step)
@@ -192,7 +188,7 @@ def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
             return
         if step == steps[0]:
             raise Refusal.at(
-                str(checkpoints), f"every checkpoint in it is damaged ({damage})", "start again under another run.name"
+                str(checkpoints), f"every checkpoint in it is damaged ({damage})", "start again with another run.name"
             )
         warn(f"checkpoint {path.name} is damaged ({damage}); using the one before it")
         _set_aside(path)
@@ -211,7 +207,7 @@ def newest(checkpoints: Path) -> Checkpoint | None:
 
 
 def damage_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder; None when every file is as it was written."""
+    """Describes the damage of a checkpoint folder; None if every file matches the manifest."""
     try:
         manifest = read_object(path / MANIFEST)
     except Refusal as refusal:
@@ -219,7 +215,9 @@ def damage_of(path: Path) -> str | None:
     if damage := _damage_of_manifest(manifest, path):
         return f"{MANIFEST} {damage}"
     try:
-        return next((damage for name, told in manifest.items() if (damage := _damage_of_file(path / name, told))), None)
+        return next(
+            (damage for name, entry in manifest.items() if (damage := _damage_of_file(path / name, entry))), None
+        )
     except OSError as error:
         return f"cannot be read: {error}"
 
@@ -231,29 +229,29 @@ def _damage_of_manifest(manifest: dict[str, Any], path: Path) -> str:
         needed = [MODEL, OPTIMIZER, *(name for name in (CRITIC, CRITIC_OPTIMIZER) if (path / name).exists())]
     for name in (*needed, STATE):
         if name not in manifest:
-            return f"does not tell of {name}"
-    for name, told in manifest.items():
+            return f"has no entry for {name}"
+    for name, entry in manifest.items():
         if (
             Path(name).name != name.removeprefix(f"{SHARDS}/")
-            or not isinstance(told, dict)
-            or not {"bytes", "sha256"} <= told.keys()
+            or not isinstance(entry, dict)
+            or not {"bytes", "sha256"} <= entry.keys()
         ):
-            return f"does not tell size and checksum of {name!r}"
+            return f"has no size and checksum of {name!r}"
     return ""
 
 
-def _damage_of_file(file: Path, told: dict[str, Any]) -> str:
+def _damage_of_file(file: Path, entry: dict[str, Any]) -> str:
     if not file.is_file():
         return f"{file.name} is missing"
-    if file.stat().st_size != told["bytes"]:
-        return f"{file.name} has {file.stat().st_size} bytes instead of {told['bytes']}"
-    if checksum(file) != told["sha256"]:
-        return f"{file.name} has another checksum than when it was written"
+    if file.stat().st_size != entry["bytes"]:
+        return f"{file.name} has {file.stat().st_size} bytes instead of {entry['bytes']}"
+    if checksum(file) != entry["sha256"]:
+        return f"{file.name} has a wrong checksum"
     return ""
 
 
 def read(path: Path) -> Checkpoint:
-    """A checkpoint whose files were verified."""
+    """Reads a checkpoint whose files were verified before."""
     values = _current(read_object(path / STATE))
     try:
         version = values.get("version")
@@ -270,7 +268,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _refuse_paths(files: Any, where: Path) -> None:
-    """An export writes these files into its folder. A name with a path would write anywhere else."""
+    """Rejects names with a path: an export writes these files into its folder."""
     for name, text in files.items() if isinstance(files, dict) else [(files, "")]:
         plain = isinstance(name, str) and isinstance(text, str) and Path(name).name == name and "\0" not in name
         if not plain or name in ("", ".."):
@@ -288,14 +286,14 @@ def _shards(path: Path) -> Callable[[str], StoredTensors]:
 
 
 def part_prefix(part: str) -> str:
-    """What the names of a part's tensors begin with where all parts are in the same files."""
+    """Name prefix of the tensors of a part, for files that contain several parts."""
     return f"{part.removesuffix('.safetensors')}/"
 
 
 def _measured(path: Path, measure: Measure) -> float | None:
-    """None where it was not measured, or is not finite: such a one is never the best."""
-    told = _current(read_object(path / STATE)).get("measured", {})
-    value = told.get(measure.name) if isinstance(told, dict) else told
+    """The value of the metric; None if it is missing or not finite."""
+    measured = _current(read_object(path / STATE)).get("measured", {})
+    value = measured.get(measure.name) if isinstance(measured, dict) else measured
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         why = f"its {measure.name} is {value!r}"
         raise Refusal.at(str(path / STATE), why, "remove the checkpoint, or name a --step")
@@ -303,7 +301,7 @@ def _measured(path: Path, measure: Measure) -> float | None:
 
 
 def _current(values: dict[str, Any]) -> dict[str, Any]:
-    """What a state.json says, in today's words: one measure was all that a checkpoint told before."""
+    """Converts a state.json of an earlier version, which stored only `val_loss`."""
     if "val_loss" not in values:
         return values
     loss = values["val_loss"]
@@ -316,5 +314,5 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Of whole tensors, also where this rank holds slices of them."""
+    """Size of the full tensors, also if this rank has only shards."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

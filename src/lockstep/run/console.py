@@ -20,11 +20,9 @@ from lockstep.errors import Refusal
 from lockstep.run.output import OFFLINE_COLUMNS, WIDTH, Column, clock, fit, fit_rows, show, task_summary, visible, write
 from lockstep.run.screen import Screen
 
-# How long the rest will take, judged by the latest steps.
-
 
 class Pace:
-    """Told each time more is done, says how many seconds are left."""
+    """Estimates the remaining time from the latest steps."""
 
     def __init__(self, total: int | None, done: int = 0):
         self.total, self.done = total, done
@@ -32,11 +30,11 @@ class Pace:
         self._ticks: deque[tuple[float, int]] = deque([(self.began, done)], maxlen=50)
 
     def reach(self, done: int) -> None:
-        # The first step warms everything up and would spoil the guess: forget it as soon as there is something better.
+        # The first step includes warm-up, so it is dropped as soon as there is another one.
         if len(self._ticks) == 2 and self._ticks[0][0] == self.began:
             self._ticks.popleft()
         now = time.monotonic()
-        # Ticks that follow quickly become one, so that the guess always looks back over half a minute or 50 steps.
+        # Fast ticks are merged, so that the estimate covers up to 50 ticks of at least half a second.
         if len(self._ticks) > 1 and now - self._ticks[-2][0] < 0.5:
             self._ticks.pop()
         self._ticks.append((now, done))
@@ -47,36 +45,34 @@ class Pace:
         return time.monotonic() - self.began
 
     def left(self) -> float | None:
-        """Seconds to go, counting down between steps; None while nothing is known."""
+        """Remaining seconds, counting down between steps; None before the first estimate."""
         (first_time, first), (last_time, last) = self._ticks[0], self._ticks[-1]
         if self.total is None or last == first:
             return None
-        guess = (last_time - first_time) / (last - first) * (self.total - last)
-        return max(guess - (time.monotonic() - last_time), 0.0)
-
-
-# What a person sees of a run: one interface, a live bar on a terminal, plain lines in a file or a pipe.
-#
-# Output of the run goes to stdout. What ends it (`problems`) goes to stderr.
+        estimate = (last_time - first_time) / (last - first) * (self.total - last)
+        return max(estimate - (time.monotonic() - last_time), 0.0)
 
 
 class TaskProgress:
-    """Long work that is not training steps, such as tokenising."""
+    """Progress of a long task other than training, such as tokenising."""
 
     def advance(self, n: int = 1) -> None:
-        """`n` more are done."""
+        """Reports `n` more finished items."""
 
 
 class Console:
-    """The interface. This class itself says nothing, for ranks above 0; `Console.open` gives one that speaks."""
+    """The console interface. This class prints nothing (for ranks above 0); `Console.open` returns one that prints.
+
+    Output goes to stdout, and `problems` to stderr.
+    """
 
     @staticmethod
     def open(
         columns: Sequence[Column] = OFFLINE_COLUMNS, plain: bool | None = None, every: int = 1, lines: bool = False
     ) -> Console:
-        """A live console on a terminal, otherwise a plain one that shows every `every`-th step; `plain` forces it.
+        """A live console on a terminal, otherwise a plain one that prints every `every`-th step; `plain` forces one.
 
-        With `lines` the live one leaves a line for every step: for steps that take seconds.
+        With `lines`, the live console also prints a line for every step.
         """
         if plain is None:
             plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
@@ -90,39 +86,39 @@ class Console:
         return Console()
 
     def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A title and a table of names and values under it."""
+        """Prints a title and a table of names and values."""
 
     def say(self, text: str) -> None:
-        """Something worth knowing: a checkpoint saved, a file written."""
+        """Prints information: a checkpoint saved, a file written."""
 
     def warn(self, text: str) -> None:
-        """Something the user should look at; the run goes on."""
+        """Prints a warning; the run continues."""
 
     @contextlib.contextmanager
     def task(self, description: str, total: int | None) -> Iterator[TaskProgress]:
-        """Shows long work; the body calls `advance` on what it gets."""
+        """Shows the progress of a task; the body calls `advance` on the yielded object."""
         yield TaskProgress()
 
     def begin(self, total_steps: int, done: int = 0) -> None:
-        """Training starts, with `done` steps behind it. `end` must follow, also after an error."""
+        """Training starts after `done` finished steps. `end` must follow, also after an error."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Step number `step` is finished; the last one is `total_steps`."""
+        """Reports that step `step` of `total_steps` is finished."""
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics of a validation after `step`."""
+        """Reports the validation metrics after `step`."""
 
     def end(self) -> None:
-        """Training is over, or was cut short. May be called twice."""
+        """Training ended or was interrupted. May be called twice."""
 
     def problems(self, refusal: Refusal) -> None:
-        """Tells what is wrong, why, and what to do, on stderr. A silent console does this too: no error is lost."""
+        """Prints the problems with remedies to stderr. A silent console prints them too."""
         self.end()
         print_problems(refusal)
 
 
 def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
-    """Every problem of a refusal on stderr; `colour` follows the terminal unless given."""
+    """Prints every problem of a refusal to stderr; `colour` defaults to what the terminal supports."""
     from rich.text import Text
 
     from lockstep.run.screen import Screen
@@ -140,15 +136,12 @@ def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
 
 
 def validation_rows(metrics: dict[str, float]) -> str:
-    """`loss 1.234  accuracy 0.81`: the names without the `val/` they all share."""
+    """`loss 1.234  accuracy 0.81`: metrics without the `val/` prefix."""
     return "  ".join(f"{name.removeprefix('val/')} {value:.4g}" for name, value in metrics.items())
 
 
-# The console for a terminal: bars at the bottom that stay, lines that scroll by above them.
-
-
 class LiveConsole(Console):
-    """Bars for training and for tasks, the step's metrics under them; with `lines` a line stays for every step."""
+    """Console for a terminal: progress bars and metrics at the bottom; with `lines`, one line per step above them."""
 
     def __init__(self, columns: Sequence[Column], screen: RichConsole | None = None, *, lines: bool = False):
         self._columns = columns
@@ -217,7 +210,7 @@ class LiveConsole(Console):
         self._training = None
         self._metrics = ""
         self._hide_when_idle()
-        # The bar is gone now; where the run got to stays on the screen.
+        # The bar is removed now; the last step stays on the screen.
         if self._last:
             self._print(f"{self._last}  {clock(self._pace.elapsed)}")
         self._last = ""
@@ -254,24 +247,21 @@ class _LiveTask(TaskProgress):
 
 
 class _TimeColumn(ProgressColumn):
-    # rich's own guess forgets everything after 30 seconds, and a step of reinforcement learning takes longer.
+    # The estimate of rich covers only 30 seconds, and a step of reinforcement learning may take longer.
     def render(self, task: Bar) -> Text:
         pace: Pace = task.fields["pace"]
         left = pace.left()
         return Text(f"{clock(pace.elapsed)} eta {'-:--:--' if left is None else clock(left)}", style="dim")
 
 
-# The console for files and pipes: whole lines, no control characters, nothing rewritten.
-
-
 class PlainConsole(Console):
-    """A line for the first step, for every `every`-th and for the last."""
+    """Console for files and pipes: one line for the first step, every `every`-th and the last."""
 
     def __init__(self, columns: Sequence[Column], every: int = 1):
         self._columns, self._every = columns, every
         self._pace: Pace | None = None
-        self._unsaid = ""
-        self._told = float("-inf")
+        self._pending = ""
+        self._eta_printed = float("-inf")
 
     def banner(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         _print(title)
@@ -304,12 +294,12 @@ class PlainConsole(Console):
         line = head + show(self._columns, metrics, WIDTH - len(head))
         if step in (self._first, total) or step % self._every == 0:
             _print(line + self._eta(line, step))
-            self._unsaid = ""
+            self._pending = ""
         else:
-            self._unsaid = line
+            self._pending = line
 
     def _eta(self, line: str, step: int) -> str:
-        """The time left behind the numbers, or now and then on a line of its own where they fill theirs."""
+        """The remaining time after the metrics, or sometimes on a separate line if it does not fit."""
         assert self._pace is not None
         left = self._pace.left()
         if left is None or step == self._pace.total:
@@ -317,19 +307,19 @@ class PlainConsole(Console):
         tail = f"eta {clock(left)}"
         if len(line) + 2 + len(tail) <= WIDTH:
             return f"  {tail}"
-        if time.monotonic() - self._told < _PlainTask.INTERVAL:
+        if time.monotonic() - self._eta_printed < _PlainTask.INTERVAL:
             return ""
-        self._told = time.monotonic()
+        self._eta_printed = time.monotonic()
         return f"\n  {tail}"
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         _print(f"validation after step {step}: {validation_rows(metrics)}")
 
     def end(self) -> None:
-        # A run that stops early still shows the step it stopped at.
-        if self._unsaid:
-            _print(self._unsaid)
-        self._unsaid = ""
+        # A run that stops early still prints its last step.
+        if self._pending:
+            _print(self._pending)
+        self._pending = ""
         self._pace = None
 
     def problems(self, refusal: Refusal) -> None:
@@ -338,19 +328,19 @@ class PlainConsole(Console):
 
 
 class _PlainTask(TaskProgress):
-    # Often enough to see that it lives, seldom enough for a log file.
+    # Seconds between progress lines.
     INTERVAL = 10.0
 
     def __init__(self, description: str, total: int | None):
         self.pace = Pace(total)
         self._description = description
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
 
     def advance(self, n: int = 1) -> None:
         self.pace.reach(self.pace.done + n)
-        if time.monotonic() - self._said < self.INTERVAL:
+        if time.monotonic() - self._printed < self.INTERVAL:
             return
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
         left = self.pace.left()
         of = "" if self.pace.total is None else f" of {self.pace.total:,}"
         _print(f"{self._description}: {self.pace.done:,}{of}" + ("" if left is None else f", eta {clock(left)}"))

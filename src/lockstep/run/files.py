@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the checksum of what is in them."""
+"""Atomic writes of files and folders, and checksums."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ from pathlib import Path
 from lockstep.errors import unwritten
 
 ASIDE = ".writing-"
-"""What the name of a file or folder begins with until it is whole."""
+"""Name prefix of a file or folder that is not complete yet."""
 
 
 @contextlib.contextmanager
 def written_aside(path: Path, *, over: bool = False, durable: bool = True) -> Iterator[Path]:
-    """Where to write the file or folder that takes the name `path` when the block ends well; else nothing of it stays.
+    """A temporary path that is renamed to `path` if the block succeeds, and removed otherwise.
 
-    A kill or a power cut leaves the old one or the new one, never half of it. A folder that is there already is
-    replaced with `over` only. Without `durable` a power cut may cost the last writing, which then need not wait for
-    the disk.
+    After a kill or a power cut, `path` is either the old or the new version. An existing folder is replaced only with
+    `over`. Without `durable` the write does not wait for the disk, and a power cut may lose it.
     """
     aside = cleared_aside(path)
     try:
         yield aside
         take_name(aside, path, over=over, durable=durable)
     except BaseException:
-        with contextlib.suppress(OSError):  # a disk that cannot be written to has nothing to remove
+        with contextlib.suppress(OSError):  # on an unwritable disk there is nothing to remove
             _remove(aside)
         raise
 
 
 def aside_of(path: Path) -> Path:
-    """Where to write what will be `path`."""
+    """The temporary path of `path`."""
     return path.with_name(f"{ASIDE}{path.name}")
 
 
 def cleared_aside(path: Path) -> Path:
-    """The same, with nothing there."""
+    """The temporary path of `path`, after removing leftovers."""
     aside = aside_of(path)
     _remove(aside)
     return aside
 
 
 def take_name(aside: Path, path: Path, *, over: bool = False, durable: bool = True) -> None:
-    """What was written aside becomes `path`, all at once."""
+    """Renames the temporary path to `path` atomically."""
     if durable:
         for written in [*aside.rglob("*"), aside]:
             sync_path(written)
@@ -58,7 +57,7 @@ def take_name(aside: Path, path: Path, *, over: bool = False, durable: bool = Tr
 
 
 def _remove(aside: Path) -> None:
-    """What a kill left of an earlier try, or an error of this one."""
+    """Removes leftovers of a killed process or of a failed write."""
     if aside.is_dir():
         shutil.rmtree(aside)
     else:
@@ -66,8 +65,8 @@ def _remove(aside: Path) -> None:
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write `path` anew, for callers with advice of their own on a disk that takes no more. `private`: for the user
-    alone, as a file that repeats the recipe or the command line."""
+    """Replaces `path`; raises OSError, so that the caller can add advice. `private`: readable only by the user, for
+    files that contain the recipe or the command line."""
     with written_aside(path) as aside:
         if private:
             write_private(aside, text)
@@ -76,22 +75,22 @@ def replace_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def write_private(path: Path, content: str | bytes | bytearray) -> None:
-    """A new file that nobody but the user can read, from its first moment."""
+    """Writes a file that only the user can read from its creation."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def atomic_write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Write `path` anew, or refuse with what was there before untouched."""
+    """Replaces `path`, or raises a refusal and leaves the old file unchanged."""
     try:
         replace_text(path, text, private=private)
     except OSError as error:
-        raise unwritten(path, error, "what was there before is untouched") from error
+        raise unwritten(path, error, "the old file is unchanged") from error
 
 
 def sync_path(path: Path) -> None:
-    """Makes a file, or the names in a folder, survive a power cut: a rename is data of the folder it happens in."""
+    """Flushes a file or a folder to disk. A rename needs a flush of its folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

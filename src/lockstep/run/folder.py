@@ -1,4 +1,4 @@
-"""The run folder: everything a run did, in one place, with one writing process; and the environment it ran in."""
+"""The run folder: its files, its lock, and the description of the environment."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-import lockstep
 from lockstep.errors import Refusal, unwritten
 from lockstep.masking import masked_tree, masked_words
 from lockstep.run.files import atomic_write_text
+from lockstep.version import PACKAGE_FOLDER, __version__
 
 if TYPE_CHECKING:
     from lockstep.recipe import Recipe
-
-# What a run ran on, told without importing any of it.
 
 # Device facts (driver, accelerator packages) come from the device classes, through the caller.
 PACKAGES = (
@@ -47,9 +45,9 @@ PACKAGES = (
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform and command line. The host's name is left out: run folders are shared."""
+    """Versions, platform and command line. The host name is omitted, because run folders are shared."""
     return {
-        "lockstep": lockstep.__version__,
+        "lockstep": __version__,
         "git_commit": own_commit(),
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := installed_version(name))},
@@ -70,13 +68,13 @@ def installed_version(package: str) -> str | None:
 
 @cache
 def own_commit() -> str | None:
-    """Asked once in a process: what it has imported does not follow a later checkout."""
-    return checkout_commit(Path(lockstep.__file__).parent)
+    """The commit of this package. Cached, because a later checkout does not change imported code."""
+    return checkout_commit(PACKAGE_FOLDER)
 
 
 def checkout_commit(folder: Path) -> str | None:
-    """The commit that `folder`'s own code is at, with `-dirty` when it was changed; None outside a checkout."""
-    # A virtual environment inside somebody else's repository must not report that repository's commit.
+    """The commit of the code in `folder`, with `-dirty` if it was changed; None outside a checkout."""
+    # A virtual environment inside another repository must not report the commit of that repository.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -87,16 +85,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None  # no git here, or not a repository: both mean that there is no commit to tell
+        return None  # no git, or not a repository
     return answer.stdout.strip()
-
-
-# The run folder: everything a run did, in one place, and one process at a time writing it.
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The names of what a run leaves behind, under `path`."""
+    """Paths of the files of a run."""
 
     path: Path
 
@@ -105,17 +100,17 @@ class RunFolder:
         return self.path / "recipe.yaml"
 
     def earlier_recipe(self, last: int) -> Path:
-        """Of a run that went on with other keys: what held up to the step `last`."""
+        """The recipe that applied up to step `last`, of a run that was resumed with changed keys."""
         return self.path / f"recipe.to_step_{last}.yaml"
 
     def earlier_recipes(self) -> dict[int, Path]:
-        """The recipes before the present one, by the last step that each of them trained."""
+        """The earlier recipes, by the last step of each."""
         found = [re.fullmatch(r"recipe\.to_step_(\d+)\.yaml", file.name) for file in self.path.glob("recipe.to_step_*")]
         return {last: self.earlier_recipe(last) for last in sorted(int(match[1]) for match in found if match)}
 
     @property
     def template(self) -> Path:
-        """The chat template of a run that has another than its model's."""
+        """The chat template, if it is not the model's."""
         return self.path / "chat_template.jinja"
 
     @property
@@ -143,54 +138,54 @@ class RunFolder:
         return self.path / "tape"
 
     def reward_output(self, rank: int) -> Path:
-        """What the names of the files begin with that keep the last lines of a process's reward workers."""
+        """Path prefix of the files with the last output lines of the reward workers."""
         return worker_output(self.path / "rewards", rank)
 
     @property
     def trackers(self) -> Path:
-        """The run's ids at outside trackers, so that a resumed run continues there under the same id."""
+        """The tracker ids of the run, which a resumed run reuses."""
         return self.path / "trackers.json"
 
     def create(self) -> None:
-        """Makes the folder; one that is already there is left as it is."""
+        """Creates the folder if it does not exist."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refusal.at(
-                f"run folder {self.path}", f"cannot be made: {error.strerror}", "choose a folder you can write to"
+                f"run folder {self.path}", f"cannot be created: {error.strerror}", "choose a writable folder"
             ) from error
 
     def write_recipe(self, text: str, step: int = 0) -> None:
-        """Writes the recipe that holds after `step`. Those that trained the steps before it stay beside it.
+        """Writes the recipe that applies after `step`. The recipes of earlier steps are kept.
 
-        Steps after `step` do not count: a run that goes back to an earlier checkpoint trains them anew.
+        Steps after `step` do not count: a run that returns to an earlier checkpoint repeats them.
         """
-        known = {last: path.read_text(encoding="utf-8") for last, path in self.earlier_recipes().items()}
-        parts = [(last, _without_secrets(held)) for last, held in known.items()]
+        earlier = {last: path.read_text(encoding="utf-8") for last, path in self.earlier_recipes().items()}
+        parts = [(last, _without_secrets(content)) for last, content in earlier.items()]
         if self.recipe.is_file():
             parts.append((step, _without_secrets(self.recipe.read_text(encoding="utf-8"))))
         kept: dict[int, str] = {}
-        for last, held in parts:
+        for last, content in parts:
             if (end := min(last, step)) > max(kept, default=0):
-                kept[end] = held
+                kept[end] = content
         if kept.get(step) == text:
-            del kept[step]  # it goes on
-        # New files first, the old ones last: a kill in between leaves too many, which the next start mends.
-        for last, held in kept.items():
-            if known.get(last) != held:
-                atomic_write_text(self.earlier_recipe(last), held, private=True)
+            del kept[step]  # unchanged
+        # New files first: a kill in between leaves extra files, which the next start removes.
+        for last, content in kept.items():
+            if earlier.get(last) != content:
+                atomic_write_text(self.earlier_recipe(last), content, private=True)
         atomic_write_text(self.recipe, text, private=True)
-        for last in known.keys() - kept.keys():
+        for last in earlier.keys() - kept.keys():
             self.earlier_recipe(last).unlink()
 
     def read_env(self) -> dict[str, Any]:
-        """What env.json tells; nothing where there is none yet."""
+        """The content of env.json; empty if it does not exist."""
         if not self.env.exists():
             return {}
-        return read_object(self.env, "it only tells of the run's earlier parts: remove it to go on without them")
+        return read_object(self.env, "remove it to resume without this history")
 
     def write_env(self, extra: dict[str, Any]) -> None:
-        """Writes env.json. Where a resumed run already had one, the earlier ones stay, under `before_resume`."""
+        """Writes env.json. Entries of earlier starts are kept under `before_resume`."""
         facts = describe_environment()
         if taken := sorted(facts.keys() & extra.keys()):
             raise ValueError(f"env facts given twice: {', '.join(taken)}")
@@ -203,48 +198,48 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the folder for this process. The kernel frees it when the process ends, however it ends."""
+        """Locks the folder for this process. The kernel releases the lock when the process ends."""
         try:
             file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise unwritten(f"run folder {self.path}", error, "a run writes to its folder") from error
+            raise unwritten(f"run folder {self.path}", error, "a run needs a writable folder") from error
         try:
             _lock_or_refuse(file, self.path)
-            with contextlib.suppress(OSError):  # the number only helps whoever comes next; a full disk is told later
+            with contextlib.suppress(OSError):  # the process id is only informative
                 os.ftruncate(file, 0)
                 os.pwrite(file, str(os.getpid()).encode(), 0)
             _held.add(file)
             yield
         finally:
-            # The file stays: removing it would let two processes lock two different files of the same name.
+            # The file is not removed: otherwise two processes could lock two files with the same name.
             _held.discard(file)
             os.close(file)
 
 
 def _without_secrets(recipe: str) -> str:
-    """The text of a recipe, where an earlier version stored secrets without them."""
+    """The recipe with secrets masked, which earlier versions stored."""
     values = yaml.load(recipe, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     clean = masked_tree(values)
     return recipe if clean == values else yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
 
 
 def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
-    """The JSON object in a file of the run folder; anything else is refused."""
+    """Reads a JSON object; raises for anything else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise Refusal.at(path, f"cannot be read: {error}", remedy) from error
     if not isinstance(values, dict):
-        raise Refusal.at(path, f"holds {type(values).__name__}, not a JSON object", remedy)
+        raise Refusal.at(path, f"contains {type(values).__name__}, not a JSON object", remedy)
     return values
 
 
 def refuse_unwritable(path: Path, option: str) -> None:
-    """Refuse a file that could not be written, before the work whose result it is to hold."""
+    """Rejects an output file that cannot be written, before the work starts."""
     if path.is_dir():
         raise Refusal.at(f"{option} {path}", "is a folder", "name a file")
     if not path.parent.is_dir():
-        raise Refusal.at(f"{option} {path}", f"there is no folder {path.parent}", "make it, or name another file")
+        raise Refusal.at(f"{option} {path}", f"folder {path.parent} does not exist", "create it, or name another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise Refusal.at(f"{option} {path}", "cannot be written to", "name another file")
 
@@ -267,8 +262,8 @@ def _lock_or_refuse(file: int, path: Path) -> None:
         ) from error
 
 
-# A forked child shares its parent's lock and would keep it after the parent is killed (a data worker, for instance),
-# so children let go of theirs at once.
+# A forked child (a data worker, for instance) shares the lock of its parent and would keep it after the parent is
+# killed, so children release it at once.
 _held: set[int] = set()
 
 
@@ -282,7 +277,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def worker_output(folder: Path, rank: int) -> Path:
-    """As `RunFolder.reward_output`, in a folder of any name."""
+    """Same as `RunFolder.reward_output`, for any folder."""
     return folder / ("worker" if rank == 0 else f"rank{rank}-worker")
 
 

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`, a line a step, and the clock for the phases of a step.
+"""`metrics.jsonl`, one line per step, and the timer of the phases of a step.
 
-A line is `{"step": 7, "data": {"train/loss": 1.25}}`. Numbers come back bit for bit. JSON has no NaN or infinity, so
-these are written as the strings "NaN", "Infinity" and "-Infinity", and read back as floats.
+A line is `{"step": 7, "data": {"train/loss": 1.25}}`. Numbers are read back bit-identical. JSON has no NaN or infinity,
+so these are written as the strings "NaN", "Infinity" and "-Infinity", and read back as floats.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lockstep.run.files import atomic_write_text, sync_path
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl. What `append` returned from is on the disk."""
+    """Appends to metrics.jsonl. After `append` returns, the line is on disk."""
 
     def __init__(self, path: Path):
         self.path = path
         self._last: int | None = None
 
     def append(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds one step's line. Steps only go up: a resumed run calls `rewind` first."""
+        """Appends the line of one step. Steps must increase: a resumed run calls `rewind` first."""
         if self._last is None:
             self._last = _last_step(self.path)
         if step <= self._last:
@@ -39,15 +39,15 @@ class MetricsLog:
         self._last = step
 
     def rewind(self, step: int) -> None:
-        """Forgets what came after `step`, and a line cut short by a kill. `rewind(-1)` forgets everything."""
+        """Removes the lines after `step` and an incomplete last line. `rewind(-1)` removes everything."""
         rewind_lines(self.path, step)
         self._last = None
 
 
 def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Every step's metrics in order. A last line cut short is left out; any other damage is refused."""
+    """The metrics of all steps in order. An incomplete last line is skipped; other damage is an error."""
     steps = []
-    for number, line in enumerate(_parse(path, _whole_lines(path)), start=1):
+    for number, line in enumerate(_parse(path, _complete_lines(path)), start=1):
         try:
             steps.append((line["step"], {name: float(value) for name, value in line["data"].items()}))
         except (KeyError, AttributeError, TypeError, ValueError):
@@ -56,11 +56,11 @@ def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Adds whole lines and brings them to the disk. Where that fails, what did get there is taken back."""
+    """Appends complete lines and flushes them to disk. If that fails, the file is truncated to its old size."""
     new = not path.exists()
     content = memoryview(text.encode())
     try:
-        # Unbuffered: what a buffer could not write it would try again when it is closed.
+        # Unbuffered, because a buffer would retry a failed write when it is closed.
         with path.open("ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             try:
@@ -68,22 +68,22 @@ def append_text(path: Path, text: str) -> None:
                     content = content[file.write(content) :]
                 os.fsync(file.fileno())
             except OSError:
-                with contextlib.suppress(OSError):  # a half line that stays is dropped by `rewind_lines`
+                with contextlib.suppress(OSError):  # `rewind_lines` removes an incomplete line
                     os.ftruncate(file.fileno(), before)
                 raise
         if new:
             sync_path(path.parent)
     except OSError as error:
-        raise unwritten(path, error, "the same command goes on from the last checkpoint") from error
+        raise unwritten(path, error, "run the same command to resume from the last checkpoint") from error
 
 
 def missing_steps(steps: Iterable[int], last: int) -> str:
-    """The steps from 1 to `last` that are not there, in words: '3, 5 to 7'. Empty when none is missing."""
-    there = set(steps)
+    """The missing steps from 1 to `last` as text: '3, 5 to 7'. Empty if none is missing."""
+    present = set(steps)
     ranges = []
     first = None
     for step in range(1, last + 2):
-        lost = step <= last and step not in there
+        lost = step <= last and step not in present
         if lost and first is None:
             first = step
         if not lost and first is not None:
@@ -93,10 +93,10 @@ def missing_steps(steps: Iterable[int], last: int) -> str:
 
 
 def rewind_lines(path: Path, step: int) -> None:
-    """Drops the lines of steps after `step`, and a line cut short, from a file of JSON lines with a `step`."""
+    """Removes the lines after `step`, and an incomplete line, from a file of JSON lines with a `step`."""
     if not path.exists():
         return
-    lines = _whole_lines(path)
+    lines = _complete_lines(path)
     kept = [text for text, line in zip(lines, _parse(path, lines), strict=True) if line["step"] <= step]
     content = b"".join(line + b"\n" for line in kept)
     if content != path.read_bytes():
@@ -104,14 +104,14 @@ def rewind_lines(path: Path, step: int) -> None:
 
 
 PhaseTimer = Callable[[str], AbstractContextManager[None]]
-"""Takes the time of a phase of a step: `with timer("update_actor"): ...`."""
+"""Measures a phase of a step: `with timer("update_actor"): ...`."""
 
 
 class Phases:
     """Times the phases of a step: `with phases("update_actor"): ...`, then `take()`.
 
-    `synchronise` is the device's: without it an asynchronous device's work would be counted in a later phase.
-    `stage` is told each phase while it lasts.
+    `synchronise` waits for the device: without it, asynchronous work would count in a later phase. `stage` is entered
+    with the name of each phase.
     """
 
     def __init__(
@@ -132,19 +132,19 @@ class Phases:
                 yield
                 self._synchronise()
         finally:
-            own = time.perf_counter() - start - (self._aside - aside)
-            self._seconds[name] = self._seconds.get(name, 0.0) + own
+            seconds = time.perf_counter() - start - (self._aside - aside)
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """A phase of its own whose time does not count into those it stands in: recording is no training."""
+        """A phase whose time does not count in the enclosing phases, such as recording a tape."""
         before = self._seconds.get(name, 0.0)
         with self(name):
             yield
         self._aside += self._seconds[name] - before
 
     def take(self) -> dict[str, float]:
-        """`timing_s/<phase>` for every phase since the last call; entering a phase twice adds up."""
+        """`timing_s/<phase>` of every phase since the last call; repeated phases are summed."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
@@ -156,8 +156,8 @@ def _to_json(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    # A line is whole when its newline was written: that is the last byte of the one write that makes it.
+def _complete_lines(path: Path) -> list[bytes]:
+    # A line is complete if its newline was written, because the newline is the last byte of the write.
     return path.read_bytes().split(b"\n")[:-1]
 
 
@@ -178,7 +178,7 @@ def _damaged(path: Path, number: int, text: str) -> Refusal:
     return Refusal.at(
         f"{path} line {number}",
         f"not a line of this log: {text[:60]!r}",
-        "the file was changed from outside; restore it, or remove the line",
+        "the file was changed by another program; restore it, or remove the line",
     )
 
 
@@ -188,5 +188,5 @@ def _last_step(path: Path) -> int:
         return -1
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
-        raise ValueError(f"the last line of {path} was cut short by a kill; rewind before appending")
-    return max((line["step"] for line in _parse(path, _whole_lines(path))), default=-1)
+        raise ValueError(f"the last line of {path} is incomplete; rewind before appending")
+    return max((line["step"] for line in _parse(path, _complete_lines(path))), default=-1)

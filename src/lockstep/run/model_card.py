@@ -16,9 +16,7 @@ from lockstep.masking import masked_tree
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 
-# What a run changed: the first and last value of what says whether training worked.
-
-# Rewards of single steps are noisy: so many are averaged at each end.
+# Number of steps averaged at each end, because rewards of single steps are noisy.
 ENDS = 5
 AVERAGED = (("reward", "critic/score/mean"), ("divergence", "actor/reward_kl_penalty"))
 SINGLE = (
@@ -54,11 +52,9 @@ def _values(history: Sequence[tuple[int, dict[str, float]]], name: str) -> list[
     return [metrics[name] for _, metrics in history if name in metrics]
 
 
-# The curves of a run as a small picture: one SVG file, a panel a metric.
-
 History = Sequence[tuple[int, dict[str, float]]]
 
-# What a reader of a model card looks for first; the others are in metrics.jsonl.
+# The most important metrics; the others are in metrics.jsonl.
 SHOWN = (
     "train/loss",
     "val/loss",
@@ -72,11 +68,11 @@ SHOWN = (
 )
 PANELS, WIDTH, HEIGHT, MARGIN = 4, 360, 200, 44
 POINTS = 300
-"""Of longer curves neighbouring steps are averaged."""
+"""Neighbouring steps of longer curves are averaged."""
 
 
 def curves_svg(history: History) -> str | None:
-    """None where there is no curve: nothing was logged twice."""
+    """An SVG with one panel per metric; None if no metric was logged twice."""
     curves = {name: _points(history, name) for name in SHOWN}
     drawn = [(name, points) for name, points in curves.items() if len(points) > 1][:PANELS]
     if not drawn:
@@ -123,15 +119,13 @@ def _panel(name: str, points: list[tuple[float, float]]) -> str:
     )
 
 
-# The card of an exported model, written from what its run left: recipe, data, curves and comparisons.
-
 CARD, CURVES = "README.md", "curves.svg"
 PACKAGES = ("torch", "transformers", "peft")
 _REPORT = re.compile(r'<script type="application/json" id="comparison">(.*?)</script>', re.DOTALL)
 
 
 def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str, str]:
-    """The card and its picture by file name; nothing of a run that left no recipe."""
+    """The card and its picture by file name; empty if the run has no recipe."""
     if not run.recipe.is_file():
         return {}
     recipe: dict[str, Any] = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
@@ -146,13 +140,13 @@ def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str,
 
 
 def _head(recipe: dict[str, Any], adapter: bool) -> list[str]:
-    """What the hub reads of a card."""
-    told: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    """The metadata header that the hub reads."""
+    metadata: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     base = str(recipe["model"]["path"])
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) and not Path(base).exists():
-        told["base_model"] = base
-    told["tags"] = ["lockstep", str(recipe["method"])]
-    return ["---", yaml.safe_dump(told, sort_keys=False).strip(), "---"]
+        metadata["base_model"] = base
+    metadata["tags"] = ["lockstep", str(recipe["method"])]
+    return ["---", yaml.safe_dump(metadata, sort_keys=False).strip(), "---"]
 
 
 def _title(
@@ -169,7 +163,7 @@ def _title(
 
 
 def _results(history: Sequence[tuple[int, dict[str, float]]], step: int) -> list[str]:
-    # Steps after the one whose weights these are say nothing of them.
+    # Later steps do not apply to these weights.
     rows = [("", f"first and last, up to step {step}"), *before_and_after([one for one in history if one[0] <= step])]
     at = next((metrics for number, metrics in history if number == step), {})
     measured = [(name, f"{value:.6g}") for name, value in at.items() if name.startswith("val/")]
@@ -184,20 +178,20 @@ def _data(env: dict[str, Any]) -> list[str]:
             for file in source.get("files", []):
                 rows.append((part, _short(file["name"]), f"{file['rows']:,}", f"`{str(file['sha256'])[:16]}`"))
     kept = data.get("kept", {})
-    said = [f"\n{kept['rows']:,} rows of {kept['tokens']:,} tokens were kept for training."] if kept else []
+    counts = [f"\n{kept['rows']:,} rows of {kept['tokens']:,} tokens were kept for training."] if kept else []
     found = _table("Data", rows)
-    return [*found, *said] if found else []
+    return [*found, *counts] if found else []
 
 
 def _comparisons(run: RunFolder) -> list[str]:
-    """The verdict of the comparison that was last made with this run as its second side."""
+    """The result of the last comparison with this run as B."""
     report = run.path / "report.html"
     found = _REPORT.search(report.read_text(encoding="utf-8", errors="replace")) if report.is_file() else None
     if found is None:
         return []
     try:
-        told = json.loads(found[1])
-        row = (Path(str(told["a"])).name, str(told["verdict"]), str(told["reason"]))
+        result = json.loads(found[1])
+        row = (Path(str(result["a"])).name, str(result["verdict"]), str(result["reason"]))
     except (ValueError, KeyError, TypeError):
         return []
     return _table("Comparison", [("with", "verdict", "reason"), row])
@@ -217,7 +211,7 @@ def _environment(env: dict[str, Any]) -> list[str]:
 
 
 def _recipes(run: RunFolder) -> list[str]:
-    """That of the last part, and of a run that went on with other keys those before it."""
+    """The recipe, and the earlier recipes of a run that was resumed with changed keys."""
     lines = ["", "## Recipe", "", "Folders are left out of paths, and hosts of addresses."]
     parts = [(f"Up to step {last}:", path) for last, path in run.earlier_recipes().items()]
     for title, path in [*parts, ("From there on:" if parts else "", run.recipe)]:
@@ -229,13 +223,13 @@ def _recipes(run: RunFolder) -> list[str]:
 
 
 def _without_folders(value: Any) -> Any:
-    """A card travels: where files and servers were is nobody's business there."""
+    """Removes folders and hosts from values, because a card may be published."""
     if isinstance(value, dict):
         return {name: _without_folders(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_without_folders(inner) for inner in value]
     if isinstance(value, str) and "://" in value:
-        return f"{value.partition('://')[0]}://..."  # addresses of machines, and what may stand before the @
+        return f"{value.partition('://')[0]}://..."  # the host, and credentials before the @
     return _short(value) if isinstance(value, str) and value.startswith(("/", "~", "..")) else value
 
 
@@ -243,13 +237,13 @@ def _short(path: object) -> str:
     text = str(path)
     if not text.startswith(("/", "~", "..")):
         return _cell(text)
-    # A run's export is called by its run.
+    # The export of a run is shown with the name of the run.
     parts = Path(text).parts
     return _cell("/".join(parts[-2:]) if parts[-1] == "export" and len(parts) > 1 else parts[-1])
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """Nothing where there is only a head."""
+    """A section with a table; empty if the table has only a header."""
     if len(rows) < 2:
         return []
     return ["", f"## {title}", "", *_lines(rows)]

@@ -10,43 +10,40 @@ from typing import NamedTuple
 
 from lockstep.masking import without_concealed
 
-# The one door to stdout and stderr. Text of rows, responses and files is shown there, never sent: a terminal obeys
-# escape sequences, whoever wrote them. No other module of the layers above may print (a test holds this).
-
-# Control characters but for the line break and the tab; marks, overrides and isolates of the writing direction, which
-# make a line read otherwise than it is; separators that some terminals break lines at; halves of surrogate pairs,
-# which no encoding can print.
+# Text of rows, responses and files may contain escape sequences, which a terminal would execute. They are made visible.
+# No other module may print; a test checks this.
+#
+# Matches control characters except line break and tab; marks, overrides and isolates of the writing direction, which
+# disguise a line; separators at which some terminals break lines; and lone surrogates, which no encoding can print.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""`text` with its hidden characters spelt out: `\x1b`, and beyond ASCII as JSON writes them, `\u202e`."""
-    return _HIDDEN.sub(lambda found: _spelt(ord(found[0])), text)
+    r"""`text` with hidden characters as escapes: `\x1b`, and beyond ASCII as in JSON, `\u202e`."""
+    return _HIDDEN.sub(lambda found: _escaped(ord(found[0])), text)
 
 
-def _spelt(code: int) -> str:
+def _escaped(code: int) -> str:
     return f"\\x{code:02x}" if code < 32 else f"\\u{code:04x}"
 
 
 def write(text: str = "", *, error: bool = False, end: str = "\n") -> None:
-    """A line on stdout, or on stderr, at once."""
+    """Prints to stdout or stderr and flushes."""
     print(visible(without_concealed(text)), file=sys.stderr if error else sys.stdout, end=end, flush=True)
 
 
 def never_fail_to_encode() -> None:
-    """Spell out what the terminal's encoding does not have, where Python would end the program."""
+    """Makes the streams escape characters that the encoding of the terminal lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
 
 
-# Text that fits a terminal, and numbers the way a person reads them.
-
 WIDTH = 80
 
 
 class Column(NamedTuple):
-    """A metric that is shown at each step: its name (or names, the first that is there), label and number format."""
+    """A metric shown at each step: its name (or names, of which the first present is used), label and number format."""
 
     metric: str | tuple[str, ...]
     label: str
@@ -62,7 +59,7 @@ OFFLINE_COLUMNS = (
     Column("train/grad_norm", "grad", ".3g"),
     Column("perf/throughput", "tok/s", ",.0f"),
 )
-# The divergence from the reference where there is one, otherwise how far the step moved the policy.
+# `kl` is the divergence from the reference if there is one, otherwise that of the update.
 ONLINE_COLUMNS = (
     Column("critic/score/mean", "reward", ".3f"),
     Column(("actor/kl", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),
@@ -75,7 +72,7 @@ ONLINE_COLUMNS = (
 
 
 def fit(text: str, width: int = WIDTH) -> list[str]:
-    """`text` as lines of at most `width`. Words stay whole, so that a long path can still be copied."""
+    """`text` wrapped to `width`. Words are not broken, so that a long path can be copied."""
     lines: list[str] = []
     for line in visible(text).expandtabs(4).split("\n"):
         indent = line[: len(line) - len(line.lstrip())] + "  "
@@ -92,7 +89,7 @@ def fit(text: str, width: int = WIDTH) -> list[str]:
 
 
 def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[str, str]]:
-    """A table of two columns as one (key, value) pair a line: keys padded to one width, values wrapped beside them."""
+    """A two-column table as one (key, value) pair per line: keys are padded, values are wrapped."""
     margin = max((len(key) for key, _ in rows), default=0) + 2
     pairs: list[tuple[str, str]] = []
     for key, value in rows:
@@ -102,7 +99,7 @@ def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[
 
 
 def show(columns: Sequence[Column], metrics: dict[str, float], width: int = WIDTH) -> str:
-    """The columns that the metrics have, from the left as far as they fit; set closer where they do not."""
+    """The columns present in the metrics, as many as fit; with narrower gaps if more fit that way."""
     wide = _line(columns, metrics, width, "  ")
     close = _line(columns, metrics, width, " ")
     return close if len(close.split()) > len(wide.split()) else wide

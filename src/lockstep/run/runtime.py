@@ -22,24 +22,21 @@ from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
 from lockstep.run.console import Console
 
-# The random numbers of a run: seeds, and the generator states that a checkpoint holds.
-#
-# Responses and the draws of a step are functions of the seed and the position in the run, so they need no state.
-# Dropout and whatever else draws from the global generators (torch on the host and on the device, Python, NumPy)
-# needs one state for each *stream*. Ranks of a tensor group see the same tokens and must draw the same masks: they
-# share a stream. Every other rank, also each rank of a context group, has tokens of its own and a stream of its own
-# (`World.engine`).
+# Responses and per-step random numbers depend only on the seed and the step, so they need no stored state. Dropout and
+# other users of the global generators (torch on host and device, Python, NumPy) need one stored state per stream. Ranks
+# of a tensor-parallel group see the same tokens and must draw the same masks, so they share a stream. All other ranks,
+# including those of a context-parallel group, have separate streams (`World.engine`).
 
 _PREFIX = "rng"
 
 
 def generator_of(seed: tuple[int, ...]) -> torch.Generator:
-    """A generator for the draws of one step: the same on every rank, from the run's seed and the place in the run."""
+    """A generator for one step, identical on every rank: seeded by the run's seed and the step."""
     return torch.Generator().manual_seed(seed_of(*seed))
 
 
 def seed_of(*parts: int) -> int:
-    """One seed out of several numbers."""
+    """One seed from several numbers."""
     return int.from_bytes(sha256(repr(parts).encode()).digest()[:7], "big")
 
 
@@ -51,7 +48,7 @@ def seed_generators(seed: int, device: Device) -> None:
 
 
 def generator_states(device: Device, rank: int) -> dict[str, torch.Tensor]:
-    """The states of this process's generators, by the names that they have in a checkpoint."""
+    """The generator states of this process, by their names in a checkpoint."""
     states = {
         "host": torch.get_rng_state(),
         "device": device.rng_state().cpu(),
@@ -64,10 +61,10 @@ def generator_states(device: Device, rank: int) -> dict[str, torch.Tensor]:
 def restore_generators(
     stored: Mapping[str, torch.Tensor], earlier_size: int, earlier_tensor: int, world: World, device: Device
 ) -> bool:
-    """Continue the stream of this rank. False where the checkpoint has no state for it, or one of another device.
+    """Restores the stream of this rank. Returns False if the checkpoint has no state for it or one of another device.
 
-    A checkpoint holds a state for each rank that wrote it. The ranks of a tensor group have the same one, so a stream
-    is read from the first rank of the group that had it.
+    A checkpoint has one state per rank. The ranks of a tensor-parallel group have the same state, so the stream is read
+    from the first rank of the group.
     """
     if world.engine >= earlier_size // earlier_tensor:
         return False
@@ -99,23 +96,20 @@ def _restore_python(state: torch.Tensor) -> None:
 
 
 def _numpy_state() -> torch.Tensor:
-    told: Any = np.random.get_state(legacy=True)
-    _, words, *rest = told
+    state: Any = np.random.get_state(legacy=True)
+    _, words, *rest = state
     return torch.tensor([*words.tolist(), *rest], dtype=torch.float64)
 
 
 def _restore_numpy(state: torch.Tensor) -> None:
     *words, position, has_gauss, gauss = state.tolist()
-    told = ("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss)
-    np.random.set_state(told)
-
-
-# What a process of a run computes with: its device, the ranks beside it, and a console that only the first has.
+    legacy = ("MT19937", np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss)
+    np.random.set_state(legacy)
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """`switches` are those of the device's libraries that make it deterministic, as they were set."""
+    """Device, ranks and console of one process. `switches` are the deterministic settings of the device libraries."""
 
     device: Device
     world: World
@@ -125,9 +119,9 @@ class Runtime:
 
 @contextmanager
 def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
-    """The device that the recipe names and the other ranks, joined until the run is over."""
+    """Opens the device of the recipe and joins the other ranks until the run ends."""
     device, sentence = explain(recipe.device)
-    # Before the first tensor and the first collective: libraries read these switches once.
+    # Must precede the first tensor and the first collective: libraries read these switches once.
     switches = device.deterministic(True) if recipe.run.deterministic else {}
     seconds = recipe.parallel.stall_seconds
     stall = None if seconds is None else Stall(seconds, Path(recipe.run.folder) / recipe.run.name)

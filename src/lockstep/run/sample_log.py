@@ -7,13 +7,11 @@ from typing import Any
 
 from lockstep.types import Failure, Rollout
 
-# A response as a line of samples.jsonl.
-
 
 def sample_line(
     step: int, kind: str, rollout: Rollout, advantage: float | None, details: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`details` tell of each token (`token_details.py`); they come last, behind what a person reads in the file."""
+    """A response as a line of samples.jsonl. `details` are the per-token values (`token_details`), written last."""
     question, score = rollout.prompt.question, rollout.score
     line: dict[str, Any] = {
         "step": step,
@@ -36,25 +34,23 @@ def sample_line(
     return line if details is None else line | {"token_details": details}
 
 
-# What a stored response tells of each token: its text, log-prob and advantage, for the page that colours them.
-
 MOST_TOKENS = 2048
-"""Of a response from its beginning: a step's samples stay some hundred KB, however long responses are."""
+"""Maximum tokens with details per response, so that the samples of a step stay at some hundred KB."""
 DIGITS = 4
-# A character has at most four bytes, each of which may be a token; what is no text is not waited for.
+# A character has at most four bytes, and each may be a token.
 LONGEST_CHARACTER = 4
 UNFINISHED = "\ufffd"
 
 
 class TokenTexts:
-    """The text of each token, as a tokenizer writes it. A character of several tokens stands at the last of them."""
+    """The decoded text of each token. A character of several tokens is assigned to the last one."""
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self._decode = decode
-        self._known: dict[tuple[int, ...], str] = {}
+        self._decoded: dict[tuple[int, ...], str] = {}
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Joined they are the text; where a tokenizer writes a token otherwise after others, they are asked for so."""
+        """Texts whose concatenation is the decoded response. Tokens are decoded in context if necessary."""
         apart = self._apart(ids)
         return apart if "".join(apart) == self._decode(list(ids)) else self._in_turn(ids)
 
@@ -63,9 +59,9 @@ class TokenTexts:
         begun: tuple[int, ...] = ()
         for place, token in enumerate(ids, start=1):
             begun = (*begun, token)
-            text = self._known.get(begun)
+            text = self._decoded.get(begun)
             if text is None:
-                text = self._known[begun] = self._decode(list(begun))
+                text = self._decoded[begun] = self._decode(list(begun))
             if text.endswith(UNFINISHED) and len(begun) < LONGEST_CHARACTER and place < len(ids):
                 texts.append("")
             else:
@@ -75,20 +71,20 @@ class TokenTexts:
 
     def _in_turn(self, ids: Sequence[int]) -> list[str]:
         texts: list[str] = []
-        before = told = 0
+        before = done = 0
         for end in range(1, len(ids) + 1):
-            context, text = self._decode(list(ids[before:told])), self._decode(list(ids[before:end]))
-            if text.endswith(UNFINISHED) and end - told < LONGEST_CHARACTER and end < len(ids):
+            context, text = self._decode(list(ids[before:done])), self._decode(list(ids[before:end]))
+            if text.endswith(UNFINISHED) and end - done < LONGEST_CHARACTER and end < len(ids):
                 texts.append("")
                 continue
-            texts.append(text[len(context) :] if text.startswith(context) else self._decode(list(ids[told:end])))
-            before, told = told, end
+            texts.append(text[len(context) :] if text.startswith(context) else self._decode(list(ids[done:end])))
+            before, done = done, end
         return texts
 
 
 def token_details(rollout: Rollout, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:
-    """`texts`, `logprobs` (of the engine that wrote them; null where an environment did) and, where the tokens differ
-    in it, `advantages`, of the first `MOST_TOKENS` tokens. Those given have one number for each written token."""
+    """`texts`, `logprobs` (of the engine; null for tokens of an environment) and, if they differ between tokens,
+    `advantages`, of the first `MOST_TOKENS` tokens. `advantages` has one number per generated token."""
     ids, trained = rollout.ids[:MOST_TOKENS], list(rollout.trained[:MOST_TOKENS])
     logprobs = zip(rollout.logprobs, trained, strict=False)
     details: dict[str, Any] = {
@@ -96,6 +92,6 @@ def token_details(rollout: Rollout, texts: TokenTexts, advantages: Sequence[floa
         "logprobs": [round(value, DIGITS) if wrote else None for value, wrote in logprobs],
     }
     if advantages is not None and len(set(advantages)) > 1:
-        own = iter(advantages)
-        details["advantages"] = [float(f"{next(own):.{DIGITS}g}") if wrote else None for wrote in trained]
+        values = iter(advantages)
+        details["advantages"] = [float(f"{next(values):.{DIGITS}g}") if wrote else None for wrote in trained]
     return details

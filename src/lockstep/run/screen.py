@@ -1,4 +1,4 @@
-"""The rich console of this package: colours and tables of ours, and the text of others as it is."""
+"""The rich console of this package. Markup in printed text is not interpreted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 80
 
 
 class Screen(Console):
-    """Square brackets and colons in a text mean nothing here, and escape sequences in it are spelt out."""
+    """Prints square brackets and colons literally and makes escape sequences visible."""
 
     def __init__(self, *, stderr: bool = False, **settings: Any):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, **settings)
@@ -32,5 +32,5 @@ class Screen(Console):
 
 
 def shown(text: str, style: str = "") -> Text:
-    """Rich's text drops some control characters without a word; here they are spelt out first."""
+    """A rich text with control characters made visible; rich would drop some of them silently."""
     return Text(visible(text), style=style)

@@ -1,8 +1,8 @@
-"""A checkpoint that several ranks write together, each its own slices, while training goes on.
+"""Sharded, asynchronous checkpoints: each rank writes its shards while training continues.
 
-What is written is copied first, so the next step may change it. No rank holds more than its share. The files are
-written and checksummed by a thread of each rank, which meets the others on a group of its own; when all are done, that
-of rank 0 gives the folder its name. A kill before that leaves the checkpoints that were there.
+The tensors are copied first, so the next step may change them. A thread of each rank writes and checksums its files and
+synchronises with the others over a separate process group. When all are done, the thread of rank 0 renames the folder.
+A kill before that leaves the earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from lockstep.run.files import aside_of, cleared_aside, take_name, write_private
 
 
 class ShardedWriter:
-    """Writes the checkpoints of a run, one at a time; made by all ranks together. `landed` is called by rank 0's thread
-    when a checkpoint has its name."""
+    """Writes the checkpoints of a run, one at a time. All ranks create it together. The thread of rank 0 calls `landed`
+    when a checkpoint is complete."""
 
     def __init__(self, checkpoints: Path, world: World, landed: Callable[[Path], None]):
         self.checkpoints, self.world, self.landed = checkpoints, world, landed
@@ -48,7 +48,7 @@ class ShardedWriter:
         self._writing: Future[None] | None = None
 
     def begin(self, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Copy this rank's slices (tensors by part) and start to write them, once the checkpoint before is written."""
+        """Waits for the previous checkpoint, copies the shards of this rank (tensors by part) and starts writing."""
         self.settle()
         target = folder_of(self.checkpoints, state.step)
         parts = {part_prefix(part) + name: one for part, content in tensors.items() for name, one in content.items()}
@@ -63,26 +63,26 @@ class ShardedWriter:
         self._writing = self._thread.submit(self._finish, saving, state, folder, target)
 
     def settle(self) -> None:
-        """Wait until the checkpoint that was begun is whole, or say why it is not."""
+        """Waits until the current checkpoint is complete; raises if it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """After an error: what was begun is finished if it can be."""
+        """After an error: finishes the current checkpoint if possible."""
         if self._writing is not None:
             self._writing.exception()
         self._thread.shutdown()
 
     def _finish(self, saving: Future[Any], state: State, folder: Path, target: Path) -> None:
-        told: dict[str, Any] | str
+        result: dict[str, Any] | str
         try:
             saving.result()
-            told = told_of(folder, files_of(folder / SHARDS, self.world.rank))
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # whatever it is, the others wait for it
-            told = _reason(error)
+            result = told_of(folder, files_of(folder / SHARDS, self.world.rank))
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # any error is sent to the other ranks, which wait
+            result = _reason(error)
         every: list[Any] = [None] * self.world.size
-        dist.all_gather_object(every, told, group=self._group)
+        dist.all_gather_object(every, result, group=self._group)
         failed = [f"rank {rank}: {one}" for rank, one in enumerate(every) if isinstance(one, str)]
         if failed:
             raise unwritten_checkpoint(target, failed[0])
@@ -94,14 +94,14 @@ class ShardedWriter:
 
     def _land(self, state: State, folder: Path, target: Path, every: list[dict[str, Any]]) -> None:
         write_private(folder / STATE, json.dumps(asdict(state), indent=2))
-        manifest = {name: facts for told in every for name, facts in told.items()}
+        manifest = {name: facts for files in every for name, facts in files.items()}
         write_manifest(folder, {**manifest, **told_of(folder, [folder / STATE])})
         take_name(folder, target)
         self.landed(target)
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong first; torch tells every rank of the errors of all."""
+    """The first error; torch reports the errors of all ranks to every rank."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return first_line(error) or type(error).__name__

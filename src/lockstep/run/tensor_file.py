@@ -1,4 +1,4 @@
-"""Safetensors files that are written a tensor at a time: none but the one being written is in memory."""
+"""Writes safetensors files one tensor at a time, so that only one tensor is in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
-# Of one file of a model; what is larger is spread over several.
+# Maximum size of one file; larger models get several files.
 FILE_BYTES = 5 * 10**9
 ALONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -22,8 +22,8 @@ def write_model(
     read: Callable[[str], torch.Tensor],
     others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """The weights of a Hugging Face folder: one file, or several and an index. `read` gives a tensor by its name;
-    `others` are of another dtype."""
+    """Writes the weights of a Hugging Face folder: one file, or several and an index. `read` returns a tensor by name;
+    `others` are tensors with another dtype."""
     dtypes = {name: others.get(name, dtype) for name in shapes}
     files: list[list[str]] = [[]]
     room = FILE_BYTES

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lockstep
 from lockstep.run.caches import RUNS, cache_home
 from lockstep.run.files import replace_text
 from lockstep.run.folder import RunFolder
 from lockstep.run.output import OFFLINE_COLUMNS, ONLINE_COLUMNS
 from lockstep.serve.viewer_log import Missing, inside, last_line, open_inside, parsed, read_small
 from lockstep.serve.viewer_recipes import MAX_BYTES, loaded
+from lockstep.version import __version__
 
 MAX_DEPTH = 3
 MAX_RUNS = 2_000
@@ -203,7 +203,7 @@ class RunIndex:
             name = hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
             self._file = cache_home() / RUNS / f"{name}.json"
         # Another version may read other keys of the same files.
-        self._version = hashlib.sha256(json.dumps([lockstep.__version__, first_metrics()]).encode()).hexdigest()
+        self._version = hashlib.sha256(json.dumps([__version__, first_metrics()]).encode()).hexdigest()
         if self._file is not None:
             self.cache = self._read(self._file)
             self._written = dict(self.cache)

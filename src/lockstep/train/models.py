@@ -37,7 +37,8 @@ from lockstep.parallel.world import World
 from lockstep.preflight.model_checks import has_critic, refuse_other_tokenizer, refuse_other_vocabulary
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_parallel import Offload
-from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 from lockstep.recipe.schema import Optim
 from lockstep.run.output import write

@@ -23,7 +23,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.preflight.batch_plan import BatchPlan, make_loader
 from lockstep.preflight.prepare import prepare
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import reference_folder, reference_kind
+from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.reward.row_rewards import judged_by
 from lockstep.run.console import Console
 from lockstep.run.runtime import open_runtime

@@ -15,7 +15,7 @@ from lockstep.kernels.divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
 from lockstep.preflight.prepare import Prepared
 from lockstep.recipe import Recipe
-from lockstep.recipe.methods import reference_folder, reference_kind
+from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.run.console import Console
 from lockstep.train.logprob_cache import Columns, LogprobCache, Shape, fingerprint, open_cache
 from lockstep.train.models import Models, load_reference, load_teacher, over_targets

@@ -19,7 +19,8 @@ from lockstep.preflight.model_checks import has_critic
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import resolved
 from lockstep.recipe.measure import facts_of
-from lockstep.recipe.methods import ONLINE, reference_folder, reference_kind
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Optim
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.checkpoint import State

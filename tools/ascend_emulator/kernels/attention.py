@@ -15,7 +15,7 @@ import torch
 from ascend_emulator.kernels.reference import NotInReference, limit
 
 UNLIMITED = 2147483647
-COMPRESSED = 2048  # the fixed side of the triangle that modes 2, 3 and 4 take instead of a whole mask
+COMPRESSED = 2048  # the fixed side of the triangle that modes 2, 3 and 4 take instead of a full mask
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Masking:
         return hidden
 
     def part(self, queries: int, keys: int) -> Masking:
-        """The masking of one packed sequence: a whole mask is as large as the longest of them."""
+        """The masking of one packed sequence: a full mask has the size of the longest sequence."""
         if self.mask is None or self.sparse_mode not in (0, 1):
             return self
         return Masking(self.mask[..., :queries, :keys], self.sparse_mode, self.before, self.after)
 
     def require_whole(self, name: str, queries: int, keys: int) -> None:
-        """Modes 0 and 1 take the whole mask, and the compressed triangle is none: its rows are of another length."""
+        """Modes 0 and 1 need the full mask; the compressed triangle has rows of another length."""
         assert self.mask is not None
         limit(
             name,
             tuple(self.mask.shape[-2:]) == (queries, keys),
-            f"sparse_mode {self.sparse_mode} takes the whole mask of {queries} x {keys}, got {tuple(self.mask.shape)}",
+            f"sparse_mode {self.sparse_mode} takes the full mask of {queries} x {keys}, got {tuple(self.mask.shape)}",
         )
 
     def _require_triangle(self) -> None:
@@ -66,7 +66,7 @@ class Masking:
             raise RuntimeError(f"sparse_mode {self.sparse_mode} needs the mask that is true above the diagonal")
 
 
-@cache  # four million elements, and asked for in every call
+@cache  # four million elements, and used in every call
 def triangle() -> torch.Tensor:
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)
 

@@ -1,4 +1,8 @@
-"""Trackers besides metrics.jsonl: opening those that a recipe names, and what they share."""
+"""Opens the trackers of a recipe, and code that they share.
+
+A tracker that cannot start stops the run before training. A later failure only gives a warning, because metrics.jsonl
+has every number.
+"""
 
 from __future__ import annotations
 
@@ -20,52 +24,44 @@ from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder, read_object
 from lockstep.run.metrics import read_metrics
 
-# What the trackers share: their packages, and their ids for a run.
-
 
 def import_tracker(package: str) -> ModuleType:
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
-            raise  # installed and broken: hiding what it misses would send the user the wrong way
+            raise  # the package is installed but broken
         raise missing_extra(package, "track", f"the sink {package}") from error
 
 
 def tracker_id(folder: RunFolder, tracker: str, resumed_at: int) -> tuple[str, bool]:
-    """The run's id at a tracker, and whether it is an earlier one that goes on."""
-    known = _known_ids(folder).get(tracker) if resumed_at else None
-    return known or uuid.uuid4().hex[:12], known is not None
+    """The id of the run in a tracker, and whether it is the id of a resumed run."""
+    stored = _stored_ids(folder).get(tracker) if resumed_at else None
+    return stored or uuid.uuid4().hex[:12], stored is not None
 
 
 def remember_id(folder: RunFolder, tracker: str, run_id: str) -> None:
-    """Keeps the id in the run folder, for a resume."""
-    ids = _known_ids(folder) | {tracker: run_id}
+    """Stores the id in the run folder for a resume."""
+    ids = _stored_ids(folder) | {tracker: run_id}
     atomic_write_text(folder.trackers, json.dumps(ids, indent=2) + "\n", private=True)
 
 
 def earlier_steps(folder: RunFolder, resumed_at: int) -> Iterator[tuple[int, dict[str, float]]]:
-    """What a resumed run logged before. A tracker that buffers loses its latest steps when the process is killed."""
+    """Metrics before the resume, because a killed tracker may have lost its buffered steps."""
     if resumed_at and folder.metrics.exists():
         yield from ((step, metrics) for step, metrics in read_metrics(folder.metrics) if step <= resumed_at)
 
 
-def _known_ids(folder: RunFolder) -> dict[str, str]:
+def _stored_ids(folder: RunFolder) -> dict[str, str]:
     if not folder.trackers.exists():
         return {}
-    return read_object(folder.trackers, "restore it, or remove it: trackers then begin a new run of theirs")
-
-
-# Where metrics go besides metrics.jsonl: the trackers of `recipe/registry.py`, each through its own package.
-#
-# A sink that cannot start stops the run before training. One that fails later only warns: the run is worth more than
-# its chart, and metrics.jsonl has every number.
+    return read_object(folder.trackers, "restore it, or remove it: the trackers then start a new run")
 
 
 class Sink(Protocol):
-    """What a tracker must do. It is made of the run's folder, the project's name and the console.
+    """Interface of a tracker. Its constructor takes the run folder, the project name and the console.
 
-    `resumed_at` is the number of steps already trained, 0 for a fresh run.
+    `resumed_at` is the number of trained steps, 0 for a new run.
     """
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None: ...
@@ -78,7 +74,7 @@ class Sink(Protocol):
 
 
 def open_sinks(names: list[str], folder: RunFolder, project: str, console: Console) -> list[Sink]:
-    """The named sinks, not yet started. Unknown names and missing packages are refused together."""
+    """The named sinks, not started. All undefined names and missing packages are reported together."""
     problems: list[Problem] = []
     sinks: list[Sink] = []
     for name in names:
@@ -93,9 +89,9 @@ def open_sinks(names: list[str], folder: RunFolder, project: str, console: Conso
 
 
 class GuardedSink:
-    """A sink whose failures during the run are told once and counted, and which cannot slow or change the run."""
+    """A sink whose failures are reported once and counted, and which cannot slow or change the run."""
 
-    # A tracker that is gone may take minutes to say so at each call: it gets a tenth of the time at most.
+    # A lost tracker may block for minutes at each call: it gets at most a tenth of the time.
     REST = 10.0
 
     def __init__(self, name: str, sink: Sink, console: Console):
@@ -111,7 +107,7 @@ class GuardedSink:
         except Refusal:
             raise
         except Exception as error:
-            remedy = f"check its settings and the network, or take {self._name} out of the sinks"
+            remedy = f"check its settings and the network, or remove {self._name} from log.track"
             raise Refusal.at(f"sink {self._name}", f"could not start: {_brief(error)}", remedy) from error
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -139,12 +135,12 @@ class GuardedSink:
         try:
             with _same_random_numbers():
                 yield failed
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
+        except Exception as error:  # noqa: BLE001 - training continues after any error of a tracker
             failed.append(error)
             now = time.monotonic()
             self._rest_until = now + self.REST * (now - began)
             if not self._warned:
-                self._console.warn(f"{self._name} failed at {what}, training goes on: {_brief(error)}")
+                self._console.warn(f"{self._name} failed at {what}, training continues: {_brief(error)}")
                 self._warned = True
 
 
@@ -156,7 +152,7 @@ def _unknown(name: str) -> Refusal:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    # swanlab draws from Python's generator when it starts: watching a run must not change it.
+    # swanlab uses the global Python generator when it starts: a tracker must not change the run.
     state = random.getstate()
     try:
         yield

@@ -14,7 +14,7 @@ from lockstep.run.trackers.base import import_tracker, remember_id, tracker_id
 
 
 class MlflowSink:
-    """MLflow. MLFLOW_TRACKING_URI says where; without it, files under `mlflow/`."""
+    """MLflow. MLFLOW_TRACKING_URI sets the server; without it, files in `mlflow/`."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         self._mlflow = import_tracker("mlflow")
@@ -22,11 +22,11 @@ class MlflowSink:
         self._notes: list[str] = []
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
-        # By default mlflow holds training up for four minutes before it says that its server is gone.
+        # By default mlflow blocks for four minutes before it reports a lost server.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri())
-        run_id, known = tracker_id(self._folder, "mlflow", resumed_at)
-        if known:
+        run_id, resumed = tracker_id(self._folder, "mlflow", resumed_at)
+        if resumed:
             run = client.get_run(run_id)
             client.update_run(run_id, status="RUNNING")
             self._notes = [text for text in [run.data.tags.get("mlflow.note.content")] if text]
@@ -56,7 +56,7 @@ class MlflowSink:
     def _uri(self) -> str:
         if uri := os.environ.get("MLFLOW_TRACKING_URI"):
             return uri
-        # The small mlflow package has no database, and mlflow 3 wants to be told that files are meant.
+        # The small mlflow package has no database, and mlflow 3 requires an explicit choice of files.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         store = (self._folder.path / "mlflow").resolve()
         self._console.say(
@@ -66,7 +66,7 @@ class MlflowSink:
         return store.as_uri()
 
     def _log_recipe(self, run_id: str, recipe: dict[str, Any]) -> None:
-        # mlflow refuses longer values; the whole recipe is in recipe.yaml.
+        # mlflow rejects longer values; the full recipe is in recipe.yaml.
         parameters = [
             self._mlflow.entities.Param(_mlflow_name(key), str(value)[:6000]) for key, value in _flatten(recipe)
         ]
@@ -75,7 +75,7 @@ class MlflowSink:
 
 
 def _mlflow_name(name: str) -> str:
-    """mlflow takes only some characters in a name; `mean@32` is common for metrics."""
+    """Replaces characters that mlflow does not allow in names, such as the `@` of `mean@32`."""
     return re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))
 
 

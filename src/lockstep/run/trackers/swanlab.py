@@ -11,7 +11,7 @@ from lockstep.run.trackers.base import earlier_steps, import_tracker, remember_i
 
 
 class SwanlabSink:
-    """SwanLab. Its own mode setting decides; without one, online when there is an API key, on this disk otherwise."""
+    """SwanLab. Its mode setting decides; without one, online if there is an API key, otherwise local."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         self._swanlab = import_tracker("swanlab")
@@ -20,15 +20,15 @@ class SwanlabSink:
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
         swanlab = self._swanlab
-        run_id, known = tracker_id(self._folder, "swanlab", resumed_at)
+        run_id, resumed = tracker_id(self._folder, "swanlab", resumed_at)
         mode = self._mode()
-        # Not interactive: a missing key is an error, not a question. Their terminal capture would fight with the bar.
+        # Not interactive: a missing key is an error. Its terminal capture conflicts with the progress bar.
         settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         self._run = swanlab.init(
             project=self._project,
             name=name,
             id=run_id,
-            resume="allow" if known else None,
+            resume="allow" if resumed else None,
             config=recipe,
             mode=mode,
             log_dir=str(self._folder.path / "swanlab"),

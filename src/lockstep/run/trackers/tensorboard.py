@@ -12,7 +12,7 @@ from lockstep.run.trackers.base import import_tracker
 
 
 class TensorboardSink:
-    """Event files under `tensorboard/`, by tensorboard's own writer: it needs neither torch nor tensorflow."""
+    """Event files in `tensorboard/`, written by the tensorboard package without torch or tensorflow."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         import_tracker("tensorboard")
@@ -24,11 +24,11 @@ class TensorboardSink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(self._folder.path / "tensorboard"))
-        # Readers drop what an earlier process wrote at this step or later: a resumed run writes it again.
+        # Readers drop earlier events from this step on; a resumed run writes them again.
         self._step = resumed_at + 1 if resumed_at else 0
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=self._step, session_log=start))
-        # Four spaces make a block of code of it in tensorboard's text page.
+        # Four spaces mark a code block in the text page of tensorboard.
         self._text(
             "recipe", "\n".join("    " + line for line in json.dumps(recipe, indent=2, default=str).splitlines())
         )

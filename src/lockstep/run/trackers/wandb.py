@@ -19,22 +19,22 @@ class WandbSink:
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
         wandb = self._wandb
-        run_id, known = tracker_id(self._folder, "wandb", resumed_at)
+        run_id, resumed = tracker_id(self._folder, "wandb", resumed_at)
         mode = self._mode()
-        # Their console capture would fight with the progress bar; their closing summary repeats ours.
+        # Its console capture conflicts with the progress bar, and its summary repeats ours.
         settings = wandb.Settings(console="off", silent=mode == "offline")
         self._run = wandb.init(
             project=self._project,
             name=name,
             id=run_id,
-            resume="allow" if known else None,
+            resume="allow" if resumed else None,
             config=recipe,
             mode=mode,
             dir=str(self._folder.path),
             settings=settings,
         )
         remember_id(self._folder, "wandb", run_id)
-        # The server keeps what it has, also beyond the resumed step: those steps come out the same again.
+        # The server keeps steps after the resumed one; the repeated steps have the same values.
         self._next = self._run.step
         for step, metrics in earlier_steps(self._folder, resumed_at):
             self.log(step, metrics)
