@@ -43,7 +43,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Recipe
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.server.engine import ServerEngine, open_engine
+from lockstep.rollout.servers.server_engine import ServerEngine, open_engine
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe
 from lockstep.types import Request, Sampling

@@ -31,7 +31,7 @@ from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.server.vllm import _adapters
+from lockstep.rollout.servers.vllm import _adapters
 from lockstep.types import Completion, Sampling
 
 # Log-probs of fp32 by other kernels.

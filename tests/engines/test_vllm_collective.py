@@ -15,9 +15,9 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.server.collective import WeightLink
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.weights import SHARED_MEMORY
+from lockstep.rollout.servers.collective_transport import WeightLink
+from lockstep.rollout.servers.file_transport import SHARED_MEMORY
+from lockstep.rollout.servers.server_engine import ServerEngine
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
 Bucket = list[tuple[str, torch.Tensor]]

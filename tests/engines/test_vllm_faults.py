@@ -14,12 +14,12 @@ import torch
 
 from engine_session import GREEDY, SAMPLED, load, move, opened, requests, run, sync
 from lockstep.errors import Refusal
-from lockstep.rollout.server import handover
-from lockstep.rollout.server.dialect import Answer, PushedWeights, WantedSample
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.fleet import Server
-from lockstep.rollout.server.process import ServerProcess
-from lockstep.rollout.server.weights import written_weights
+from lockstep.rollout.servers import weight_sync as handover
+from lockstep.rollout.servers.adapter import Answer, PushedWeights, WantedSample
+from lockstep.rollout.servers.file_transport import written_weights
+from lockstep.rollout.servers.fleet import Server
+from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.server_process import ServerProcess
 from lockstep.types import Completion, Request, Sampling
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"

@@ -16,10 +16,10 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.server import memory
-from lockstep.rollout.server.dialect import Placed
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.memory import SharedMemory
+from lockstep.rollout.servers import memory_transport as memory
+from lockstep.rollout.servers.adapter import Placed
+from lockstep.rollout.servers.memory_transport import SharedMemory
+from lockstep.rollout.servers.server_engine import ServerEngine
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
 
@@ -65,7 +65,7 @@ def test_three_pushes_are_opened_and_no_file_is_written(
     server, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = placing(monkeypatch, lambda placed: placed)
-    monkeypatch.setattr("lockstep.rollout.server.handover.written_weights", None)
+    monkeypatch.setattr("lockstep.rollout.servers.weight_sync.written_weights", None)
     with opened(server.url, load(embedded), embedded, tmp_path, hand_over="memory") as engine:
         for update in range(3):
             move(engine.policy, by=10 ** -(1.5 + update), seed=update)

@@ -23,9 +23,9 @@ from lockstep.errors import LostProcess, Refusal
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
-from lockstep.rollout.server.life import STARTS
-from lockstep.rollout.server.process import ServerProcess
-from lockstep.rollout.server.server_client import ClientThread, HealthCheck
+from lockstep.rollout.servers.server_client import ClientThread, HealthCheck
+from lockstep.rollout.servers.server_manager import STARTS
+from lockstep.rollout.servers.server_process import ServerProcess
 
 GENERATE = "/lockstep/samples"
 
@@ -389,7 +389,7 @@ def test_a_response_that_is_lost_with_every_server_may_be_had_after_a_restart(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server comes back each time, and is lost under the response again."""
-    monkeypatch.setattr("lockstep.rollout.server.fleet._HEALTH_PAUSE", 0.01)
+    monkeypatch.setattr("lockstep.rollout.servers.fleet._HEALTH_PAUSE", 0.01)
 
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any] | None:
         return None if generated(path, body) else (200, answer)
@@ -507,7 +507,7 @@ def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server is looked at all the time, and given up after a moment."""
     for name, seconds in {"LOOK_SECONDS": 0.05, "TELL_SECONDS": 0.05, "GONE_SECONDS": 0.2}.items():
-        monkeypatch.setattr(f"lockstep.rollout.server.server_client.{name}", seconds)
+        monkeypatch.setattr(f"lockstep.rollout.servers.server_client.{name}", seconds)
 
 
 @dataclass
@@ -600,8 +600,8 @@ def test_a_run_starts_with_the_servers_that_answer(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One of two is dead, and comes later."""
-    monkeypatch.setattr("lockstep.rollout.server.life.OTHERS_SECONDS", 0.0)
-    monkeypatch.setattr("lockstep.rollout.server.life.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("lockstep.rollout.servers.server_manager.OTHERS_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.rollout.servers.server_manager.POLL_SECONDS", 0.01)
     cut = CutOff(gone=True)
     with (
         replaying("vllm") as one,
@@ -624,8 +624,8 @@ def test_a_run_starts_with_the_servers_that_answer(
 def test_a_server_that_comes_late_and_does_not_fit_is_left_out(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lockstep.rollout.server.life.OTHERS_SECONDS", 0.0)
-    monkeypatch.setattr("lockstep.rollout.server.life.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("lockstep.rollout.servers.server_manager.OTHERS_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.rollout.servers.server_manager.POLL_SECONDS", 0.01)
     gone = [True]
 
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any] | None:

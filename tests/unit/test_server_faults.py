@@ -25,11 +25,10 @@ from lockstep.preflight.batch_plan import logprob_limit
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.server import probe
-from lockstep.rollout.server.dialect import Answer, WantedSample, checked_answer
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.sglang import Sglang
+from lockstep.rollout.servers import weight_check as probe
+from lockstep.rollout.servers.adapter import Answer, ServerFailed, WantedSample, checked_answer
+from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.sglang import Sglang
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import train
 from lockstep.types import Request, Sampling

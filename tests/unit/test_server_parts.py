@@ -20,15 +20,21 @@ from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.server import process
-from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart, WantedSample
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
-from lockstep.rollout.server.process import machine_of, refuse_absent, served_host, start_server
-from lockstep.rollout.server.server_client import KEY_VARIABLE, ClientThread, ServerClient
-from lockstep.rollout.server.sglang import Sglang
-from lockstep.rollout.server.vllm import PLUGIN, Vllm
-from lockstep.rollout.server.weights import fingerprint, travelling, written_weights
+from lockstep.rollout.servers import server_process as process
+from lockstep.rollout.servers.adapter import Dialect, ServerFailed, ServerNeeds, ServerStart, WantedSample
+from lockstep.rollout.servers.file_transport import travelling, written_weights
+from lockstep.rollout.servers.server_client import KEY_VARIABLE, ClientThread, ServerClient
+from lockstep.rollout.servers.server_process import machine_of, refuse_absent, served_host, start_server
+from lockstep.rollout.servers.sglang import Sglang
+from lockstep.rollout.servers.vllm import PLUGIN, Vllm
+from lockstep.rollout.servers.weight_check import (
+    Bounds,
+    ProbeResult,
+    calibrated,
+    fingerprint,
+    repeat_noise,
+    why_refused,
+)
 from lockstep.types import Sampling
 from recipe_files import keys, refused, write
 

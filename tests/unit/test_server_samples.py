@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.rollout.server import dialect, server_client
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.request_batcher import RequestBatcher, _AnswerLines, _Waiting
-from lockstep.rollout.server.vllm import PLUGIN, SAMPLES
+from lockstep.rollout.servers import adapter as dialect
+from lockstep.rollout.servers import server_client
+from lockstep.rollout.servers.adapter import ServerFailed
+from lockstep.rollout.servers.request_batcher import RequestBatcher, _AnswerLines, _Waiting
+from lockstep.rollout.servers.vllm import PLUGIN, SAMPLES
 
 sys.path.append(str(PLUGIN))
 from lockstep_samples import KEY_VARIABLE, PATH, SampleRoute, prompt_digest  # type: ignore[import-not-found]

@@ -24,19 +24,19 @@ from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.server import probe
-from lockstep.rollout.server.dialect import (
+from lockstep.rollout.servers import weight_check as probe
+from lockstep.rollout.servers.adapter import (
     Answer,
     PushedWeights,
+    ServerFailed,
     ServerNeeds,
     ServerStart,
     WantedSample,
     prompt_digest,
 )
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.server_client import KEY_VARIABLE
-from lockstep.rollout.server.sglang import Sglang
+from lockstep.rollout.servers.server_client import KEY_VARIABLE
+from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.sglang import Sglang
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 from sglang_schema import FORMS
 from sglang_server import Server, parser, serving

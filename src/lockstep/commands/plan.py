@@ -29,10 +29,10 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES
-from lockstep.rollout.server.collective import by_collective
-from lockstep.rollout.server.dialect import ServerNeeds
-from lockstep.rollout.server.memory import by_memory
-from lockstep.rollout.server.process import dialect_of
+from lockstep.rollout.servers.adapter import ServerNeeds
+from lockstep.rollout.servers.collective_transport import by_collective
+from lockstep.rollout.servers.memory_transport import by_memory
+from lockstep.rollout.servers.server_process import dialect_of
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 

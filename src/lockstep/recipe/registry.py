@@ -63,7 +63,7 @@ class EngineRow:
     """Generates from a model whose modules several processes divide (`parallel.tensor`)."""
     dialect: str = ""
     """Of a serving engine, one with weights of its own behind HTTP: `package.module:name` of its `Dialect`
-    (`rollout/server/`). It is started or found by `rollout.server` and `rollout.url`, and its `open_engine` is told who
+    (`rollout/servers/`). It is started or found by `rollout.server` and `rollout.url`, and its `open_engine` is told who
     and where the run is."""
     scored: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
@@ -114,13 +114,13 @@ ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True, divided=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
-        "lockstep.rollout.server.engine:open_engine",
-        dialect="lockstep.rollout.server.vllm:Vllm",
+        "lockstep.rollout.servers.server_engine:open_engine",
+        dialect="lockstep.rollout.servers.vllm:Vllm",
         scored={"mask": ("top_p", "top_k", "min_p")},
     ),
     "sglang": EngineRow(
-        "lockstep.rollout.server.engine:open_engine",
-        dialect="lockstep.rollout.server.sglang:Sglang",
+        "lockstep.rollout.servers.server_engine:open_engine",
+        dialect="lockstep.rollout.servers.sglang:Sglang",
         scored={"mask": ("top_k",), "ignore": ("top_p", "top_k")},
     ),
 }

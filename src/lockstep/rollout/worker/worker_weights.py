@@ -17,7 +17,7 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.errors import Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.policy import Policy, Scoring, evaluating
-from lockstep.rollout.server.plugin.lockstep_group import RUN, joined, left
+from lockstep.rollout.servers.plugin.lockstep_group import RUN, joined, left
 from lockstep.types import Example, Origin
 
 # Trained weights by broadcast: the run and its rollout worker are the two ranks of a group over their devices.

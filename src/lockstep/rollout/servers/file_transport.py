@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from lockstep.errors import Refusal, unwritten
-from lockstep.rollout.server.dialect import PushedWeights
-from lockstep.rollout.server.plugin.lockstep_group import bit_sum
+from lockstep.rollout.servers.adapter import PushedWeights
+from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.run.tensor_file import write_model
 
 KEY = "rollout.server.folder"
@@ -64,12 +64,6 @@ def write_adapter(folder: Path, model: Any) -> None:
         model.save_pretrained(folder, safe_serialization=True)
     except OSError as error:
         raise unwritten(folder, error, f"name another {KEY}") from error
-
-
-def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
-    """Tells whether any weight has changed: of each tensor the sum of its bits as whole numbers."""
-    with torch.no_grad():
-        return tuple(torch.stack([bit_sum(tensor).cpu() for _, tensor in weights]).tolist())
 
 
 def _usual() -> Path:

@@ -10,10 +10,9 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample, checked_answer
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.process import ServerProcess
-from lockstep.rollout.server.server_client import ClientThread, ServerClient
+from lockstep.rollout.servers.adapter import Answer, Dialect, ServerFailed, WantedSample, checked_answer
+from lockstep.rollout.servers.server_client import ClientThread, ServerClient
+from lockstep.rollout.servers.server_process import ServerProcess
 
 # Of one sample, on servers that are lost under it.
 TRIES = 6

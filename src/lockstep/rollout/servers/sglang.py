@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from lockstep.device.serving import serving_on
 from lockstep.kernels.sampling import Truncation
-from lockstep.rollout.server.dialect import (
+from lockstep.rollout.servers.adapter import (
     Announced,
     Answer,
     Channel,
@@ -22,14 +22,14 @@ from lockstep.rollout.server.dialect import (
     Placed,
     PushedWeights,
     ServerFacts,
+    ServerFailed,
     ServerNeeds,
     ServerStart,
     WantedSample,
     prompt_digest,
     refuse_other_prompt,
 )
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.server_client import KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.rollout.servers.server_client import KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
 from lockstep.types import Sampling
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -11,11 +11,10 @@ import torch
 from lockstep.device.base import Device
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
-from lockstep.rollout.server.collective import first_visible
-from lockstep.rollout.server.dialect import Dialect, Placed
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.plugin.lockstep_shared import TensorPlace, device_place, host_places
-from lockstep.rollout.server.weights import fingerprint
+from lockstep.rollout.servers.adapter import Dialect, Placed, ServerFailed
+from lockstep.rollout.servers.collective_transport import first_visible
+from lockstep.rollout.servers.plugin.lockstep_shared import TensorPlace, device_place, host_places
+from lockstep.rollout.servers.weight_check import fingerprint
 
 KEY = "rollout.hand_over"
 REMEDY = f"set {KEY}=files"

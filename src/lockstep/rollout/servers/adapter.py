@@ -10,13 +10,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lockstep.rollout.server.failed import ServerFailed
 from lockstep.types import Sampling
 
 Ended = Literal["token", "string", "length", "aborted"]
 MemoryPart = Literal["weights", "cache"]
 # What rounding may leave of the log-prob of a token that is certain.
 _MOST_LOGPROB = 0.01
+
+
+class ServerFailed(Exception):
+    """A request to a server failed. `lost`: the server may be down or broken, and another one could serve the request.
+    `gone`: the health checks have failed for a while."""
+
+    def __init__(self, why: str, *, lost: bool = False, status: int | None = None, gone: bool = False):
+        super().__init__(why)
+        self.lost, self.status, self.gone = lost, status, gone
 
 
 class Channel(Protocol):

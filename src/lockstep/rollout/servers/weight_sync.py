@@ -13,14 +13,14 @@ from pathlib import Path
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.rollout.server.collective import WeightLink, Weights, by_collective
-from lockstep.rollout.server.dialect import Answer, Placed, WantedSample
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.fleet import Server
-from lockstep.rollout.server.life import GOES_ON, POLL_SECONDS, ServerLife, refusal_kind
-from lockstep.rollout.server.memory import REMEDY as MEMORY_REMEDY
-from lockstep.rollout.server.memory import SharedMemory, Unopened, by_memory
-from lockstep.rollout.server.probe import (
+from lockstep.rollout.servers.adapter import Answer, Placed, ServerFailed, WantedSample
+from lockstep.rollout.servers.collective_transport import WeightLink, Weights, by_collective
+from lockstep.rollout.servers.file_transport import travelling, write_adapter, written_weights
+from lockstep.rollout.servers.fleet import Server
+from lockstep.rollout.servers.memory_transport import REMEDY as MEMORY_REMEDY
+from lockstep.rollout.servers.memory_transport import SharedMemory, Unopened, by_memory
+from lockstep.rollout.servers.server_manager import GOES_ON, POLL_SECONDS, ServerLife, refusal_kind
+from lockstep.rollout.servers.weight_check import (
     MOST,
     Bounds,
     ProbeResult,
@@ -30,7 +30,6 @@ from lockstep.rollout.server.probe import (
     repeat_noise,
     why_refused,
 )
-from lockstep.rollout.server.weights import travelling, write_adapter, written_weights
 from lockstep.types import Sampling
 
 _UNTOUCHED = "the last checkpoint is untouched; rollout.engine=native generates with the trained modules themselves"

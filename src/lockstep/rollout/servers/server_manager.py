@@ -15,11 +15,10 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.server.dialect import Channel, Dialect, ServerFacts, ServerNeeds
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.fleet import Fleet, Server
-from lockstep.rollout.server.process import ServerProcess, refuse_absent, start_server
-from lockstep.rollout.server.server_client import ClientThread, HealthCheck, ServerClient, is_address
+from lockstep.rollout.servers.adapter import Channel, Dialect, ServerFacts, ServerFailed, ServerNeeds
+from lockstep.rollout.servers.fleet import Fleet, Server
+from lockstep.rollout.servers.server_client import ClientThread, HealthCheck, ServerClient, is_address
+from lockstep.rollout.servers.server_process import ServerProcess, refuse_absent, start_server
 
 T = TypeVar("T")
 # Restarts in a row of a server of ours that is lost again before it has weights; at the next loss the run ends.

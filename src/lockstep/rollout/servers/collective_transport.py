@@ -24,10 +24,9 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
-from lockstep.rollout.server.dialect import Announced, Dialect, GroupMeeting
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.plugin.lockstep_group import RUN, bit_sum, joined, left
-from lockstep.rollout.server.server_client import ServerClient
+from lockstep.rollout.servers.adapter import Announced, Dialect, GroupMeeting, ServerFailed
+from lockstep.rollout.servers.plugin.lockstep_group import RUN, bit_sum, joined, left
+from lockstep.rollout.servers.server_client import ServerClient
 
 KEY = "rollout.hand_over"
 REMEDY = f"set {KEY}=files"

@@ -15,13 +15,12 @@ from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import RunPlace, why_ended
-from lockstep.rollout.server.dialect import Answer, Dialect, WantedSample
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.fleet import Back, Done, Lost
-from lockstep.rollout.server.handover import WeightHandOver
-from lockstep.rollout.server.life import GOES_ON, ServerLife, named_servers, refusal_kind
-from lockstep.rollout.server.process import dialect_of, machine_of, served_host
-from lockstep.rollout.server.weights import fingerprint
+from lockstep.rollout.servers.adapter import Answer, Dialect, ServerFailed, WantedSample
+from lockstep.rollout.servers.fleet import Back, Done, Lost
+from lockstep.rollout.servers.server_manager import GOES_ON, ServerLife, named_servers, refusal_kind
+from lockstep.rollout.servers.server_process import dialect_of, machine_of, served_host
+from lockstep.rollout.servers.weight_check import fingerprint
+from lockstep.rollout.servers.weight_sync import WeightHandOver
 from lockstep.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ earlier weights); what it says of tokens cannot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.sampling import Truncation
 from lockstep.model.policy import Policy, Scoring
-from lockstep.rollout.server.dialect import Answer, WantedSample
+from lockstep.rollout.servers.adapter import Answer, WantedSample
+from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.types import Example, Origin, Sampling
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
@@ -58,6 +59,12 @@ class ProbeResult:
     def off(self) -> Bounds:
         off_K = (self.engine_K - self.trainer_K).abs().nan_to_num(nan=torch.inf)
         return Bounds(float(off_K.mean()), float(off_K.max()))
+
+
+def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
+    """Tells whether any weight has changed: of each tensor the sum of its bits as whole numbers."""
+    with torch.no_grad():
+        return tuple(torch.stack([bit_sum(tensor).cpu() for _, tensor in weights]).tolist())
 
 
 def probe_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[WantedSample]:

@@ -23,10 +23,9 @@ from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES, imported
-from lockstep.rollout.server.collective import own_address
-from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.server_client import ENGINE_KEY, KEY_VARIABLE
+from lockstep.rollout.servers.adapter import Dialect, ServerFailed, ServerNeeds, ServerStart
+from lockstep.rollout.servers.collective_transport import own_address
+from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE
 
 HOST = "127.0.0.1"
 LAST_LINES = 25
@@ -41,7 +40,7 @@ class ServerProcess:
         self._process = self._begin()
 
     def _begin(self) -> FunctionProcess:
-        process = FunctionProcess("lockstep.rollout.server.entry:serve", (self._command,), self.log)
+        process = FunctionProcess("lockstep.rollout.servers.entry:serve", (self._command,), self.log)
         # Not as an argument: a command line can be read by every user of the machine, and the key is in here.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.device.serving import serving_on
-from lockstep.rollout.server.dialect import (
+from lockstep.rollout.servers.adapter import (
     Announced,
     Answer,
     Channel,
@@ -20,13 +20,13 @@ from lockstep.rollout.server.dialect import (
     Placed,
     PushedWeights,
     ServerFacts,
+    ServerFailed,
     ServerNeeds,
     ServerStart,
     WantedSample,
     refuse_other_prompt,
 )
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.server_client import ENGINE_KEY, KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
+from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
 
 PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"
