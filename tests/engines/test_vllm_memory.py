@@ -72,7 +72,7 @@ def test_three_pushes_are_opened_and_no_file_is_written(
             sync(engine, update)
             assert_generates_with_the_weights(engine, embedded)
         print({part: round(seconds, 3) for part, seconds in engine.sync_parts.items()})
-        assert engine.told()["hand_over"] == "memory"
+        assert engine.metadata()["hand_over"] == "memory"
     assert len(said) == 4  # the first weights twice
 
 
@@ -121,9 +121,9 @@ def test_where_it_was_not_asked_for_files_take_its_place_aloud(
     server, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(server.url, load(embedded), embedded, tmp_path) as engine:
-        engine.handover.by_memory = True  # as `auto` has it with CUDA devices
+        engine.weight_sync.by_memory = True  # as `auto` has it with CUDA devices
         placing(monkeypatch, elsewhere)
         with pytest.warns(UserWarning, match="weights go to vllm through files, which takes longer: .* not what the"):
             sync(engine)
-        assert engine.told()["hand_over"] == "files"
+        assert engine.metadata()["hand_over"] == "files"
         assert_generates_with_the_weights(engine, embedded)

@@ -104,7 +104,7 @@ def slept(engine: ServerEngine) -> list[Completion]:
     """The same samples before and after the engine gave its memory back."""
     sync(engine)
     first = run(engine, requests(1), SAMPLED)
-    engine.free()
+    engine.release_memory()
     sync(engine)
     return first + run(engine, requests(1), SAMPLED)
 

@@ -485,7 +485,7 @@ def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None
                 # The server is rank 0's to push to; by now it has gone on to the third push.
                 if number == 0:
                     assert len(run(engine, requests(), SAMPLED)) == 6
-                assert engine.handover.pushes == (2 if number == 0 else 0)
+                assert engine.weight_sync.pushes == (2 if number == 0 else 0)
                 assert engine.fleet.version.endswith("-2")
                 # What rank 0 is refused ends all, and what it lost.
                 move(engine.policy, by=0.5)
@@ -616,9 +616,9 @@ def test_a_run_starts_with_the_servers_that_answer(
         assert [server.up for server in engine.fleet.servers] == [False, True]
         assert not any(generated(*request) for request in other.asked)
         cut.gone = False
-        engine.handover.bring_up(engine.fleet.servers[0])
+        engine.weight_sync.bring_up(engine.fleet.servers[0])
         assert [server.up for server in engine.fleet.servers] == [True, True]
-        assert len(engine.life.engines) == 2
+        assert len(engine.manager.engines) == 2
 
 
 def test_a_server_that_comes_late_and_does_not_fit_is_left_out(
@@ -641,7 +641,7 @@ def test_a_server_that_comes_late_and_does_not_fit_is_left_out(
         sync(engine)
         gone[0] = False
         late = engine.fleet.servers[1]
-        engine.handover.bring_up(late)
+        engine.weight_sync.bring_up(late)
         assert (late.up, late.left_out) == (False, True)
         assert len(run(engine, requests(), SAMPLED)) == 6
         move(policy)

@@ -21,7 +21,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.servers import server_process as process
-from lockstep.rollout.servers.adapter import Dialect, ServerFailed, ServerNeeds, ServerStart, WantedSample
+from lockstep.rollout.servers.adapter import ServerAdapter, ServerFailed, ServerNeeds, ServerStart, WantedSample
 from lockstep.rollout.servers.file_transport import travelling, written_weights
 from lockstep.rollout.servers.server_client import KEY_VARIABLE, ClientThread, ServerClient
 from lockstep.rollout.servers.server_process import machine_of, refuse_absent, served_host, start_server
@@ -260,20 +260,20 @@ def test_the_server_sees_the_plugin_and_the_flags() -> None:
 @pytest.mark.parametrize("device", ["cuda", "npu", "cpu"])
 @pytest.mark.parametrize("sleep", [False, True])
 @pytest.mark.parametrize("rank", [None, 8])
-@pytest.mark.parametrize("dialect", [Vllm(), Sglang()], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", [Vllm(), Sglang()], ids=lambda server_adapter: server_adapter.name)
 def test_a_server_of_a_user_is_told_every_flag_that_one_of_ours_has(
-    dialect: Dialect, device: str, sleep: bool, rank: int | None
+    server_adapter: ServerAdapter, device: str, sleep: bool, rank: int | None
 ) -> None:
     """The line that a refusal names: for this run, with its adapter and its sleep."""
     needs = ServerNeeds(device, sleep, rank)
-    told = dialect.started_by_hand(needs).split()
+    told = server_adapter.started_by_hand(needs).split()
     assert ("--enable-lora" in told) == (rank is not None)
     assert "8" in told[told.index("--max-lora-rank") :][:2] if rank else "--max-lora-rank" not in told
     # vLLM for CPUs refuses the flag.
-    saves = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[dialect.name]
-    assert (saves in told) == (sleep and (device != "cpu" or dialect.name == "sglang"))
-    ours = dialect.command(ServerStart("python", "folder", "bf16", "127.0.0.1", 8000, 1, needs))
-    assert all(word in ours for flag in dialect.settings(needs) for word in flag.split())
+    saves = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[server_adapter.name]
+    assert (saves in told) == (sleep and (device != "cpu" or server_adapter.name == "sglang"))
+    ours = server_adapter.command(ServerStart("python", "folder", "bf16", "127.0.0.1", 8000, 1, needs))
+    assert all(word in ours for flag in server_adapter.settings(needs) for word in flag.split())
 
 
 # -- a server that ranks on other machines ask

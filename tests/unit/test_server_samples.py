@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.rollout.servers import adapter as dialect
+from lockstep.rollout.servers import adapter as server_adapter
 from lockstep.rollout.servers import server_client
 from lockstep.rollout.servers.adapter import ServerFailed
 from lockstep.rollout.servers.request_batcher import RequestBatcher, _AnswerLines, _Waiting
@@ -78,7 +78,7 @@ def test_every_route_of_the_server_asks_for_the_key(
 
 def test_both_ends_name_a_prompt_alike() -> None:
     """The digest is the beginning of the SHA-256 of `[1,23]`."""
-    assert prompt_digest([1, 23]) == dialect.prompt_digest((1, 23)) == "c0cb3dde31baa48b"
+    assert prompt_digest([1, 23]) == server_adapter.prompt_digest((1, 23)) == "c0cb3dde31baa48b"
 
 
 # -- the run's end

@@ -95,12 +95,12 @@ def requests() -> list[Request]:
 
 @contextmanager
 def engine_at(
-    policy: Policy, folder: Path, *servers: Server, dialect: Sglang | None = None, **settings: Any
+    policy: Policy, folder: Path, *servers: Server, server_adapter: Sglang | None = None, **settings: Any
 ) -> Iterator[ServerEngine]:
     """An engine over running servers, with the policy's weights."""
     told = RolloutSettings(engine="sglang", url=[server.url for server in servers], **settings)
     place = RunPlace(World(), str(folder), folder)
-    engine = ServerEngine(dialect or Sglang(), policy, Cpu(), told, load_tokenizer(str(folder)), place)
+    engine = ServerEngine(server_adapter or Sglang(), policy, Cpu(), told, load_tokenizer(str(folder)), place)
     try:
         engine.sync(policy.stored.named_parameters())
         yield engine
@@ -418,7 +418,7 @@ def test_keys_and_values_of_earlier_weights_are_found_by_the_probe(policy: Polic
         def flush(self, line: Any) -> None:
             """Forgotten."""
 
-    with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, dialect=Forgetful()) as engine:
+    with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, server_adapter=Forgetful()) as engine:
         moved(policy)
         with pytest.raises(Refusal, match="log-probs of the probe differ"):
             engine.sync(policy.stored.named_parameters())
@@ -491,7 +491,7 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
     saver = serving(folder, *FLAGS, "--enable-memory-saver")
     with saver as server, engine_at(policy, folder, server, sleep=True) as engine:
         before = run(engine, requests, GREEDY)
-        engine.free()
+        engine.release_memory()
         assert server.engine.released == {"weights", "kv_cache"}
         engine.sync(policy.stored.named_parameters())
         assert not server.engine.released

@@ -32,7 +32,7 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.servers.adapter import ServerNeeds
 from lockstep.rollout.servers.collective_transport import by_collective
 from lockstep.rollout.servers.memory_transport import by_memory
-from lockstep.rollout.servers.server_process import dialect_of
+from lockstep.rollout.servers.server_process import server_adapter_of
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 
@@ -76,7 +76,7 @@ def _way(recipe: Recipe, device: Device) -> str:
     rollout, files = recipe.rollout, "through files"
     if by_collective(rollout):
         return f"by {device.collective}"
-    if by_memory(rollout, dialect_of(rollout), device, 1, adapter=recipe.model.lora is not None):
+    if by_memory(rollout, server_adapter_of(rollout), device, 1, adapter=recipe.model.lora is not None):
         opened = "opened in the run's memory"
         return opened if rollout.hand_over == "memory" else f"{opened}, else {files}"
     return files
@@ -86,7 +86,7 @@ def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
     rollout, lora = recipe.rollout, recipe.model.lora
     needs = ServerNeeds(device.name, rollout.sleep, None if lora is None else lora.rank)
     settings = [
-        *dialect_of(rollout).settings(needs).items(),
+        *server_adapter_of(rollout).settings(needs).items(),
         *serving_on(device.name, rollout.engine).settings(sleep=rollout.sleep),
     ]
     lines = [("engine setting", f"{what}: {why}") for what, why in settings]

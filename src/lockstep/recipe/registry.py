@@ -61,10 +61,10 @@ class EngineRow:
     models whose positions move with the length are refused past what can be cached."""
     divided: bool = False
     """Generates from a model whose modules several processes divide (`parallel.tensor`)."""
-    dialect: str = ""
-    """Of a serving engine, one with weights of its own behind HTTP: `package.module:name` of its `Dialect`
-    (`rollout/servers/`). It is started or found by `rollout.server` and `rollout.url`, and its `open_engine` is told who
-    and where the run is."""
+    server_adapter: str = ""
+    """Serving engines only (weights in another process, reached over HTTP): `package.module:name` of the
+    `ServerAdapter` (`rollout/servers/`). `rollout.server` and `rollout.url` start or locate the server. Its
+    `open_engine` also gets the `RunPlace`."""
     scored: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
     )
@@ -73,7 +73,7 @@ class EngineRow:
 
     @property
     def served(self) -> bool:
-        return bool(self.dialect)
+        return bool(self.server_adapter)
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -115,12 +115,12 @@ ENGINES: dict[str, EngineRow] = {
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
-        dialect="lockstep.rollout.servers.vllm:Vllm",
+        server_adapter="lockstep.rollout.servers.vllm:Vllm",
         scored={"mask": ("top_p", "top_k", "min_p")},
     ),
     "sglang": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
-        dialect="lockstep.rollout.servers.sglang:Sglang",
+        server_adapter="lockstep.rollout.servers.sglang:Sglang",
         scored={"mask": ("top_k",), "ignore": ("top_p", "top_k")},
     ),
 }

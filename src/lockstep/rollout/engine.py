@@ -125,7 +125,7 @@ class Engine(Protocol):
         """Take the policy's weights as they are now. Called before prompts are generated from."""
         ...
 
-    def free(self) -> None:
+    def release_memory(self) -> None:
         """Give back the memory that only generation needs."""
         ...
 
@@ -138,7 +138,7 @@ class Engine(Protocol):
 class OtherProgram(Protocol):
     """An engine that is another program, and says which."""
 
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Plain values for the run's record: `version` of the program, and what else tells it apart."""
         ...
 
@@ -160,11 +160,11 @@ class SharedWeights:
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Nothing to do: what was trained is what generates."""
 
-    def free(self) -> None:
+    def release_memory(self) -> None:
         """Nothing is held between two calls."""
 
     def close(self) -> None:
-        self.free()
+        self.release_memory()
 
 
 # The engine that a recipe names. The rows are in `recipe/registry.py`: where each engine's `open_engine` is.
@@ -174,6 +174,6 @@ def engine_of(
     settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase, place: RunPlace
 ) -> Engine:
     row = ENGINES[settings.engine]
-    told = (place,) if row.served else ()
-    engine: Engine = imported(row.opener)(policy, device, settings, tokenizer, *told)
+    metadata = (place,) if row.served else ()
+    engine: Engine = imported(row.opener)(policy, device, settings, tokenizer, *metadata)
     return engine

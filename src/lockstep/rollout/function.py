@@ -156,8 +156,8 @@ class FunctionEngine:
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.inner.sync(weights)
 
-    def free(self) -> None:
-        self.inner.free()
+    def release_memory(self) -> None:
+        self.inner.release_memory()
 
     def close(self) -> None:
         self.inner.close()

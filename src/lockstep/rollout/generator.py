@@ -131,20 +131,20 @@ class Generator:
         if self.served:
             self.engine.updates = updates  # type: ignore[attr-defined]
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Which engine generates, for the run's record."""
-        own = self.engine.told() if isinstance(self.engine, OtherProgram) else {}
+        own = self.engine.metadata() if isinstance(self.engine, OtherProgram) else {}
         return {"name": self.engine_name, **own}
 
     def proof(self) -> str:
         """What the last probe of a serving engine found, as the end of a sentence; nothing for engines of ours."""
-        found = self.facts().get("probe")
+        found = self.metadata().get("probe")
         return "" if found is None else f"; the probe of the push: {found}"
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Nothing is generated while the run trains: a server may give its memory back."""
         if self.served:
-            self.engine.free()
+            self.engine.release_memory()
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import sent
-from lockstep.rollout.native.scheduler import Sample
+from lockstep.rollout.native.scheduler import SequenceState
 
 
 @dataclass
@@ -30,12 +30,13 @@ class DecodeState:
     logprobs_B: torch.Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], width: int, device: torch.device) -> DecodeState:
+    def of(cls, sequences: Sequence[SequenceState], width: int, device: torch.device) -> DecodeState:
         """The samples as they stand, each with a table of `width` blocks."""
         rows = [
-            [sample.tokens[-1], len(sample.tokens) - 1, sample.prompt, sample.limit, *sample.keys] for sample in samples
+            [sequence.tokens[-1], len(sequence.tokens) - 1, sequence.prompt, sequence.limit, *sequence.keys]
+            for sequence in sequences
         ]
-        tables = [sample.blocks + [0] * (width - len(sample.blocks)) for sample in samples]
+        tables = [sequence.blocks + [0] * (width - len(sequence.blocks)) for sequence in sequences]
         numbers = _numbers(rows, device)
         return cls(
             tokens_B=numbers[:, 0].contiguous(),
@@ -44,8 +45,8 @@ class DecodeState:
             limits_B=numbers[:, 3].contiguous(),
             keys_B2=numbers[:, 4:].to(torch.int32),
             table_BM=_numbers(tables, device),
-            done_B=torch.zeros(len(samples), dtype=torch.bool, device=device),
-            logprobs_B=torch.zeros(len(samples), device=device),
+            done_B=torch.zeros(len(sequences), dtype=torch.bool, device=device),
+            logprobs_B=torch.zeros(len(sequences), device=device),
         )
 
     @classmethod
@@ -81,7 +82,7 @@ class DecodeState:
 
 
 @dataclass
-class Seat:
+class Slot:
     row: int
     blocks: list[int]
     """The sample's own list: another one after it lost its place, whatever it holds."""
@@ -89,53 +90,53 @@ class Seat:
     """How many of the blocks stand in the row's table."""
 
 
-class DecodeBoard:
+class DecodeBatch:
     """Who has which row. A sample keeps its row, and what a pass left there, while it runs and the row is in use."""
 
     def __init__(self, rows: int, width: int, spare: int, device: torch.device):
         self.rows, self.width, self.spare, self.device = rows, width, spare, device
         self.state = DecodeState.idle(rows, width, spare, device)
-        self._seats: dict[Sample, Seat] = {}
+        self._slots: dict[SequenceState, Slot] = {}
 
     def idle(self, rows: int) -> DecodeState:
         return DecodeState.idle(rows, self.width, self.spare, self.device)
 
-    def seat(self, samples: Sequence[Sample], within: int) -> list[int]:
+    def assign_slots(self, sequences: Sequence[SequenceState], within: int) -> list[int]:
         """The row of each sample, all among the first `within`; their state is on the device when this returns."""
-        left = self._leave(samples, within)
-        grown = [(seat, sample) for sample, seat in self._seats.items() if len(sample.blocks) > seat.written]
+        left = self._evict(sequences, within)
+        grown = [(slot, sequence) for sequence, slot in self._slots.items() if len(sequence.blocks) > slot.written]
         self._extend_tables(grown)
-        newcomers = [sample for sample in samples if sample not in self._seats]
-        free = sorted(set(range(within)).difference(seat.row for seat in self._seats.values()))
+        newcomers = [sequence for sequence in sequences if sequence not in self._slots]
+        free = sorted(set(range(within)).difference(slot.row for slot in self._slots.values()))
         taken = free[: len(newcomers)]
-        for row, sample in zip(taken, newcomers, strict=True):
-            self._seats[sample] = Seat(row, sample.blocks, len(sample.blocks))
+        for row, sequence in zip(taken, newcomers, strict=True):
+            self._slots[sequence] = Slot(row, sequence.blocks, len(sequence.blocks))
         if newcomers:
             self.state.put_(_numbers(taken, self.device), DecodeState.of(newcomers, self.width, self.device))
         empty = sorted(left.difference(taken))
         if empty:
             self.state.put_(_numbers(empty, self.device), self.idle(len(empty)))
-        return [self._seats[sample].row for sample in samples]
+        return [self._slots[sequence].row for sequence in sequences]
 
-    def _leave(self, samples: Iterable[Sample], within: int) -> set[int]:
+    def _evict(self, sequences: Iterable[SequenceState], within: int) -> set[int]:
         """Rows of those who are not here any more, or came back to other blocks, or sit too far behind."""
-        here = set(samples)
+        here = set(sequences)
         leaving = [
-            sample
-            for sample, seat in self._seats.items()
-            if sample not in here or sample.blocks is not seat.blocks or seat.row >= within
+            sequence
+            for sequence, slot in self._slots.items()
+            if sequence not in here or sequence.blocks is not slot.blocks or slot.row >= within
         ]
-        return {self._seats.pop(sample).row for sample in leaving}
+        return {self._slots.pop(sequence).row for sequence in leaving}
 
-    def _extend_tables(self, grown: Sequence[tuple[Seat, Sample]]) -> None:
+    def _extend_tables(self, grown: Sequence[tuple[Slot, SequenceState]]) -> None:
         places: list[int] = []
         blocks: list[int] = []
-        for seat, sample in grown:
-            added = sample.blocks[seat.written :]
-            start = seat.row * self.width + seat.written
+        for slot, sequence in grown:
+            added = sequence.blocks[slot.written :]
+            start = slot.row * self.width + slot.written
             places += range(start, start + len(added))
             blocks += added
-            seat.written += len(added)
+            slot.written += len(added)
         if places:
             where, what = _numbers([places, blocks], self.device)
             self.state.table_BM.view(-1).index_copy_(0, where, what)

@@ -22,7 +22,7 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Further, SharedWeights, why_ended
 from lockstep.rollout.native.limits import prefill_budget, refuse_moving_positions
 from lockstep.rollout.native.runner import Round, Runner
-from lockstep.rollout.native.scheduler import Prefix, Sample, Scheduler
+from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -61,18 +61,18 @@ class NativeEngine(SharedWeights):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if not requests:
             return
-        prefixes, samples = _sequences(requests, sampling)
-        longest = max(sample.limit for sample in samples)
+        prefixes, sequences = _sequences(requests, sampling)
+        longest = max(sequence.limit for sequence in sequences)
         if self.further is not None:
             longest = max(longest, self.further.longest_prompt + sampling.max_tokens)
         model = self.policy.causal_lm
         refuse_moving_positions(model.config.get_text_config(), longest, type(model).__name__)
-        runner = self._runner(samples, longest, sampling)
+        runner = self._runner(sequences, longest, sampling)
         cache, settings = runner.cache, self.settings
         config, size = model.config.get_text_config(), cache.slots.element_size()
         scheduler = Scheduler(
             prefixes,
-            samples,
+            sequences,
             blocks=cache.blocks,
             block=cache.block,
             rows=settings.max_sequences,
@@ -86,9 +86,9 @@ class NativeEngine(SharedWeights):
             self.policy.train(training)
             self.preempted = scheduler.preempted
             if self._gives_back():
-                self.free()
+                self.release_memory()
 
-    def free(self) -> None:
+    def release_memory(self) -> None:
         """Drop the cache and the captured passes."""
         self._cache_kept = None
         self._runners.clear()
@@ -106,24 +106,24 @@ class NativeEngine(SharedWeights):
         while self._filled(scheduler, sampling):
             if self.pause():
                 # What the device has drawn ahead is drawn again: the noise of a token depends on its place alone.
-                yield from (_completion(sample, PAUSED) for sample in scheduler.left() if sample.logprobs)
+                yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
                 return
             now = ahead or self._next(scheduler, runner)
             if now is None:
                 continue
             # Where nothing depends on the round's tokens, the device begins the next one while the host reads them.
             # Who turns out to have ended stays in it for nothing: its blocks are not written by others before it.
-            work = scheduler.go_on(runner.passes)
+            work = scheduler.schedule_ahead(runner.passes)
             if work.copies:
                 runner.cache.copy_blocks(work.copies)
-            ahead = runner.go_on(now, work.decode)
-            for sample, tokens, logprobs in zip(now.samples, *now.read(), strict=True):
-                if sample.stop:
+            ahead = runner.schedule_ahead(now, work.decode)
+            for sequence, tokens, logprobs in zip(now.sequences, *now.read(), strict=True):
+                if sequence.stop:
                     continue
-                self._append(sample, tokens, logprobs, sampling)
-                if sample.stop:
-                    scheduler.finish(sample)
-                    yield _completion(sample, sample.stop)
+                self._append(sequence, tokens, logprobs, sampling)
+                if sequence.stop:
+                    scheduler.finish(sequence)
+                    yield _completion(sequence, sequence.stop)
 
     def _filled(self, scheduler: Scheduler, sampling: Sampling) -> bool:
         """Whether anything is left to do, after a look for further requests where rows are free."""
@@ -140,40 +140,40 @@ class NativeEngine(SharedWeights):
             runner.prefill(work.prefill)
         return runner.decode(work.decode) if work.decode else None
 
-    def _append(self, sample: Sample, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
+    def _append(self, sequence: SequenceState, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
         """New tokens up to the one that ends the sample; the device may have run on past it."""
-        within = len(sample.tokens) + len(tokens) < sample.limit
+        within = len(sequence.tokens) + len(tokens) < sequence.limit
         if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
-            sample.tokens += tokens
-            sample.logprobs += logprobs
-            sample.cached = len(sample.tokens) - 1
+            sequence.tokens += tokens
+            sequence.logprobs += logprobs
+            sequence.cached = len(sequence.tokens) - 1
             return
         for token, logprob in zip(tokens, logprobs, strict=True):
-            sample.cached = len(sample.tokens)
-            sample.tokens.append(token)
-            sample.logprobs.append(logprob)
-            sample.stop = why_ended(sample.tokens, sample.prompt, sampling, self.decode)
-            if not sample.stop and len(sample.tokens) >= sample.limit:
-                sample.stop = "length"
-            if sample.stop:
+            sequence.cached = len(sequence.tokens)
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.stop = why_ended(sequence.tokens, sequence.prompt, sampling, self.decode)
+            if not sequence.stop and len(sequence.tokens) >= sequence.limit:
+                sequence.stop = "length"
+            if sequence.stop:
                 return
 
-    def _runner(self, samples: Sequence[Sample], longest: int, sampling: Sampling) -> Runner:
+    def _runner(self, sequences: Sequence[SequenceState], longest: int, sampling: Sampling) -> Runner:
         """A kept runner, with its captured passes, where the cache is still large enough and the weights lie where
         they lay; a new one otherwise."""
         layers = self.ready_layers()
         # Ranks that divide a model make a cache for each call, of one size for all of them.
         where = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
-        if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest):
+        if kept is None or where != self._weights or kept.blocks < self._blocks(sequences, longest):
             kept = None
-            self.free()
+            self.release_memory()
         # What the host alone looks at is no part of a recorded pass.
         drawn = replace(sampling, max_tokens=0, seed=0, stop_strings=())
         rows = self.settings.max_sequences
         runner = self._runners.get(drawn)
         if runner is None or not runner.fits(rows, longest):
-            kept = kept or self.cache_of(self._blocks(samples, longest))
+            kept = kept or self.cache_of(self._blocks(sequences, longest))
             runner = Runner(self.policy, kept, drawn, self.device, rows, longest)
             self._cache_kept, self._weights = kept, where
             self._runners[drawn] = runner
@@ -191,12 +191,12 @@ class NativeEngine(SharedWeights):
             self._layers.lay()
         return self._layers if self._layers is not None and self._layers.ready else None
 
-    def _blocks(self, samples: Sequence[Sample], longest: int) -> int:
+    def _blocks(self, sequences: Sequence[SequenceState], longest: int) -> int:
         """Blocks of the cache: as many as the samples could ever use at once, within the memory they may take."""
         block = self.settings.block_tokens
         like = self.policy.causal_lm.get_input_embeddings().weight
         block_bytes, room, asked = self.block_bytes(), self.cache_room(), self.settings.cache_gb
-        useful = _useful_blocks(samples, self.settings.max_sequences, block)
+        useful = _useful_blocks(sequences, self.settings.max_sequences, block)
         if self.device.graph_capture:
             # A little more serves the next call too, whose prompts are a little longer, without recording anew.
             step = 1 << max(0, useful.bit_length() - 4)
@@ -234,15 +234,15 @@ class NativeEngine(SharedWeights):
         return KVCache(layers, blocks, self.settings.block_tokens, heads, size, like)
 
 
-def _completion(sample: Sample, stop: str) -> Completion:
-    return Completion(sample.request, sample.number, sample.tokens[sample.prompt :], sample.logprobs, stop)
+def _completion(sequence: SequenceState, stop: str) -> Completion:
+    return Completion(sequence.request, sequence.number, sequence.tokens[sequence.prompt :], sequence.logprobs, stop)
 
 
-def _useful_blocks(samples: Sequence[Sample], rows: int, block: int) -> int:
+def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:
     """Blocks that could ever be in use at once, with the one for each who runs that newcomers leave alone."""
     # Whole blocks of a prefix are shared with it, so a sample only needs those that follow.
-    own = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in samples), reverse=True)
-    shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in samples}.values()), reverse=True)
+    own = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in sequences), reverse=True)
+    shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in sequences}.values()), reverse=True)
     return sum(own[:rows]) + sum(shared[:rows])
 
 
@@ -252,18 +252,20 @@ def open_engine(
     return NativeEngine(policy, device, settings, tokenizer.decode)
 
 
-def _sequences(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> tuple[list[Prefix], list[Sample]]:
-    prefixes, samples = [], []
+def _sequences(
+    requests: Sequence[Request], sampling: Sampling, first: int = 0
+) -> tuple[list[SharedPrompt], list[SequenceState]]:
+    prefixes, sequences = [], []
     for number, request in enumerate(requests, start=first):
         prompt = list(request.ids)
         if not prompt:
             raise ValueError(f"request {number} has no prompt tokens")
-        prefixes.append(Prefix(prompt[:-1]))
+        prefixes.append(SharedPrompt(prompt[:-1]))
         limit = len(prompt) + min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
         begun = request.begun or {which: Begun() for which in range(request.first, request.first + request.n)}
         for which, so_far in begun.items():
-            samples.append(
-                Sample(
+            sequences.append(
+                SequenceState(
                     [*prompt, *so_far.ids],
                     request=number,
                     number=which,
@@ -273,4 +275,4 @@ def _sequences(requests: Sequence[Request], sampling: Sampling, first: int = 0) 
                     logprobs=list(so_far.logprobs),
                 )
             )
-    return prefixes, samples
+    return prefixes, sequences

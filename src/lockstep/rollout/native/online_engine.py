@@ -20,7 +20,7 @@ from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.limits import prefill_budget
 from lockstep.rollout.native.runner import Runner
 from lockstep.rollout.native.sampler import choose
-from lockstep.rollout.native.scheduler import Prefix, Sample, Scheduler
+from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
 from lockstep.types import Sampling
 
 # Ways of drawing whose recorded passes are kept; each is some graphs.
@@ -38,7 +38,7 @@ class DrawnToken:
 
 
 @dataclass(eq=False)
-class LiveSample(Sample):
+class LiveSample(SequenceState):
     """A continuation with a sampling of its own. `likeliest`: how many tokens are told beside each; None for no
     log-probabilities at all."""
 
@@ -59,7 +59,7 @@ class LiveEngine:
         block = settings.block_tokens
         self.scheduler = Scheduler([], [], blocks=self.blocks, block=block, rows=settings.max_sequences, budget=budget)
         self._mixed = MixedRunner(policy, self.cache, Sampling(0), device, 0, longest)
-        self._recorded: dict[Sampling, Runner] = {}
+        self._captured: dict[Sampling, Runner] = {}
         policy.eval()
         self._mixed.layers = engine.ready_layers()
 
@@ -79,7 +79,7 @@ class LiveEngine:
         if not ids or len(ids) + sampling.max_tokens > self.longest or sampling.max_tokens < 1:
             raise ValueError(f"{len(ids)} and {sampling.max_tokens} tokens do not fit {self.longest}")
         request = self.scheduler.asked
-        samples = [
+        sequences = [
             LiveSample(
                 list(ids),
                 request=request,
@@ -92,14 +92,14 @@ class LiveEngine:
             )
             for number in range(n)
         ]
-        self.scheduler.add([Prefix(list(ids[:-1]))], samples)
-        return samples
+        self.scheduler.add([SharedPrompt(list(ids[:-1]))], sequences)
+        return sequences
 
-    def cancel(self, sample: LiveSample) -> None:
+    def cancel(self, sequence: LiveSample) -> None:
         """Its blocks are free when this returns. One that has ended holds none."""
-        if not sample.stop:
-            sample.stop = "cancelled"
-            self.scheduler.cancel(sample)
+        if not sequence.stop:
+            sequence.stop = "cancelled"
+            self.scheduler.cancel(sequence)
 
     def step(self) -> list[tuple[LiveSample, list[DrawnToken]]]:
         """One round: who got which tokens. A sample whose `stop` is set has got its last one."""
@@ -109,31 +109,31 @@ class LiveEngine:
             self.cache.copy_blocks(work.copies)
         if work.prefill:
             self._mixed.prefill(work.prefill)
-        decoding = [sample for sample in work.decode if isinstance(sample, LiveSample)]
+        decoding = [sequence for sequence in work.decode if isinstance(sequence, LiveSample)]
         if not decoding:
             return []
         runner = self._alike(decoding) if passes > 1 else None
         told = self._mixed.draw(decoding) if runner is None else _read(runner, decoding)
         if runner is None:
             # What the boards hold of these samples is a token behind now.
-            for other in self._recorded.values():
-                if other.board is not None:
-                    other.board.seat([], other.board.rows)
-        return [(sample, self._append(sample, tokens)) for sample, tokens in zip(decoding, told, strict=True)]
+            for other in self._captured.values():
+                if other.batch is not None:
+                    other.batch.assign_slots([], other.batch.rows)
+        return [(sequence, self._append(sequence, tokens)) for sequence, tokens in zip(decoding, told, strict=True)]
 
-    def _append(self, sample: LiveSample, told: Sequence[DrawnToken]) -> list[DrawnToken]:
+    def _append(self, sequence: LiveSample, told: Sequence[DrawnToken]) -> list[DrawnToken]:
         """Up to the token that ends it; a recorded round may have run on past that."""
         kept = []
         for one in told:
-            sample.cached = len(sample.tokens)
-            sample.tokens.append(one.token)
+            sequence.cached = len(sequence.tokens)
+            sequence.tokens.append(one.token)
             kept.append(one)
-            if one.token in sample.sampling.stop_ids:
-                sample.stop = "token"
-            elif len(sample.tokens) >= sample.limit:
-                sample.stop = "length"
-            if sample.stop:
-                self.scheduler.finish(sample)
+            if one.token in sequence.sampling.stop_ids:
+                sequence.stop = "token"
+            elif len(sequence.tokens) >= sequence.limit:
+                sequence.stop = "length"
+            if sequence.stop:
+                self.scheduler.finish(sequence)
                 break
         return kept
 
@@ -141,29 +141,29 @@ class LiveEngine:
         """Tokens of a round, by those who run or would come next."""
         scheduler = self.scheduler
         soon = [*scheduler.running, *scheduler.waiting[: max(0, scheduler.rows - len(scheduler.running))]]
-        runner = self._alike([sample for sample in soon if isinstance(sample, LiveSample)])
+        runner = self._alike([sequence for sequence in soon if isinstance(sequence, LiveSample)])
         return 1 if runner is None else runner.passes
 
-    def _alike(self, samples: Sequence[LiveSample]) -> Runner | None:
+    def _alike(self, sequences: Sequence[LiveSample]) -> Runner | None:
         """The runner with recorded passes for these, where there can be one."""
         engine = self.engine
         if not engine.device.graph_capture:
             return None
-        ways = {_way(sample) for sample in samples}
+        ways = {_way(sequence) for sequence in sequences}
         if len(ways) != 1 or None in ways:
             return None
         (way,) = ways
         assert way is not None
-        runner = self._recorded.pop(way, None)
+        runner = self._captured.pop(way, None)
         if runner is None:
             rows = engine.settings.max_sequences
             runner = Runner(engine.policy, self.cache, way, engine.device, rows, self.longest)
             runner.layers = self._mixed.layers
-            while len(self._recorded) >= RECORDED:
-                del self._recorded[next(iter(self._recorded))]
+            while len(self._captured) >= RECORDED:
+                del self._captured[next(iter(self._captured))]
         # Used last stands last.
-        self._recorded[way] = runner
-        return runner if runner.captures and runner.board is not None else None
+        self._captured[way] = runner
+        return runner if runner.captures and runner.batch is not None else None
 
 
 class MixedRunner(Runner):
@@ -171,67 +171,67 @@ class MixedRunner(Runner):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self.board, self.captures, self.passes = None, False, 1
+        self.batch, self.captures, self.passes = None, False, 1
 
     @torch.inference_mode()
-    def draw(self, samples: Sequence[LiveSample]) -> list[list[DrawnToken]]:
+    def draw(self, sequences: Sequence[LiveSample]) -> list[list[DrawnToken]]:
         """One new token of each sample."""
-        width = max(len(sample.blocks) for sample in samples)
-        state = DecodeState.of(samples, width, self.torch_device)
+        width = max(len(sequence.blocks) for sequence in sequences)
+        state = DecodeState.of(sequences, width, self.torch_device)
         lengths = state.positions_B + 1
         head = output_head(self.model)
         logits = head.shaped(head.projected(self._fed(state, lengths)))
         places = lengths - state.prompts_B
         tokens = torch.empty_like(state.tokens_B)
-        ways = _by_way(samples)
+        ways = _by_way(sequences)
         for way, rows in ways.items():
             at = torch.tensor(rows, device=self.torch_device)
-            seen = self._seen([samples[row] for row in rows]) if way.repetition_penalty != 1 else None
+            seen = self._seen([sequences[row] for row in rows]) if way.repetition_penalty != 1 else None
             own = logits if len(ways) == 1 else logits[at]
             chosen, _ = choose(own, way, state.keys_B2[at], places[at], seen, self.sampler)
             tokens[at] = chosen.to(tokens.dtype)
-        return self._told(samples, logits, tokens)
+        return self._told(sequences, logits, tokens)
 
     def _told(
-        self, samples: Sequence[LiveSample], logits_BV: torch.Tensor, tokens_B: torch.Tensor
+        self, sequences: Sequence[LiveSample], logits_BV: torch.Tensor, tokens_B: torch.Tensor
     ) -> list[list[DrawnToken]]:
         drawn = tokens_B.tolist()
-        asked = [row for row, sample in enumerate(samples) if sample.likeliest is not None]
+        asked = [row for row, sequence in enumerate(sequences) if sequence.likeliest is not None]
         if not asked:
             return [[DrawnToken(token)] for token in drawn]
         at = torch.tensor(asked, device=self.torch_device)
         scores = logits_BV[at].float().log_softmax(-1)
         own = scores.gather(-1, tokens_B[at, None])[:, 0].tolist()
-        most = max(samples[row].likeliest or 0 for row in asked)
+        most = max(sequences[row].likeliest or 0 for row in asked)
         best = scores.topk(most, dim=-1)
         values, ids = best.values.tolist(), best.indices.tolist()
         told = [[DrawnToken(token)] for token in drawn]
         for place, row in enumerate(asked):
-            count = samples[row].likeliest or 0
+            count = sequences[row].likeliest or 0
             beside = list(zip(ids[place][:count], values[place][:count], strict=True))
             told[row] = [DrawnToken(drawn[row], own[place], beside)]
         return told
 
 
-def _read(runner: Runner, samples: Sequence[LiveSample]) -> list[list[DrawnToken]]:
-    tokens, _ = runner.decode(samples).read()
+def _read(runner: Runner, sequences: Sequence[LiveSample]) -> list[list[DrawnToken]]:
+    tokens, _ = runner.decode(sequences).read()
     return [[DrawnToken(token) for token in each] for each in tokens]
 
 
-def _by_way(samples: Sequence[LiveSample]) -> dict[Sampling, list[int]]:
+def _by_way(sequences: Sequence[LiveSample]) -> dict[Sampling, list[int]]:
     """Rows by what their draw depends on; noise and limits are the rows' own."""
     found: dict[Sampling, list[int]] = {}
-    for row, sample in enumerate(samples):
-        way = replace(sample.sampling, max_tokens=0, seed=0, stop_strings=(), stop_ids=())
+    for row, sequence in enumerate(sequences):
+        way = replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=(), stop_ids=())
         found.setdefault(way, []).append(row)
     return found
 
 
-def _way(sample: LiveSample) -> Sampling | None:
+def _way(sequence: LiveSample) -> Sampling | None:
     """What the recorded passes of a sample depend on; None where it asks for what they do not tell."""
-    if sample.likeliest is not None or sample.sampling.repetition_penalty != 1:
+    if sequence.likeliest is not None or sequence.sampling.repetition_penalty != 1:
         return None
-    return replace(sample.sampling, max_tokens=0, seed=0, stop_strings=())
+    return replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=())
 
 
 def blocks_for(engine: NativeEngine, longest: int) -> int:

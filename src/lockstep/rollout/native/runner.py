@@ -19,9 +19,9 @@ from lockstep.kernels.logprob import projected_logprobs_
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
-from lockstep.rollout.native.decode_batch import DecodeBoard, DecodeState
+from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
-from lockstep.rollout.native.scheduler import Sample, Stretch
+from lockstep.rollout.native.scheduler import SequenceState, Span
 from lockstep.types import Sampling
 
 # Passes between two looks of the host at the device, where the device runs ahead of the host.
@@ -37,7 +37,7 @@ LEAST_WIDTH = 64
 class Round:
     """Passes that the device was given: new tokens of each sample with log-probabilities, when they are there."""
 
-    samples: Sequence[Sample]
+    sequences: Sequence[SequenceState]
     width: int | None
     """Rows of the recorded pass; None where the passes were not recorded."""
     rows: Sequence[int]
@@ -70,17 +70,17 @@ class Runner:
         self.captures = device.graph_capture and sampling.repetition_penalty == 1 and self.group is None
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
-        self.board = DecodeBoard(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
+        self.batch = DecodeBatch(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
         self.longest = width * cache.block
         self._graphs: dict[int, Callable[[], None]] = {}
         self._wanted: Counter[int] = Counter()
 
     def fits(self, rows: int, longest: int) -> bool:
         """Whether a batch of so many rows and sequences of so many tokens can run here."""
-        return self.board is None or (rows <= self.board.rows and longest <= self.longest)
+        return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
 
     @torch.inference_mode()
-    def prefill(self, work: Sequence[tuple[Stretch, int]]) -> None:
+    def prefill(self, work: Sequence[tuple[Span, int]]) -> None:
         """Keys and values of each stretch up to its position."""
         tokens = np.concatenate([np.array(part.tokens[part.cached : stop], dtype=np.int64) for part, stop in work])
         positions = np.concatenate([np.arange(part.cached, stop) for part, stop in work])
@@ -98,32 +98,32 @@ class Runner:
             part.cached = stop
 
     @torch.inference_mode()
-    def decode(self, samples: Sequence[Sample]) -> Round:
+    def decode(self, sequences: Sequence[SequenceState]) -> Round:
         """Give the device a round: up to `passes` new tokens of each sample."""
-        width = self._recorded_width(len(samples))
+        width = self._captured_width(len(sequences))
         if width is not None:
-            return self._recorded_round(samples, width)
-        longest = max(len(sample.blocks) for sample in samples)
-        state = DecodeState.of(samples, longest, self.torch_device)
-        seen = self._seen(samples) if self.sampling.repetition_penalty != 1 else None
-        return self._round(samples, None, state, lambda: self._pass(state, seen), range(len(samples)))
+            return self._captured_round(sequences, width)
+        longest = max(len(sequence.blocks) for sequence in sequences)
+        state = DecodeState.of(sequences, longest, self.torch_device)
+        seen = self._seen(sequences) if self.sampling.repetition_penalty != 1 else None
+        return self._round(sequences, None, state, lambda: self._pass(state, seen), range(len(sequences)))
 
     @torch.inference_mode()
-    def go_on(self, last: Round, samples: Sequence[Sample]) -> Round | None:
+    def schedule_ahead(self, last: Round, sequences: Sequence[SequenceState]) -> Round | None:
         """A round of some samples of the last one, of which the host does not know the tokens yet. None where their
         rows should change."""
-        if last.width is None or not samples or self._recorded_width(len(samples)) != last.width:
+        if last.width is None or not sequences or self._captured_width(len(sequences)) != last.width:
             return None
-        return self._recorded_round(samples, last.width)
+        return self._captured_round(sequences, last.width)
 
-    def _recorded_round(self, samples: Sequence[Sample], width: int) -> Round:
-        assert self.board is not None
-        rows = self.board.seat(samples, within=width)
-        return self._round(samples, width, self.board.state.first(width), self._graphs[width], rows)
+    def _captured_round(self, sequences: Sequence[SequenceState], width: int) -> Round:
+        assert self.batch is not None
+        rows = self.batch.assign_slots(sequences, within=width)
+        return self._round(sequences, width, self.batch.state.first(width), self._graphs[width], rows)
 
     def _round(
         self,
-        samples: Sequence[Sample],
+        sequences: Sequence[SequenceState],
         width: int | None,
         state: DecodeState,
         step: Callable[[], None],
@@ -134,7 +134,7 @@ class Runner:
             step()
             made.append((state.tokens_B.clone(), state.logprobs_B.clone()))
         tokens, logprobs = (fetched(torch.stack(parts, 1)) for parts in zip(*made, strict=True))
-        return Round(samples, width, rows, tokens, logprobs)
+        return Round(sequences, width, rows, tokens, logprobs)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
         """Feed a token of each sequence, draw the next. Sequences that are done stay where they are."""
@@ -175,7 +175,7 @@ class Runner:
         decoder = inner_decoder(self.model)
         return decoder(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).last_hidden_state[0]
 
-    def _chunks(self, work: Sequence[tuple[Stretch, int]]) -> tuple[Chunk, ...]:
+    def _chunks(self, work: Sequence[tuple[Span, int]]) -> tuple[Chunk, ...]:
         chunks = []
         first = 0
         for part, stop in work:
@@ -184,40 +184,40 @@ class Runner:
             first += stop - part.cached
         return tuple(chunks)
 
-    def _slots(self, part: Stretch, start: int, stop: int) -> np.ndarray:
+    def _slots(self, part: Span, start: int, stop: int) -> np.ndarray:
         positions, blocks = np.arange(start, stop), np.array(part.blocks, dtype=np.int64)
         return blocks[positions // self.cache.block] * self.cache.block + positions % self.cache.block
 
-    def _seen(self, samples: Sequence[Sample]) -> torch.Tensor:
+    def _seen(self, sequences: Sequence[SequenceState]) -> torch.Tensor:
         """Tokens that already stand in each sequence, prompt included."""
         rows = self.model.get_output_embeddings().weight.shape[0]
-        seen = torch.zeros(len(samples), rows, dtype=torch.bool, device=self.torch_device)
-        for row, sample in enumerate(samples):
-            seen[row, torch.tensor(sample.tokens, device=self.torch_device)] = True
+        seen = torch.zeros(len(sequences), rows, dtype=torch.bool, device=self.torch_device)
+        for row, sequence in enumerate(sequences):
+            seen[row, torch.tensor(sequence.tokens, device=self.torch_device)] = True
         return seen
 
-    def _recorded_width(self, batch: int) -> int | None:
+    def _captured_width(self, batch: int) -> int | None:
         """Rows of the recorded pass for this batch; the pass is there when this returns. None where none can be."""
-        if self.board is None:
+        if self.batch is None:
             return None
         exact = _bucket(batch)
         self._wanted[exact] += 1
         larger = min((width for width in self._graphs if width >= exact), default=None)
         if larger is not None and larger < LITTLE * exact and self._wanted[exact] <= PATIENCE:
             return larger
-        if exact not in self._graphs and not self._record(self.board, exact):
+        if exact not in self._graphs and not self._capture(self.batch, exact):
             # Its rows are of no use: passes that are not recorded make their own state.
-            self.board = None
+            self.batch = None
             return None
         return exact
 
-    def _record(self, board: DecodeBoard, width: int) -> bool:
+    def _capture(self, batch: DecodeBatch, width: int) -> bool:
         """Record the pass for so many rows; False where the model does what cannot be recorded, such as an operator
         that looks at the host."""
-        state = board.state.first(width)
+        state = batch.state.first(width)
         # On idle rows: trial passes draw tokens and write keys, which must not be anybody's.
         kept = state.clone()
-        state.copy_(board.idle(width))
+        state.copy_(batch.idle(width))
         others = next(iter(self._graphs.values()), None)
         try:
             self._graphs[width] = self.device.capture(lambda: self._pass(state), beside=others)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Stretch:
+class Span:
     """Tokens whose keys and values go to the cache: `cached` of them are there, in `blocks`."""
 
     tokens: list[int]
@@ -20,7 +20,7 @@ class Stretch:
 
 
 @dataclass(eq=False)
-class Prefix(Stretch):
+class SharedPrompt(Span):
     """A prompt without its last token: computed once, read by all samples of the prompt."""
 
     waiting: int = 0
@@ -32,7 +32,7 @@ class Prefix(Stretch):
 
 
 @dataclass(eq=False)
-class Sample(Stretch):
+class SequenceState(Span):
     """One continuation. Its last token is the one that is fed next, so it is never cached before the pass."""
 
     request: int = 0
@@ -101,10 +101,10 @@ class Work:
     budget: int
     """Tokens that may still be prefilled in the round."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    prefill: list[tuple[Stretch, int]] = field(default_factory=list)
-    decode: list[Sample] = field(default_factory=list)
+    prefill: list[tuple[Span, int]] = field(default_factory=list)
+    decode: list[SequenceState] = field(default_factory=list)
 
-    def compute(self, part: Stretch, stop: int) -> None:
+    def compute(self, part: Span, stop: int) -> None:
         """As much of `part` up to `stop` as the budget allows."""
         tokens = min(stop - part.cached, self.budget)
         if tokens:
@@ -117,25 +117,32 @@ class Scheduler:
     `budget` tokens are prefilled a round."""
 
     def __init__(
-        self, prefixes: Sequence[Prefix], samples: Sequence[Sample], *, blocks: int, block: int, rows: int, budget: int
+        self,
+        prefixes: Sequence[SharedPrompt],
+        sequences: Sequence[SequenceState],
+        *,
+        blocks: int,
+        block: int,
+        rows: int,
+        budget: int,
     ):
-        self.prefixes: dict[int, Prefix] = {}
+        self.prefixes: dict[int, SharedPrompt] = {}
         self.asked = 0
         """Requests that ever came: the number of the next one."""
-        self.waiting: list[Sample] = []
-        self.running: list[Sample] = []
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
         self.pool = BlockPool(blocks)
         self.block, self.rows, self.budget = block, rows, budget
         self.preempted = 0
-        self.add(prefixes, samples)
+        self.add(prefixes, sequences)
 
-    def add(self, prefixes: Sequence[Prefix], samples: Sequence[Sample]) -> None:
+    def add(self, prefixes: Sequence[SharedPrompt], sequences: Sequence[SequenceState]) -> None:
         """Further requests, numbered on, which come behind all others."""
         self.prefixes |= enumerate(prefixes, start=self.asked)
         self.asked += len(prefixes)
-        self.waiting += sorted(samples, key=lambda sample: sample.order)
-        for sample in samples:
-            self.prefixes[sample.request].waiting += 1
+        self.waiting += sorted(sequences, key=lambda sequence: sequence.order)
+        for sequence in sequences:
+            self.prefixes[sequence.request].waiting += 1
 
     @staticmethod
     def least_blocks(limit: int, block: int) -> int:
@@ -146,19 +153,19 @@ class Scheduler:
     def unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def left(self) -> list[Sample]:
+    def left(self) -> list[SequenceState]:
         """Who is not finished, in their order."""
-        return sorted([*self.running, *self.waiting], key=lambda sample: sample.order)
+        return sorted([*self.running, *self.waiting], key=lambda sequence: sequence.order)
 
     def next(self, tokens: int) -> Work:
         """The next round, in which a sample may produce up to `tokens` tokens."""
         work = Work(self.budget)
         # Oldest first: whoever must make room is behind, so nobody who has work loses its place any more.
-        for sample in list(self.running):
-            if sample.blocks and not sample.ready:
-                work.compute(sample, len(sample.tokens) - 1)
-            elif sample.blocks and self._extend(sample, self._reach(sample, tokens)):
-                work.decode.append(sample)
+        for sequence in list(self.running):
+            if sequence.blocks and not sequence.ready:
+                work.compute(sequence, len(sequence.tokens) - 1)
+            elif sequence.blocks and self._extend(sequence, self._reach(sequence, tokens)):
+                work.decode.append(sequence)
         self._admit(work, tokens)
         if tokens > 1 and work.prefill:
             self._look_ahead(work)
@@ -167,46 +174,46 @@ class Scheduler:
         assert work.prefill or work.decode, "the cache holds one whole sample, so somebody can always go on"
         return work
 
-    def go_on(self, tokens: int) -> Work:
+    def schedule_ahead(self, tokens: int) -> Work:
         """A round behind one of `tokens` that is under way: those who run on, and newcomers on the rows that are known
         to be free after it. Empty where a look at the round may change who runs: a prompt must be computed before
         somebody can come, or blocks may run out.
         """
         work = Work(0)
-        if tokens == 1 or not all(sample.ready for sample in self.running):
+        if tokens == 1 or not all(sequence.ready for sequence in self.running):
             return work
-        staying = [sample for sample in self.running if len(sample.tokens) + tokens < sample.limit]
-        stops = [self._reach(sample, 2 * tokens) for sample in staying]
-        missing = (-(-stop // self.block) - len(sample.blocks) for sample, stop in zip(staying, stops, strict=True))
+        staying = [sequence for sequence in self.running if len(sequence.tokens) + tokens < sequence.limit]
+        stops = [self._reach(sequence, 2 * tokens) for sequence in staying]
+        missing = (-(-stop // self.block) - len(sequence.blocks) for sequence, stop in zip(staying, stops, strict=True))
         if sum(max(0, blocks) for blocks in missing) > self.pool.free:
             return work
         newcomers = self.waiting[: self.rows - len(staying)]
         # Who lost its place comes back with tokens of its own to compute.
         if not all(self.prefixes[one.request].ready and len(one.tokens) == one.prompt for one in newcomers):
             return work
-        for sample, stop in zip(staying, stops, strict=True):
-            self._grow(sample, stop)
+        for sequence, stop in zip(staying, stops, strict=True):
+            self._grow(sequence, stop)
         work.decode = staying
-        for sample in newcomers:
-            if not self._start(sample, self.prefixes[sample.request], work, tokens):
+        for sequence in newcomers:
+            if not self._start(sequence, self.prefixes[sequence.request], work, tokens):
                 break
         return work
 
-    def finish(self, sample: Sample) -> None:
+    def finish(self, sequence: SequenceState) -> None:
         """The sample is done: its blocks are free, and those of a prompt with its last sample."""
-        self.running.remove(sample)
-        self._release(sample)
-        self.prefixes[sample.request].running -= 1
-        self._forget(sample.request)
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.prefixes[sequence.request].running -= 1
+        self._forget(sequence.request)
 
-    def cancel(self, sample: Sample) -> None:
+    def cancel(self, sequence: SequenceState) -> None:
         """Nobody wants the sample any more, whether it runs or waits: what it holds is free at once."""
-        if sample in self.running:
-            self.finish(sample)
+        if sequence in self.running:
+            self.finish(sequence)
             return
-        self.waiting.remove(sample)
-        self.prefixes[sample.request].waiting -= 1
-        self._forget(sample.request)
+        self.waiting.remove(sequence)
+        self.prefixes[sequence.request].waiting -= 1
+        self._forget(sequence.request)
 
     def _forget(self, request: int) -> None:
         """A request whose last sample is gone leaves nothing behind, however many there will ever be."""
@@ -219,26 +226,26 @@ class Scheduler:
     def _admit(self, work: Work, tokens: int) -> None:
         """Start samples whose prefix is there, in their order, and compute the prefixes of the others."""
         prefilled: set[int] = set()
-        for sample in self.waiting[: max(0, self.rows - len(self.running))]:
-            prefix = self.prefixes[sample.request]
+        for sequence in self.waiting[: max(0, self.rows - len(self.running))]:
+            prefix = self.prefixes[sequence.request]
             if prefix.ready:
-                if not self._start(sample, prefix, work, tokens):
+                if not self._start(sequence, prefix, work, tokens):
                     return
-            elif work.budget and sample.request not in prefilled:
+            elif work.budget and sequence.request not in prefilled:
                 if prefilled and len(prefix.tokens) - prefix.cached > work.budget:
                     # It opens the next round: a chunk that continues a sequence costs more than one that begins it.
                     work.budget = 0
-                elif self._house(prefix, sample.request):
+                elif self._house(prefix, sequence.request):
                     work.compute(prefix, len(prefix.tokens))
-                    prefilled.add(sample.request)
+                    prefilled.add(sequence.request)
                 else:
                     return
 
     def _look_ahead(self, work: Work) -> None:
         """Compute prefixes that no row is free for yet along with the others: one long pass costs less than two short
         ones. On blocks only that nobody who runs can come to need."""
-        needed = sum(-(-(sample.limit - 1) // self.block) - len(sample.blocks) for sample in self.running)
-        for request in dict.fromkeys(sample.request for sample in self.waiting):
+        needed = sum(-(-(sequence.limit - 1) // self.block) - len(sequence.blocks) for sequence in self.running)
+        for request in dict.fromkeys(sequence.request for sequence in self.waiting):
             prefix = self.prefixes[request]
             if prefix.ready or prefix.blocks:
                 continue
@@ -248,29 +255,29 @@ class Scheduler:
             self._grow(prefix, len(prefix.tokens))
             work.compute(prefix, len(prefix.tokens))
 
-    def _start(self, sample: Sample, prefix: Prefix, work: Work, tokens: int) -> bool:
+    def _start(self, sequence: SequenceState, prefix: SharedPrompt, work: Work, tokens: int) -> bool:
         """Let the sample run on the blocks of its prefix; False when there is no room."""
-        stop = self._reach(sample, tokens)
+        stop = self._reach(sequence, tokens)
         filled, rest = divmod(prefix.cached, self.block)
-        if not self._room_for(-(-stop // self.block) - filled, sample.request):
+        if not self._room_for(-(-stop // self.block) - filled, sequence.request):
             return False
-        self.waiting.remove(sample)
-        insort(self.running, sample, key=lambda s: s.order)
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=lambda s: s.order)
         prefix.waiting -= 1
         prefix.running += 1
-        sample.blocks, sample.cached = prefix.blocks[:filled], prefix.cached
-        self.pool.share(sample.blocks)
-        self._grow(sample, stop)
+        sequence.blocks, sequence.cached = prefix.blocks[:filled], prefix.cached
+        self.pool.share(sequence.blocks)
+        self._grow(sequence, stop)
         if rest:
             # The prefix's last block is filled in part; each sample goes on in a copy of its own.
-            work.copies.append((prefix.blocks[filled], sample.blocks[filled]))
-        if sample.ready:
-            work.decode.append(sample)
+            work.copies.append((prefix.blocks[filled], sequence.blocks[filled]))
+        if sequence.ready:
+            work.decode.append(sequence)
         else:
-            work.compute(sample, len(sample.tokens) - 1)
+            work.compute(sequence, len(sequence.tokens) - 1)
         return True
 
-    def _house(self, prefix: Prefix, request: int) -> bool:
+    def _house(self, prefix: SharedPrompt, request: int) -> bool:
         """Blocks for the whole prefix; False when there is no room."""
         if not self._room_for(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), request):
             return False
@@ -288,25 +295,25 @@ class Scheduler:
 
     # -- room in the cache
 
-    def _reach(self, sample: Sample, tokens: int) -> int:
+    def _reach(self, sequence: SequenceState, tokens: int) -> int:
         """Tokens that are cached after a round of `tokens` passes; the last one produced is not fed any more."""
-        return min(len(sample.tokens) + tokens - 1, sample.limit - 1)
+        return min(len(sequence.tokens) + tokens - 1, sequence.limit - 1)
 
-    def _grow(self, part: Stretch, stop: int) -> None:
+    def _grow(self, part: Span, stop: int) -> None:
         while len(part.blocks) * self.block < stop:
             part.blocks.append(self.pool.take())
 
-    def _extend(self, sample: Sample, stop: int) -> bool:
+    def _extend(self, sequence: SequenceState, stop: int) -> bool:
         """Blocks for the first `stop` tokens of a running sample; False when it lost its place over it."""
-        missing = -(-stop // self.block) - len(sample.blocks)
+        missing = -(-stop // self.block) - len(sequence.blocks)
         while self.pool.free < missing:
-            if self._give_up_a_prefix(sample.request):
+            if self._give_up_a_prefix(sequence.request):
                 continue
             youngest = self.running[-1]
             self._preempt(youngest)
-            if youngest is sample:
+            if youngest is sequence:
                 return False
-        self._grow(sample, stop)
+        self._grow(sequence, stop)
         return True
 
     def _give_up_a_prefix(self, request: int) -> bool:
@@ -319,15 +326,15 @@ class Scheduler:
                 return True
         return False
 
-    def _preempt(self, sample: Sample) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self.preempted += 1
-        self.running.remove(sample)
-        self._release(sample)
-        insort(self.waiting, sample, key=lambda s: s.order)
-        prefix = self.prefixes[sample.request]
+        self.running.remove(sequence)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.order)
+        prefix = self.prefixes[sequence.request]
         prefix.running -= 1
         prefix.waiting += 1
 
-    def _release(self, part: Stretch) -> None:
+    def _release(self, part: Span) -> None:
         self.pool.drop(part.blocks)
         part.blocks, part.cached = [], 0

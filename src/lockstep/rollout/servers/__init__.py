@@ -1,8 +1,8 @@
-"""Serving engines (vLLM and its kin) as rollout engines: servers with weights of their own, asked over HTTP.
+"""Serving engines (vLLM, SGLang) as rollout engines: separate server processes with a copy of the weights, over HTTP.
 
-What all of them share: `engine.py` is what the run sees; `life.py`, `process.py` and `fleet.py` are the servers and who
-is asked; `handover.py` gives them weights, through files (`weights.py`), by a collective (`collective.py`) or by the
-memory that they are in (`memory.py`), and `probe.py` proves that they came; `server_client.py` sends HTTP requests, and
-`request_batcher.py` sends many samples in one. What one of them calls things is its `Dialect` (`dialect.py`), a file of
-its own; `plugin` is what vLLM's own processes import.
+`server_engine.py` is the engine that the run calls. `server_manager.py`, `server_process.py` and `fleet.py` start the
+servers and distribute requests. `weight_sync.py` sends weights through files (`file_transport.py`), a collective
+(`collective_transport.py`) or shared memory (`memory_transport.py`), and `weight_check.py` verifies the result.
+`server_client.py` sends HTTP requests; `request_batcher.py` puts many samples into one request. Each engine has a
+`ServerAdapter` (`adapter.py`). `plugin` holds the modules that vLLM's processes import.
 """

@@ -175,7 +175,7 @@ class ServerStart:
 
 
 @dataclass(frozen=True)
-class ServerFacts:
+class ServerMetadata:
     """What a server says of itself; None where it does not."""
 
     engine: str
@@ -188,7 +188,7 @@ class ServerFacts:
     """Settings of the server with which it cannot be used, each with what to set instead."""
 
 
-class Dialect(Protocol):
+class ServerAdapter(Protocol):
     """The verbs. All but `command`, `environment`, `ask` and `read` go to one server and return when it has done it; a
     server that does not, or says that it could not, raises `Failed`."""
 
@@ -235,65 +235,65 @@ class Dialect(Protocol):
 
     # -- weights: pause, push, flush, end, resume
 
-    def pause(self, line: Channel) -> None:
+    def pause(self, client: Channel) -> None:
         """Nothing is generated from here on; what is under way is aborted."""
 
-    def resume(self, line: Channel) -> None: ...
+    def resume(self, client: Channel) -> None: ...
 
-    def push(self, line: Channel, weights: PushedWeights) -> None:
+    def push(self, client: Channel, weights: PushedWeights) -> None:
         """Take the weights from the files. Returns when they can be deleted; `Failed` where a tensor is missing, one
         too many, or (of engines that can tell) not what was written."""
 
-    def end(self, line: Channel, version: str) -> None:
+    def end(self, client: Channel, version: str) -> None:
         """All weights have come; from here on they are `version`."""
 
-    def flush(self, line: Channel) -> None:
+    def flush(self, client: Channel) -> None:
         """Forget keys and values of earlier weights."""
 
-    def version(self, line: Channel) -> str:
+    def version(self, client: Channel) -> str:
         """The version of the weights that it has; after a start something that no run says."""
 
-    def take(self, line: Channel, placed: Placed) -> str | None:
+    def take(self, client: Channel, placed: Placed) -> str | None:
         """In the place of `push`: take the weights from the memory that they are in, on the server's own machine. Why
         they cannot be opened, where nothing was touched; None where all is done."""
 
     # -- weights by a collective, in the place of `push`: join once, then begin, receive, finish
 
-    def workers(self, line: Channel) -> int:
+    def workers(self, client: Channel) -> int:
         """How many processes share the weights of the server: the ranks of a group besides the run."""
 
-    def join(self, line: Channel, meeting: GroupMeeting) -> None:
+    def join(self, client: Channel, meeting: GroupMeeting) -> None:
         """All workers come to the meeting. Returns when the group is made."""
 
-    def begin(self, line: Channel) -> None:
+    def begin(self, client: Channel) -> None:
         """Tensors are coming."""
 
-    def receive(self, line: Channel, group: str, announced: Announced) -> None:
+    def receive(self, client: Channel, group: str, announced: Announced) -> None:
         """Take what is announced from the group, while the run broadcasts it; `Failed` as lost where the server is in
         no such group."""
 
-    def finish(self, line: Channel) -> None:
+    def finish(self, client: Channel) -> None:
         """All tensors have come."""
 
-    def leave(self, line: Channel, group: str) -> None:
+    def leave(self, client: Channel, group: str) -> None:
         """Destroy the group."""
 
     # -- adapters
 
-    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
+    def load_adapter(self, client: Channel, name: str, folder: Path) -> None:
         """Take a PEFT folder as the adapter `name`, and forget those before it."""
 
     # -- memory
 
-    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
+    def sleep(self, client: Channel, *, discard_weights: bool) -> None:
         """Give memory back; `discard_weights` where they will come again before anything is generated."""
 
-    def wake(self, line: Channel, part: MemoryPart) -> None:
+    def wake(self, client: Channel, part: MemoryPart) -> None:
         """Take the memory of weights, then that of the cache, again."""
 
     # -- health
 
-    def healthy(self, line: Channel) -> None:
+    def healthy(self, client: Channel) -> None:
         """`Failed` where it does not answer yet, or any more."""
 
-    def facts(self, line: Channel, needs: ServerNeeds) -> ServerFacts: ...
+    def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata: ...

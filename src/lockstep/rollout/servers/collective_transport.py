@@ -24,7 +24,7 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
-from lockstep.rollout.servers.adapter import Announced, Dialect, GroupMeeting, ServerFailed
+from lockstep.rollout.servers.adapter import Announced, GroupMeeting, ServerAdapter, ServerFailed
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, bit_sum, joined, left
 from lockstep.rollout.servers.server_client import ServerClient
 
@@ -45,23 +45,23 @@ class WeightLink:
 
     def __init__(
         self,
-        dialect: Dialect,
-        line: ServerClient,
+        server_adapter: ServerAdapter,
+        client: ServerClient,
         device: Device,
         index: int,
         answer_limit: float,
         progress: Callable[[str], None],
     ):
-        self.dialect, self.line, self.device, self.index = dialect, line, device, index
+        self.server_adapter, self.client, self.device, self.index = server_adapter, client, device, index
         self._limit, self._progress = answer_limit, progress
         seconds = min(answer_limit, MEETING_SECONDS)
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.meeting = GroupMeeting(
-            own_address(line.address),
+            own_address(client.address),
             int(self._store.port),
             f"lockstep-weights-{secrets.token_hex(8)}",
             device.collective,
-            1 + dialect.workers(line),
+            1 + server_adapter.workers(client),
             seconds,
         )
         self._group: dist.ProcessGroup | None = None
@@ -77,13 +77,16 @@ class WeightLink:
             return joined(told.backend, self._store, told.name, RUN, told.size, limit)
 
         self._group = self._together(
-            lambda: self.dialect.join(self.line, told), ours, f"the {told.size - 1} workers of the server", told.seconds
+            lambda: self.server_adapter.join(self.client, told),
+            ours,
+            f"the {told.size - 1} workers of the server",
+            told.seconds,
         )
 
     def give(self, weights: Weights, dtype: torch.dtype) -> None:
         """Announce and send all of them, a bucket at a time; of each no more than one tensor is copied."""
-        self.dialect.begin(self.line)
-        for bucket in _buckets(weights, dtype, self.dialect.bucket_bytes):
+        self.server_adapter.begin(self.client)
+        for bucket in _buckets(weights, dtype, self.server_adapter.bucket_bytes):
             announced = Announced(
                 [name for name, _ in bucket],
                 [list(tensor.shape) for _, tensor in bucket],
@@ -91,12 +94,12 @@ class WeightLink:
                 str(dtype).removeprefix("torch."),
             )
             self._together(
-                lambda told=announced: self.dialect.receive(self.line, self.meeting.name, told),  # type: ignore[misc]
+                lambda told=announced: self.server_adapter.receive(self.client, self.meeting.name, told),  # type: ignore[misc]
                 lambda sent=bucket: self._send(sent, dtype),  # type: ignore[misc]
                 "the server's end of the broadcast",
                 self._limit,
             )
-        self.dialect.finish(self.line)
+        self.server_adapter.finish(self.client)
 
     def _send(self, weights: Weights, dtype: torch.dtype) -> None:
         assert self._group is not None
@@ -119,20 +122,20 @@ class WeightLink:
                 if asked in missing and wait((asked,), timeout=_WORDS_SECONDS).done:
                     asked.result()
                 raise ServerFailed(
-                    f"{self.line.address}: weights did not come through by {self.meeting.backend}: {error}", lost=True
+                    f"{self.client.address}: weights did not come through by {self.meeting.backend}: {error}", lost=True
                 )
             if not missing:
                 return done.result()
             if time.monotonic() > given_up:
                 late = who if asked in missing else f"the run's own end of {self.meeting.backend}"
-                raise ServerFailed(f"{self.line.address}: {late} did not come in {limit:g} s", lost=True)
-            self._progress(f"{self.meeting.backend} with {self.line.address}")
+                raise ServerFailed(f"{self.client.address}: {late} did not come in {limit:g} s", lost=True)
+            self._progress(f"{self.meeting.backend} with {self.client.address}")
 
     def close(self, *, told: bool = True) -> None:
         """`told`: the server is there to hear it."""
         if told and self._group is not None:
             with suppress(ServerFailed):
-                self.dialect.leave(self.line, self.meeting.name)
+                self.server_adapter.leave(self.client, self.meeting.name)
         if self._group is not None:
             left(self._group)
         self._group = None
@@ -173,9 +176,9 @@ def own_address(server: str) -> str:
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, where = found[0]
-        with socket.socket(family, kind, protocol) as line:
-            line.connect(where)  # sends nothing
-            return str(line.getsockname()[0])
+        with socket.socket(family, kind, protocol) as client:
+            client.connect(where)  # sends nothing
+            return str(client.getsockname()[0])
     except OSError as error:
         raise ServerFailed(f"{server}: no way from it to this machine is known ({error}): {REMEDY}") from error
 

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.rollout.servers.adapter import Answer, Dialect, ServerFailed, WantedSample, checked_answer
+from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed, WantedSample, checked_answer
 from lockstep.rollout.servers.server_client import ClientThread, ServerClient
 from lockstep.rollout.servers.server_process import ServerProcess
 
@@ -26,7 +26,7 @@ _LISTEN_SECONDS = 1.0
 class Server:
     """One server. Only the event loop changes `busy`; `up` is set by the run and cleared by whoever finds it gone."""
 
-    line: ServerClient
+    client: ServerClient
     process: ServerProcess | None = None
     up: bool = False
     asleep: bool = False
@@ -42,8 +42,8 @@ class Server:
     told_at: float = 0.0
     """When its silence was last told."""
 
-    def told(self) -> str:
-        return f"{self.line.address}: {self.why}" if self.why else self.line.address
+    def describe(self) -> str:
+        return f"{self.client.address}: {self.why}" if self.why else self.client.address
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,14 @@ ServerEvent = Done | Lost | Back | ServerFailed
 
 class Fleet:
     def __init__(
-        self, dialect: Dialect, lines: ClientThread, servers: Sequence[Server], answer_limit: float, vocabulary: int
+        self,
+        server_adapter: ServerAdapter,
+        clients: ClientThread,
+        servers: Sequence[Server],
+        answer_limit: float,
+        vocabulary: int,
     ):
-        self.dialect, self.lines, self.servers = dialect, lines, list(servers)
+        self.server_adapter, self.clients, self.servers = server_adapter, clients, list(servers)
         self._answer_limit, self._vocabulary = answer_limit, vocabulary
         self.version = ""
         """Of the weights that a sample must be drawn by."""
@@ -89,7 +94,7 @@ class Fleet:
         On `Lost` and `Back` it is the caller's to bring the server up again. Closing it drops what is under way.
         """
         heard = self._heard = queue.SimpleQueue()
-        job = self.lines.start(self._all(asked, heard))
+        job = self.clients.start(self._all(asked, heard))
         left = len(asked)
         try:
             while left:
@@ -105,7 +110,7 @@ class Fleet:
 
     def watch(self, server: Server) -> None:
         """Say `Back` once the server answers: in the middle of `events`."""
-        self.lines.start(self._watch(server, self._heard))
+        self.clients.start(self._watch(server, self._heard))
 
     # -- on the event loop
 
@@ -138,7 +143,7 @@ class Fleet:
             finally:
                 server.busy -= 1
             if answer.ended == "aborted":
-                why = f"{server.line.address}: a response was aborted"
+                why = f"{server.client.address}: a response was aborted"
                 # It may be on its way out; the next look at its health tells.
                 await asyncio.sleep(_HEALTH_PAUSE)
                 continue
@@ -152,19 +157,19 @@ class Fleet:
 
     async def sampled(self, server: Server, wanted: WantedSample) -> Answer:
         """Ask one server, once. An answer that is no response to what was asked is refused."""
-        path, body = self.dialect.ask(wanted)
-        if self.dialect.samples_together:
-            said = await server.line.sample(path, body, self._answer_limit)
+        path, body = self.server_adapter.ask(wanted)
+        if self.server_adapter.samples_together:
+            said = await server.client.sample(path, body, self._answer_limit)
         else:
-            said = await server.line.send("POST", path, body, self._answer_limit)
+            said = await server.client.send("POST", path, body, self._answer_limit)
         try:
-            return checked_answer(self.dialect.read(said, wanted), wanted, self._vocabulary)
+            return checked_answer(self.server_adapter.read(said, wanted), wanted, self._vocabulary)
         except ServerFailed as error:
-            raise ServerFailed(f"{server.line.address}{path}: {error}", lost=error.lost) from error
+            raise ServerFailed(f"{server.client.address}{path}: {error}", lost=error.lost) from error
 
     async def _least_busy(self) -> Server:
         while True:
-            most = sys.maxsize if self.dialect.samples_together else AT_ONCE
+            most = sys.maxsize if self.server_adapter.samples_together else AT_ONCE
             free = [server for server in self.servers if server.up and server.busy < most]
             if free:
                 return min(free, key=lambda server: server.busy)
@@ -189,4 +194,4 @@ class Fleet:
             await asyncio.sleep(_HEALTH_PAUSE)
 
     def _health(self, server: Server) -> None:
-        self.dialect.healthy(server.line)
+        self.server_adapter.healthy(server.client)

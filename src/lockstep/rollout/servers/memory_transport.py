@@ -11,7 +11,7 @@ import torch
 from lockstep.device.base import Device
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
-from lockstep.rollout.servers.adapter import Dialect, Placed, ServerFailed
+from lockstep.rollout.servers.adapter import Placed, ServerAdapter, ServerFailed
 from lockstep.rollout.servers.collective_transport import first_visible
 from lockstep.rollout.servers.plugin.lockstep_shared import TensorPlace, device_place, host_places
 from lockstep.rollout.servers.weight_check import fingerprint
@@ -73,7 +73,9 @@ def _unsharable(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
     return None if tensor.is_contiguous() else "is not contiguous"
 
 
-def by_memory(settings: RolloutSettings, dialect: Dialect, device: Device, processes: int, *, adapter: bool) -> bool:
+def by_memory(
+    settings: RolloutSettings, server_adapter: ServerAdapter, device: Device, processes: int, *, adapter: bool
+) -> bool:
     """`auto` is memory where the run in one process has started the server on its own device: there it is known to be
     the same machine, and nothing has to be copied to share it."""
     if not ENGINES[settings.engine].served or adapter:
@@ -83,4 +85,4 @@ def by_memory(settings: RolloutSettings, dialect: Dialect, device: Device, proce
     server = settings.server
     there = server.devices is None or server.devices == [first_visible(device)]
     alone = settings.url is None and processes == 1 and server.tensor_parallel == 1 and there
-    return dialect.opens_memory and device.shares_memory and alone
+    return server_adapter.opens_memory and device.shares_memory and alone

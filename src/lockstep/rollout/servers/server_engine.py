@@ -15,12 +15,12 @@ from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import RunPlace, why_ended
-from lockstep.rollout.servers.adapter import Answer, Dialect, ServerFailed, WantedSample
+from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed, WantedSample
 from lockstep.rollout.servers.fleet import Back, Done, Lost
-from lockstep.rollout.servers.server_manager import GOES_ON, ServerLife, named_servers, refusal_kind
-from lockstep.rollout.servers.server_process import dialect_of, machine_of, served_host
+from lockstep.rollout.servers.server_manager import RESUME, ServerManager, named_servers, refusal_kind
+from lockstep.rollout.servers.server_process import machine_of, served_host, server_adapter_of
 from lockstep.rollout.servers.weight_check import fingerprint
-from lockstep.rollout.servers.weight_sync import WeightHandOver
+from lockstep.rollout.servers.weight_sync import WeightSync
 from lockstep.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ class ServerEngine:
 
     def __init__(
         self,
-        dialect: Dialect,
+        server_adapter: ServerAdapter,
         policy: Policy,
         device: Device,
         settings: RolloutSettings,
         tokenizer: PreTrainedTokenizerBase,
         place: RunPlace,
     ):
-        self.dialect, self.policy, self.settings = dialect, policy, settings
+        self.server_adapter, self.policy, self.settings = server_adapter, policy, settings
         self.world, self.decode = place.world, tokenizer.decode
         self.updates = 0
         """Updates that the weights have seen which the next `sync` hands over; set by whoever counts them."""
@@ -54,13 +54,13 @@ class ServerEngine:
         """Of its parts."""
         self._drawn_by = 0
         self._pushed: tuple[int, ...] | None = None
-        self.life = ServerLife(dialect, policy, device, settings, place)
-        self.fleet = self.life.fleet
-        self.handover = WeightHandOver(self.life, device)
+        self.manager = ServerManager(server_adapter, policy, device, settings, place)
+        self.fleet = self.manager.fleet
+        self.weight_sync = WeightSync(self.manager, device)
         try:
             self._open()
-            self._on_main(self.life.wait_for_all)
-            self.life.met = True
+            self._on_main(self.manager.wait_for_all)
+            self.manager.met = True
         except BaseException:
             self.close()
             raise
@@ -69,11 +69,11 @@ class ServerEngine:
         addresses = named_servers(self.settings)
         if addresses is None:
             machines = self.world.gather(machine_of(self.world))
-            address, key = self._on_main(lambda: self.life.start(served_host(machines)))
-            self.life.lines.authorize(key)
+            address, key = self._on_main(lambda: self.manager.start(served_host(machines)))
+            self.manager.clients.authorize(key)
             addresses = [address]
         if not self.fleet.servers:
-            self.life.find(addresses)
+            self.manager.find(addresses)
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Hand the weights over where any has changed, to every server that is up, and prove it."""
@@ -85,12 +85,12 @@ class ServerEngine:
             compared = time.monotonic() - begun
             slept = any(server.asleep for server in self.fleet.servers)
             if now != self._pushed or slept or not self.fleet.up():
-                self.handover.updates = self.updates
-                self.handover.to_all(every)
+                self.weight_sync.updates = self.updates
+                self.weight_sync.to_all(every)
                 self._pushed = now
                 self._drawn_by = self.updates
                 self.sync_seconds = time.monotonic() - begun
-                self.sync_parts = {"compare": compared, **self.handover.seconds}
+                self.sync_parts = {"compare": compared, **self.weight_sync.seconds}
             return self.fleet.version, self._drawn_by, [server.up for server in self.fleet.servers]
 
         self.fleet.version, self._drawn_by, up = self._on_main(handed)
@@ -98,15 +98,15 @@ class ServerEngine:
             for server, there in zip(self.fleet.servers, up, strict=True):
                 server.up = there
 
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What the run's record says of it: of rank 0, which asks the servers."""
         said: dict[str, Any] = {
-            "version": ", ".join(dict.fromkeys(self.life.engines.values())) or None,
+            "version": ", ".join(dict.fromkeys(self.manager.engines.values())) or None,
             "servers": len(self.fleet.servers),
             "started": self.settings.url is None,
-            "hand_over": self.handover.way,
+            "hand_over": self.weight_sync.way,
         }
-        bounds, probed = self.handover.bounds, self.handover.probed
+        bounds, probed = self.weight_sync.bounds, self.weight_sync.probed
         if bounds is not None and probed:
             worst = max((each.off for each in probed.values()), key=lambda off: off.largest)
             said["probe"] = (
@@ -125,7 +125,7 @@ class ServerEngine:
             for sample in range(request.first, request.first + request.n):
                 places.append((number, sample))
                 seed = _seed(sampling.seed, request.key, sample)
-                asked.append(WantedSample(request.ids, sampling, longest, seed, self.handover.adapter))
+                asked.append(WantedSample(request.ids, sampling, longest, seed, self.weight_sync.adapter))
         events = self.fleet.events(asked)
         silent = False
         try:
@@ -134,18 +134,18 @@ class ServerEngine:
                     silent |= event.answer.version is None
                     yield self._completion(*places[event.number], asked[event.number], event.answer)
                 elif isinstance(event, ServerFailed):
-                    where = f"rollout.engine {self.dialect.name}"
-                    remedy = GOES_ON if event.lost else "the last checkpoint is untouched"
+                    where = f"rollout.engine {self.server_adapter.name}"
+                    remedy = RESUME if event.lost else "the last checkpoint is untouched"
                     raise refusal_kind(lost=event.lost).at(where, str(event), remedy)
                 elif isinstance(event, Lost):
-                    self.life.start_again(event.server)
+                    self.manager.start_again(event.server)
                 elif isinstance(event, Back):
-                    self.handover.bring_up(event.server)
+                    self.weight_sync.bring_up(event.server)
                     if not (event.server.up or event.server.left_out):
                         self.fleet.watch(event.server)
                 else:
                     self.world.progress()  # still for the response that is named already
-                    self.life.refuse_all_silent()
+                    self.manager.refuse_all_silent()
         finally:
             events.close()
         if silent:
@@ -154,12 +154,12 @@ class ServerEngine:
     def _refuse_changed(self) -> None:
         """For engines that do not say with an answer which weights it is of."""
         for server in self.fleet.up():
-            found = self.life.asked(server, self.dialect.version)
+            found = self.manager.asked(server, self.server_adapter.version)
             if found != self.fleet.version:
                 raise Refusal.at(
-                    f"rollout.engine {self.dialect.name} at {server.line.address}",
+                    f"rollout.engine {self.server_adapter.name} at {server.client.address}",
                     f"its weights became those of version {found} while it generated with {self.fleet.version}",
-                    GOES_ON,
+                    RESUME,
                 )
 
     def _completion(self, number: int, sample: int, wanted: WantedSample, answer: Answer) -> Completion:
@@ -172,13 +172,13 @@ class ServerEngine:
             text = self.decode(ids)
             if stop == "string" and not any(each.strip() in text for each in wanted.sampling.stop_strings):
                 raise Refusal.at(
-                    f"rollout.engine {self.dialect.name}",
+                    f"rollout.engine {self.server_adapter.name}",
                     f"a response of {len(ids)} tokens ended by a stop text, and none of rollout.stop is in it",
                     "look for a proxy that changes answers, or for another tokenizer in the server's model folder",
                 )
         if stop == "length" and len(ids) < wanted.max_tokens:
             raise Refusal.at(
-                f"rollout.engine {self.dialect.name}",
+                f"rollout.engine {self.server_adapter.name}",
                 f"a response to a prompt of {len(wanted.ids)} tokens was cut after {len(ids)} of {wanted.max_tokens}: "
                 "the server's longest sequence is shorter",
                 "raise it by rollout.server.args, or lower rollout.max_tokens",
@@ -187,21 +187,21 @@ class ServerEngine:
 
     # -- the rest of an engine
 
-    def free(self) -> None:
+    def release_memory(self) -> None:
         """With `rollout.sleep`, while the run trains."""
 
         def asleep() -> None:
-            verb = partial(self.dialect.sleep, discard_weights=self.life.lora_rank is None)
+            verb = partial(self.server_adapter.sleep, discard_weights=self.manager.lora_rank is None)
             for server in self.fleet.up():
-                self.life.asked(server, verb)
+                self.manager.asked(server, verb)
                 server.up, server.asleep = False, True
 
         if self.settings.sleep:
             self._on_main(asleep)
 
     def close(self) -> None:
-        self.handover.close()
-        self.life.close()
+        self.weight_sync.close()
+        self.manager.close()
 
     def _on_main(self, work: Callable[[], T]) -> T:
         """Rank 0 does it; all have its result, or its refusal."""
@@ -224,7 +224,7 @@ class ServerEngine:
 def open_engine(
     policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: RunPlace
 ) -> ServerEngine:
-    return ServerEngine(dialect_of(settings), policy, device, settings, tokenizer, place)
+    return ServerEngine(server_adapter_of(settings), policy, device, settings, tokenizer, place)
 
 
 def _seed(run: int, key: int, sample: int) -> int:

@@ -15,7 +15,7 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.servers.adapter import Channel, Dialect, ServerFacts, ServerFailed, ServerNeeds
+from lockstep.rollout.servers.adapter import Channel, ServerAdapter, ServerFailed, ServerMetadata, ServerNeeds
 from lockstep.rollout.servers.fleet import Fleet, Server
 from lockstep.rollout.servers.server_client import ClientThread, HealthCheck, ServerClient, is_address
 from lockstep.rollout.servers.server_process import ServerProcess, refuse_absent, start_server
@@ -26,14 +26,16 @@ STARTS = 3
 POLL_SECONDS = 1.0
 # Once one server of several answers, the others have so long before the run starts without them.
 OTHERS_SECONDS = 60.0
-GOES_ON = "the same command goes on from the last checkpoint"
+RESUME = "the same command goes on from the last checkpoint"
 
 
-class ServerLife:
+class ServerManager:
     """Of all servers of a run, as rank 0 leads it; the other ranks know the addresses."""
 
-    def __init__(self, dialect: Dialect, policy: Policy, device: Device, settings: RolloutSettings, place: RunPlace):
-        self.dialect, self.policy, self.settings, self.place = dialect, policy, settings, place
+    def __init__(
+        self, server_adapter: ServerAdapter, policy: Policy, device: Device, settings: RolloutSettings, place: RunPlace
+    ):
+        self.server_adapter, self.policy, self.settings, self.place = server_adapter, policy, settings, place
         self.device = device
         self.world = place.world
         self.dtype: torch.dtype = next(policy.parameters()).dtype
@@ -43,9 +45,9 @@ class ServerLife:
         """Name and version of the engine at each address."""
         self.met = False
         """Whether all servers have answered and fit the run: one that is lost from then on may work again."""
-        self.lines = ClientThread()
+        self.clients = ClientThread()
         self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
-        self.fleet = Fleet(dialect, self.lines, [], settings.server.answer_limit, self.vocabulary)
+        self.fleet = Fleet(server_adapter, self.clients, [], settings.server.answer_limit, self.vocabulary)
 
     # -- start
 
@@ -53,23 +55,23 @@ class ServerLife:
         """One server of ours; its address and its key. It is not waited for."""
         refuse_absent(self.settings, self.device)
         dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
-        log = self.place.folder / f"{self.dialect.name}.log"
+        log = self.place.folder / f"{self.server_adapter.name}.log"
         process, address, key = start_server(
-            self.dialect, self.settings, self.device, self.place.model, dtype, self.lora_rank, log, host
+            self.server_adapter, self.settings, self.device, self.place.model, dtype, self.lora_rank, log, host
         )
-        self.fleet.servers = [Server(self._line(address, process), process, since=time.monotonic())]
+        self.fleet.servers = [Server(self._client(address, process), process, since=time.monotonic())]
         return address, key
 
     def find(self, addresses: Sequence[str]) -> None:
         """Servers that somebody else has started, or rank 0."""
-        self.fleet.servers = [Server(self._line(address), since=time.monotonic()) for address in addresses]
+        self.fleet.servers = [Server(self._client(address), since=time.monotonic()) for address in addresses]
 
-    def _line(self, address: str, process: ServerProcess | None = None) -> ServerClient:
+    def _client(self, address: str, process: ServerProcess | None = None) -> ServerClient:
         def ended() -> str | None:
             return None if process is None or process.alive else process.how_ended()
 
-        self.lines.health[address] = HealthCheck(address, self.dialect.gone_statuses, ended)
-        return ServerClient(self.lines, address, self.settings.server.answer_limit)
+        self.clients.health[address] = HealthCheck(address, self.server_adapter.gone_statuses, ended)
+        return ServerClient(self.clients, address, self.settings.server.answer_limit)
 
     def wait_for_all(self) -> None:
         """Until all answer, or one does and the others have had their time; what they say of themselves must fit the
@@ -87,12 +89,12 @@ class ServerLife:
                 self._tell_left_out(missing)
                 return
             if missing:
-                self.world.progress(f"the start of {missing[0].line.address}")
+                self.world.progress(f"the start of {missing[0].client.address}")
                 time.sleep(POLL_SECONDS)
 
     def _answers(self, server: Server) -> bool:
         try:
-            self.dialect.healthy(server.line)
+            self.server_adapter.healthy(server.client)
         except ServerFailed as error:
             server.why = str(error)
             return False
@@ -101,20 +103,20 @@ class ServerLife:
 
     def meet(self, server: Server) -> None:
         """A server that answers for the first time."""
-        facts = self.asked(server, lambda line: self.dialect.facts(line, self.needs))
-        self._refuse_unfit(server, facts)
-        self.engines[server.line.address] = facts.engine
+        metadata = self.asked(server, lambda client: self.server_adapter.metadata(client, self.needs))
+        self._refuse_unfit(server, metadata)
+        self.engines[server.client.address] = metadata.engine
 
     def met_late(self, server: Server) -> bool:
         """Whether a server that was not there at the start fits the run. One that does not is left out: the others have
         the run's work."""
-        if server.line.address in self.engines:
+        if server.client.address in self.engines:
             return True
         try:
             self.meet(server)
         except Refusal as refusal:
             server.left_out = True
-            say(f"warning: {server.line.address} is left out of the run: {refusal.problems[0].why}")
+            say(f"warning: {server.client.address} is left out of the run: {refusal.problems[0].why}")
             return False
         return True
 
@@ -123,17 +125,17 @@ class ServerLife:
         say(
             f"warning: {len(missing)} of {count} servers of rollout.url did not answer within {OTHERS_SECONDS:g} s of "
             f"the first. The run starts with {count - len(missing)} and gives the others weights when they answer: "
-            + "; ".join(server.told() for server in missing)
+            + "; ".join(server.describe() for server in missing)
         )
 
     def asked(self, server: Server, verb: Callable[[Channel], T]) -> T:
         """What must succeed; a server that cannot do it ends the run."""
         try:
-            return verb(server.line)
+            return verb(server.client)
         except ServerFailed as error:
-            where = f"rollout.engine {self.dialect.name} at {server.line.address}"
+            where = f"rollout.engine {self.server_adapter.name} at {server.client.address}"
             lost = error.lost and self.met
-            remedy = GOES_ON if lost else self.dialect.started_by_hand(self.needs)
+            remedy = RESUME if lost else self.server_adapter.started_by_hand(self.needs)
             raise refusal_kind(lost=lost).at(where, str(error), remedy) from error
 
     # -- lost servers
@@ -146,9 +148,9 @@ class ServerLife:
         server.starts += 1
         if server.starts > STARTS:
             raise LostProcess.at(
-                f"rollout.engine {self.dialect.name}",
+                f"rollout.engine {self.server_adapter.name}",
                 f"the server was lost {server.starts} times in a row: {server.why}{server.process.last_lines()}",
-                GOES_ON,
+                RESUME,
             )
         server.process.restart()
 
@@ -162,7 +164,7 @@ class ServerLife:
                 self.start_again(server)
                 return
             raise refusal_kind(lost=server.process.killed).at(
-                f"rollout.engine {self.dialect.name}",
+                f"rollout.engine {self.server_adapter.name}",
                 f"the server {server.process.ended()}",
                 "its own words above say why; rollout.server.args and rollout.server.env reach it",
             )
@@ -170,8 +172,8 @@ class ServerLife:
             last = server.process.last_lines() if server.process is not None else ""
             raise refusal_kind(lost=self.met).at(
                 "rollout.server.start_limit",
-                f"no answer in {limit:g} s from {server.told()}{last}",
-                "raise it, or look why the server does not come up" + (f"; {GOES_ON}" if self.met else ""),
+                f"no answer in {limit:g} s from {server.describe()}{last}",
+                "raise it, or look why the server does not come up" + (f"; {RESUME}" if self.met else ""),
             )
 
     def _tell_silent(self, server: Server) -> None:
@@ -180,7 +182,7 @@ class ServerLife:
             server.told_at = now
             limit = self.settings.server.start_limit
             say(
-                f"waiting for an answer from {server.told()} for {now - server.since:.0f} s; the run gives up after "
+                f"waiting for an answer from {server.describe()} for {now - server.since:.0f} s; the run gives up after "
                 f"{limit:g} s (rollout.server.start_limit)"
             )
 
@@ -189,24 +191,24 @@ class ServerLife:
         if not self.fleet.up():
             self.refuse_silent(max(self.fleet.servers, key=lambda server: server.since))
 
-    def _refuse_unfit(self, server: Server, facts: ServerFacts) -> None:
-        where = f"rollout.engine {self.dialect.name} at {server.line.address}"
-        remedy = self.dialect.started_by_hand(self.needs)
-        for wrong in facts.wrong:
+    def _refuse_unfit(self, server: Server, metadata: ServerMetadata) -> None:
+        where = f"rollout.engine {self.server_adapter.name} at {server.client.address}"
+        remedy = self.server_adapter.started_by_hand(self.needs)
+        for wrong in metadata.wrong:
             raise Refusal.at(where, wrong, remedy)
-        if facts.vocabulary is not None and facts.vocabulary != self.vocabulary:
-            why = f"it has a vocabulary of {facts.vocabulary:,} tokens, the model of the run one of {self.vocabulary:,}"
+        if metadata.vocabulary is not None and metadata.vocabulary != self.vocabulary:
+            why = f"it has a vocabulary of {metadata.vocabulary:,} tokens, the model of the run one of {self.vocabulary:,}"
             raise Refusal.at(where, why, f"start it with the model {self.place.model}")
         own = str(self.dtype).removeprefix("torch.")
-        if facts.dtype is not None and facts.dtype != own:
-            raise Refusal.at(where, f"it computes in {facts.dtype}, the trainer in {own}", f"start it with {own}")
+        if metadata.dtype is not None and metadata.dtype != own:
+            raise Refusal.at(where, f"it computes in {metadata.dtype}, the trainer in {own}", f"start it with {own}")
 
     def close(self) -> None:
         for server in self.fleet.servers:
             if server.process is not None:
                 server.process.close()
                 server.process.remove_key()
-        self.lines.close()
+        self.clients.close()
 
 
 def refusal_kind(*, lost: bool) -> type[Refusal]:

@@ -23,7 +23,7 @@ from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES, imported
-from lockstep.rollout.servers.adapter import Dialect, ServerFailed, ServerNeeds, ServerStart
+from lockstep.rollout.servers.adapter import ServerAdapter, ServerFailed, ServerNeeds, ServerStart
 from lockstep.rollout.servers.collective_transport import own_address
 from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE
 
@@ -84,36 +84,38 @@ def python_of(settings: RolloutSettings) -> str:
     return settings.server.python or sys.executable
 
 
-def dialect_of(settings: RolloutSettings) -> Dialect:
-    dialect: Dialect = imported(ENGINES[settings.engine].dialect)()
-    return dialect
+def server_adapter_of(settings: RolloutSettings) -> ServerAdapter:
+    server_adapter: ServerAdapter = imported(ENGINES[settings.engine].server_adapter)()
+    return server_adapter
 
 
 def refuse_absent(settings: RolloutSettings, device: Device) -> None:
     """An engine that lockstep is to start and that the named Python does not have."""
     if settings.url is not None or not ENGINES[settings.engine].served:
         return
-    dialect = dialect_of(settings)
+    server_adapter = server_adapter_of(settings)
     python, key = python_of(settings), "rollout.server.python"
-    look = f"import importlib.util, sys; sys.exit(3 if importlib.util.find_spec({dialect.package!r}) is None else 0)"
+    look = f"import importlib.util, sys; sys.exit(3 if importlib.util.find_spec({server_adapter.package!r}) is None else 0)"
     try:
         found = subprocess.run([python, "-c", look], capture_output=True, timeout=_LOOK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refusal.at(key, f"{python} cannot be run: {error}", "name the Python that has the engine") from error
     if found.returncode:
-        unusable = serving_on(device.name, dialect.name).unusable
+        unusable = serving_on(device.name, server_adapter.name).unusable
         if unusable is not None:
-            where = f"rollout.engine {dialect.name}"
-            raise Refusal.at(where, f"{python} has no package {dialect.package}, and {unusable}", "take another engine")
+            where = f"rollout.engine {server_adapter.name}"
+            raise Refusal.at(
+                where, f"{python} has no package {server_adapter.package}, and {unusable}", "take another engine"
+            )
         raise Refusal.at(
-            f"rollout.engine {dialect.name}",
-            f"{python} has no package {dialect.package}",
-            f"{dialect.install(device.name)}, then say {key} (these engines pin a torch of their own)",
+            f"rollout.engine {server_adapter.name}",
+            f"{python} has no package {server_adapter.package}",
+            f"{server_adapter.install(device.name)}, then say {key} (these engines pin a torch of their own)",
         )
 
 
 def start_server(
-    dialect: Dialect,
+    server_adapter: ServerAdapter,
     settings: RolloutSettings,
     device: Device,
     model: str,
@@ -130,7 +132,7 @@ def start_server(
     given = [own.pop(name, "") for name in (KEY_VARIABLE, ENGINE_KEY)]
     key = next(filter(None, given), "") or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
     conceal(key)
-    key_file = _written_key(key, server.args) if dialect.reads_key_file else None
+    key_file = _written_key(key, server.args) if server_adapter.reads_key_file else None
     start = ServerStart(
         python_of(settings),
         folder,
@@ -143,11 +145,11 @@ def start_server(
         key,
         "" if key_file is None else str(key_file),
     )
-    environment = {**dialect.environment(start), **own}
+    environment = {**server_adapter.environment(start), **own}
     if server.devices is not None and device.visible_variable is not None:
         environment[device.visible_variable] = ",".join(map(str, server.devices))
-    environment["PYTHONPATH"] = _python_path(dialect.environment(start), settings)
-    return ServerProcess(dialect.command(start), environment, log, key_file), _url(host, start.port), key
+    environment["PYTHONPATH"] = _python_path(server_adapter.environment(start), settings)
+    return ServerProcess(server_adapter.command(start), environment, log, key_file), _url(host, start.port), key
 
 
 def _written_key(key: str, args: Sequence[str]) -> Path:

@@ -21,8 +21,8 @@ from lockstep.rollout.servers.adapter import (
     MemoryPart,
     Placed,
     PushedWeights,
-    ServerFacts,
     ServerFailed,
+    ServerMetadata,
     ServerNeeds,
     ServerStart,
     WantedSample,
@@ -160,50 +160,50 @@ class Sglang:
 
     # -- weights
 
-    def pause(self, line: Channel) -> None:
-        line.post("/pause_generation", {"mode": "abort"}, seconds=SWITCH_SECONDS)
+    def pause(self, client: Channel) -> None:
+        client.post("/pause_generation", {"mode": "abort"}, seconds=SWITCH_SECONDS)
 
-    def resume(self, line: Channel) -> None:
-        line.post("/continue_generation", {}, seconds=SWITCH_SECONDS)
+    def resume(self, client: Channel) -> None:
+        client.post("/continue_generation", {}, seconds=SWITCH_SECONDS)
 
-    def push(self, line: Channel, weights: PushedWeights) -> None:
+    def push(self, client: Channel, weights: PushedWeights) -> None:
         """SGLang takes every safetensors file of a folder and keeps what is in none of them as it was, without a word:
         what the files hold is looked at before, and what the engine made of it by the probe after."""
         folder = _folder_of(weights)
         _refuse_other_names(weights)
-        said = line.post(
+        said = client.post(
             "/update_weights_from_disk",
             {"model_path": str(folder), "load_format": "safetensors", "flush_cache": True},
         )
-        _succeeded(line, said, "message")
+        _succeeded(client, said, "message")
 
-    def take(self, line: Channel, placed: Placed) -> str | None:
+    def take(self, client: Channel, placed: Placed) -> str | None:
         raise ServerFailed("SGLang is not asked to open a run's memory: it takes Python objects for that")
 
-    def end(self, line: Channel, version: str) -> None:
-        said = line.post(
+    def end(self, client: Channel, version: str) -> None:
+        said = client.post(
             "/update_weight_version", {"new_version": version, "abort_all_requests": False}, seconds=SWITCH_SECONDS
         )
-        _succeeded(line, said, "message")
+        _succeeded(client, said, "message")
 
-    def flush(self, line: Channel) -> None:
-        line.post("/flush_cache", seconds=SWITCH_SECONDS)
+    def flush(self, client: Channel) -> None:
+        client.post("/flush_cache", seconds=SWITCH_SECONDS)
 
-    def version(self, line: Channel) -> str:
+    def version(self, client: Channel) -> str:
         # Not /server_info: that tells the version which the server was started with.
-        return str(line.get("/model_info")["weight_version"])
+        return str(client.get("/model_info")["weight_version"])
 
     # -- weights by a collective
 
-    def workers(self, line: Channel) -> int:
-        info = line.get("/server_info")
+    def workers(self, client: Channel) -> int:
+        info = client.get("/server_info")
         for key in ("dp_size", "pp_size"):
             if info.get(key, 1) != 1:
                 # Its ranks in a group are those of tensor parallelism alone, and several workers would have the same.
-                raise ServerFailed(f"{line.address}: {key} is {info[key]}: set rollout.hand_over=files")
+                raise ServerFailed(f"{client.address}: {key} is {info[key]}: set rollout.hand_over=files")
         return int(info["tp_size"])
 
-    def join(self, line: Channel, meeting: GroupMeeting) -> None:
+    def join(self, client: Channel, meeting: GroupMeeting) -> None:
         body = {
             "master_address": meeting.address,
             "master_port": meeting.port,
@@ -212,24 +212,24 @@ class Sglang:
             "group_name": meeting.name,
             "backend": meeting.backend,
         }
-        _succeeded(line, line.post("/init_weights_update_group", body, meeting.seconds), "message")
+        _succeeded(client, client.post("/init_weights_update_group", body, meeting.seconds), "message")
 
-    def begin(self, line: Channel) -> None:
+    def begin(self, client: Channel) -> None:
         """An update from disk prepares and finishes the weights itself, one by a collective does not."""
         try:
-            _succeeded(line, line.post("/begin_weight_update", {}), "message")
+            _succeeded(client, client.post("/begin_weight_update", {}), "message")
         except ServerFailed as error:
             if error.status == _NOT_FOUND:
                 # Of releases before it, as 0.5.17: they load without what 0.5.23 does before and after.
                 why = "this SGLang has no /begin_weight_update, which a collective needs"
-                raise ServerFailed(f"{line.address}: {why}: take 0.5.23, or set rollout.hand_over=files") from error
+                raise ServerFailed(f"{client.address}: {why}: take 0.5.23, or set rollout.hand_over=files") from error
             # A push that was given up in the middle has left it open.
             if error.status != _BAD_REQUEST or "already open" not in str(error):
                 raise
-            self.finish(line)
-            _succeeded(line, line.post("/begin_weight_update", {}), "message")
+            self.finish(client)
+            _succeeded(client, client.post("/begin_weight_update", {}), "message")
 
-    def receive(self, line: Channel, group: str, announced: Announced) -> None:
+    def receive(self, client: Channel, group: str, announced: Announced) -> None:
         """SGLang keeps what is not announced as it was, without a word: the probe tells."""
         body = {
             "names": list(announced.names),
@@ -239,56 +239,56 @@ class Sglang:
             "flush_cache": False,
         }
         try:
-            _succeeded(line, line.post("/update_weights_from_distributed", body), "message")
+            _succeeded(client, client.post("/update_weights_from_distributed", body), "message")
         except ServerFailed as error:
             # Its own words for a group that it is not in, which is what a server that was started again says.
             lost = error.lost or "call `init_weights_update_group` first" in str(error)
             raise ServerFailed(str(error), lost=lost, status=error.status if error.lost else None) from error
 
-    def finish(self, line: Channel) -> None:
-        _succeeded(line, line.post("/end_weight_update", {}), "message")
+    def finish(self, client: Channel) -> None:
+        _succeeded(client, client.post("/end_weight_update", {}), "message")
 
-    def leave(self, line: Channel, group: str) -> None:
-        line.post("/destroy_weights_update_group", {"group_name": group}, LEAVE_SECONDS)
+    def leave(self, client: Channel, group: str) -> None:
+        client.post("/destroy_weights_update_group", {"group_name": group}, LEAVE_SECONDS)
 
     # -- adapters
 
-    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
+    def load_adapter(self, client: Channel, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
-            said = line.post("/load_lora_adapter", body)
+            said = client.post("/load_lora_adapter", body)
         except ServerFailed as error:
             # A server that was given up and is there after all may have it, of an earlier try.
             if error.status != _BAD_REQUEST or "already loaded" not in str(error):
                 raise
-            self._unload(line, name)
-            said = line.post("/load_lora_adapter", body)
-        _succeeded(line, said, "error_message")
+            self._unload(client, name)
+            said = client.post("/load_lora_adapter", body)
+        _succeeded(client, said, "error_message")
         for other in said["loaded_adapters"]:
             if other != name:
-                self._unload(line, other)
+                self._unload(client, other)
 
-    def _unload(self, line: Channel, name: str) -> None:
-        said = line.post("/unload_lora_adapter", {"lora_name": name}, seconds=SWITCH_SECONDS)
-        _succeeded(line, said, "error_message")
+    def _unload(self, client: Channel, name: str) -> None:
+        said = client.post("/unload_lora_adapter", {"lora_name": name}, seconds=SWITCH_SECONDS)
+        _succeeded(client, said, "error_message")
 
     # -- memory
 
-    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
-        if wrong := _keeps_memory(line.get("/server_info"), discard_weights=discard_weights):
-            raise ServerFailed(f"{line.address}: {wrong}")
-        line.post("/release_memory_occupation", {"tags": list(_TAGS.values())})
+    def sleep(self, client: Channel, *, discard_weights: bool) -> None:
+        if wrong := _keeps_memory(client.get("/server_info"), discard_weights=discard_weights):
+            raise ServerFailed(f"{client.address}: {wrong}")
+        client.post("/release_memory_occupation", {"tags": list(_TAGS.values())})
 
-    def wake(self, line: Channel, part: MemoryPart) -> None:
-        line.post("/resume_memory_occupation", {"tags": [_TAGS[part]]})
+    def wake(self, client: Channel, part: MemoryPart) -> None:
+        client.post("/resume_memory_occupation", {"tags": [_TAGS[part]]})
 
     # -- health
 
-    def healthy(self, line: Channel) -> None:
-        line.get("/health", seconds=SWITCH_SECONDS)
+    def healthy(self, client: Channel) -> None:
+        client.get("/health", seconds=SWITCH_SECONDS)
 
-    def facts(self, line: Channel, needs: ServerNeeds) -> ServerFacts:
-        info = line.get("/server_info")
+    def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata:
+        info = client.get("/server_info")
         wrong = []
         if not info.get("enable_deterministic_inference"):
             wrong.append("seeds have no effect on it: start it with --enable-deterministic-inference")
@@ -301,7 +301,7 @@ class Sglang:
         if needs.sleep and (kept := _keeps_memory(info, discard_weights=needs.lora_rank is None)):
             wrong.append(kept)
         dtype, longest = info.get("dtype"), info.get("context_length")
-        return ServerFacts(
+        return ServerMetadata(
             f"sglang {info['version']}",
             longest=longest if isinstance(longest, int) else None,
             dtype=dtype if dtype != "auto" else None,
@@ -383,6 +383,6 @@ def _refuse_other_names(weights: PushedWeights) -> None:
         raise ServerFailed(f"the files do not hold what was announced: missing {missing[:5]}, too many {extra[:5]}")
 
 
-def _succeeded(line: Channel, said: Any, reason: str) -> None:
+def _succeeded(client: Channel, said: Any, reason: str) -> None:
     if not isinstance(said, dict) or said.get("success") is not True:
-        raise ServerFailed(f"{line.address}: {said.get(reason) if isinstance(said, dict) else said}")
+        raise ServerFailed(f"{client.address}: {said.get(reason) if isinstance(said, dict) else said}")

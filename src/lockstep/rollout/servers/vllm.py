@@ -19,8 +19,8 @@ from lockstep.rollout.servers.adapter import (
     MemoryPart,
     Placed,
     PushedWeights,
-    ServerFacts,
     ServerFailed,
+    ServerMetadata,
     ServerNeeds,
     ServerStart,
     WantedSample,
@@ -142,89 +142,89 @@ class Vllm:
 
     # -- weights
 
-    def pause(self, line: Channel) -> None:
-        line.post("/pause?mode=abort", seconds=SWITCH_SECONDS)
+    def pause(self, client: Channel) -> None:
+        client.post("/pause?mode=abort", seconds=SWITCH_SECONDS)
 
-    def resume(self, line: Channel) -> None:
-        line.post("/resume", seconds=SWITCH_SECONDS)
+    def resume(self, client: Channel) -> None:
+        client.post("/resume", seconds=SWITCH_SECONDS)
 
-    def push(self, line: Channel, weights: PushedWeights) -> None:
+    def push(self, client: Channel, weights: PushedWeights) -> None:
         files = [str(file) for file in weights.files]
-        _call(line, "lockstep_load", files=files, names=list(weights.names), sums=list(weights.sums))
+        _call(client, "lockstep_load", files=files, names=list(weights.names), sums=list(weights.sums))
 
-    def take(self, line: Channel, placed: Placed) -> str | None:
-        said = _call(line, "lockstep_take", **asdict(placed))
+    def take(self, client: Channel, placed: Placed) -> str | None:
+        said = _call(client, "lockstep_take", **asdict(placed))
         unopened = [worker["unopened"] for worker in said if "unopened" in worker]
         if unopened and len(unopened) < len(said):
-            raise ServerFailed(f"{line.address}: only some of its workers opened the weights: {unopened[0]}")
+            raise ServerFailed(f"{client.address}: only some of its workers opened the weights: {unopened[0]}")
         return str(unopened[0]) if unopened else None
 
-    def end(self, line: Channel, version: str) -> None:
-        _call(line, "lockstep_version", version=version)
+    def end(self, client: Channel, version: str) -> None:
+        _call(client, "lockstep_version", version=version)
         with _unless_unknown():
-            line.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
+            client.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
 
-    def flush(self, line: Channel) -> None:
-        said = line.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
+    def flush(self, client: Channel) -> None:
+        said = client.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
         if isinstance(said, dict) and said.get("success") is False:
-            raise ServerFailed(f"{line.address}: its cache of earlier weights could not be emptied")
+            raise ServerFailed(f"{client.address}: its cache of earlier weights could not be emptied")
 
-    def version(self, line: Channel) -> str:
+    def version(self, client: Channel) -> str:
         """Of the workers, which hold the weights, and of the engine, which tells it with every answer."""
-        versions = {str(worker["version"]) for worker in _call(line, "lockstep_version")}
+        versions = {str(worker["version"]) for worker in _call(client, "lockstep_version")}
         if len(versions) > 1:
-            raise ServerFailed(f"{line.address}: its workers have weights of several versions: {sorted(versions)}")
+            raise ServerFailed(f"{client.address}: its workers have weights of several versions: {sorted(versions)}")
         (version,) = versions
         with _unless_unknown():
-            engine = line.get("/weight_info")["weight_version"]
+            engine = client.get("/weight_info")["weight_version"]
             return version if version == engine else f"{version} (the engine says {engine})"
         return version
 
     # -- weights by a collective
 
-    def workers(self, line: Channel) -> int:
-        return len(_call(line, "lockstep_version"))
+    def workers(self, client: Channel) -> int:
+        return len(_call(client, "lockstep_version"))
 
-    def join(self, line: Channel, meeting: GroupMeeting) -> None:
-        _call(line, "lockstep_join", **asdict(meeting))
+    def join(self, client: Channel, meeting: GroupMeeting) -> None:
+        _call(client, "lockstep_join", **asdict(meeting))
 
-    def begin(self, line: Channel) -> None:
+    def begin(self, client: Channel) -> None:
         """Nothing: the worker extension takes all tensors in one call."""
 
-    def receive(self, line: Channel, group: str, announced: Announced) -> None:
-        _call(line, "lockstep_receive", group=group, **asdict(announced))
+    def receive(self, client: Channel, group: str, announced: Announced) -> None:
+        _call(client, "lockstep_receive", group=group, **asdict(announced))
 
-    def finish(self, line: Channel) -> None:
+    def finish(self, client: Channel) -> None:
         """Nothing: see `begin`."""
 
-    def leave(self, line: Channel, group: str) -> None:
-        _call(line, "lockstep_leave", limit=LEAVE_SECONDS)
+    def leave(self, client: Channel, group: str) -> None:
+        _call(client, "lockstep_leave", limit=LEAVE_SECONDS)
 
     # -- adapters
 
-    def load_adapter(self, line: Channel, name: str, folder: Path) -> None:
-        line.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        for other in _adapters(line):
+    def load_adapter(self, client: Channel, name: str, folder: Path) -> None:
+        client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        for other in _adapters(client):
             if other != name:
-                line.post("/v1/unload_lora_adapter", {"lora_name": other}, seconds=SWITCH_SECONDS)
+                client.post("/v1/unload_lora_adapter", {"lora_name": other}, seconds=SWITCH_SECONDS)
 
     # -- memory
 
-    def sleep(self, line: Channel, *, discard_weights: bool) -> None:
-        line.post(f"/sleep?level={2 if discard_weights else 1}")
+    def sleep(self, client: Channel, *, discard_weights: bool) -> None:
+        client.post(f"/sleep?level={2 if discard_weights else 1}")
 
-    def wake(self, line: Channel, part: MemoryPart) -> None:
-        line.post(f"/wake_up?tags={ {'weights': 'weights', 'cache': 'kv_cache'}[part] }")
+    def wake(self, client: Channel, part: MemoryPart) -> None:
+        client.post(f"/wake_up?tags={ {'weights': 'weights', 'cache': 'kv_cache'}[part] }")
 
     # -- health
 
-    def healthy(self, line: Channel) -> None:
-        line.get("/health", seconds=SWITCH_SECONDS)
+    def healthy(self, client: Channel) -> None:
+        client.get("/health", seconds=SWITCH_SECONDS)
 
-    def facts(self, line: Channel, needs: ServerNeeds) -> ServerFacts:
+    def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata:
         try:
-            said = _call(line, "lockstep_facts")[0]
-            line.get(SAMPLES)
+            said = _call(client, "lockstep_facts")[0]
+            client.get(SAMPLES)
         except ServerFailed as error:
             if error.lost and error.status is None:
                 raise
@@ -240,7 +240,7 @@ class Vllm:
         if needs.lora_rank is not None and (said["lora_rank"] or 0) < needs.lora_rank:
             takes = f"adapters of rank {said['lora_rank']} at most" if said["lora_rank"] else "no adapters"
             wrong.append(f"it takes {takes}, and the run's has rank {needs.lora_rank}")
-        return ServerFacts(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
+        return ServerMetadata(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
 
 
 def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: WantedSample) -> Ended:
@@ -265,16 +265,16 @@ def _unless_unknown() -> Iterator[None]:
             raise
 
 
-def _call(line: Channel, method: str, *, limit: float | None = None, **told: Any) -> list[dict[str, Any]]:
+def _call(client: Channel, method: str, *, limit: float | None = None, **told: Any) -> list[dict[str, Any]]:
     """A method of the worker extension, on every worker, within `limit` seconds."""
-    answered = line.post("/collective_rpc", {"method": method, "args": [json.dumps(told)]}, limit)
+    answered = client.post("/collective_rpc", {"method": method, "args": [json.dumps(told)]}, limit)
     results = answered["results"]
     for result in results:
         if "error" in result:
-            raise ServerFailed(f"{line.address}: {result['error']}", lost=bool(result.get("lost")))
+            raise ServerFailed(f"{client.address}: {result['error']}", lost=bool(result.get("lost")))
     return list(results)
 
 
-def _adapters(line: Channel) -> list[str]:
-    listed = line.get("/v1/models")["data"]
+def _adapters(client: Channel) -> list[str]:
+    listed = client.get("/v1/models")["data"]
     return [model["id"] for model in listed if model.get("parent") is not None]

@@ -19,7 +19,7 @@ from lockstep.rollout.servers.file_transport import travelling, write_adapter, w
 from lockstep.rollout.servers.fleet import Server
 from lockstep.rollout.servers.memory_transport import REMEDY as MEMORY_REMEDY
 from lockstep.rollout.servers.memory_transport import SharedMemory, Unopened, by_memory
-from lockstep.rollout.servers.server_manager import GOES_ON, POLL_SECONDS, ServerLife, refusal_kind
+from lockstep.rollout.servers.server_manager import POLL_SECONDS, RESUME, ServerManager, refusal_kind
 from lockstep.rollout.servers.weight_check import (
     MOST,
     Bounds,
@@ -35,13 +35,13 @@ from lockstep.types import Sampling
 _UNTOUCHED = "the last checkpoint is untouched; rollout.engine=native generates with the trained modules themselves"
 
 
-class WeightHandOver:
+class WeightSync:
     """Rank 0's: what was given to which server, and what the probe has said of it."""
 
-    def __init__(self, life: ServerLife, device: Device):
-        self.life, self.device = life, device
-        self.dialect, self.policy, self.settings = life.dialect, life.policy, life.settings
-        self.fleet, self.dtype, self.world = life.fleet, life.dtype, life.world
+    def __init__(self, manager: ServerManager, device: Device):
+        self.manager, self.device = manager, device
+        self.server_adapter, self.policy, self.settings = manager.server_adapter, manager.policy, manager.settings
+        self.fleet, self.dtype, self.world = manager.fleet, manager.dtype, manager.world
         self.updates = 0
         """Updates that the weights have seen which are handed over next."""
         self.pushes = 0
@@ -50,7 +50,7 @@ class WeightHandOver:
         self.bounds: Bounds | None = None
         """Of the probes, from the first two pushes."""
         self.by_memory = by_memory(
-            self.settings, self.dialect, device, self.world.size, adapter=life.lora_rank is not None
+            self.settings, self.server_adapter, device, self.world.size, adapter=manager.lora_rank is not None
         )
         """Whether the server opens the run's own memory."""
         self.seconds: dict[str, float] = {}
@@ -62,7 +62,7 @@ class WeightHandOver:
     @property
     def adapter(self) -> str | None:
         """The name under which a server has the adapter of now, in a LoRA run."""
-        return None if self.life.lora_rank is None else f"lockstep-{self.fleet.version}"
+        return None if self.manager.lora_rank is None else f"lockstep-{self.fleet.version}"
 
     @property
     def way(self) -> str:
@@ -95,22 +95,22 @@ class WeightHandOver:
     def bring_up(self, server: Server, weights: Weights | None = None) -> None:
         """The weights of the step once more, for a server that answers again."""
         try:
-            self.dialect.healthy(server.line)
+            self.server_adapter.healthy(server.client)
             if not self.world.main:
                 # Rank 0 does it when it finds out; until then this server is not asked.
-                server.up = self.dialect.version(server.line) == self.fleet.version
+                server.up = self.server_adapter.version(server.client) == self.fleet.version
                 return
-            if not self.life.met_late(server):
+            if not self.manager.met_late(server):
                 return
             # It is a fresh server: the probe before says nothing of it.
-            self.probed.pop(server.line.address, None)
+            self.probed.pop(server.client.address, None)
             self._to_one(server, list(self.policy.stored.named_parameters()) if weights is None else weights)
         except ServerFailed as error:
             server.why = str(error)
             if not error.lost:
                 raise self._push_refused(server, error) from error
             if server.process is not None and not server.process.alive:
-                self.life.start_again(server)
+                self.manager.start_again(server)
 
     def _goes_on_without(self, server: Server, error: ServerFailed) -> bool:
         """A server that cannot be reached at all is left out, and looked after while the others generate. One that
@@ -121,9 +121,9 @@ class WeightHandOver:
     def _wait_for_one(self, weights: Weights) -> None:
         """All are lost: those of ours are started again, and the first to answer is given the weights."""
         for server in self.fleet.servers:
-            self.life.start_again(server)
+            self.manager.start_again(server)
         while not self.fleet.up():
-            self.life.refuse_all_silent()
+            self.manager.refuse_all_silent()
             for server in self.fleet.servers:
                 if not server.left_out:
                     self.bring_up(server, weights)
@@ -146,13 +146,16 @@ class WeightHandOver:
     def _abandon(self, server: Server) -> None:
         """A push that failed half-way: the server says that its weights are nobody's, closes the update, and does not
         stand still for the next run (some tell their health by generating)."""
-        line = server.line
+        client = server.client
         if by_collective(self.settings):
             with suppress(ServerFailed):
-                self.dialect.finish(line)
-        for verb in (partial(self.dialect.end, version=f"{self.fleet.version}-incomplete"), self.dialect.resume):
+                self.server_adapter.finish(client)
+        for verb in (
+            partial(self.server_adapter.end, version=f"{self.fleet.version}-incomplete"),
+            self.server_adapter.resume,
+        ):
             with suppress(ServerFailed):
-                verb(line)
+                verb(client)
 
     def _give_and_probe(self, server: Server, weights: Weights) -> None:
         """The first time all of it twice, which tells what is noise."""
@@ -167,9 +170,9 @@ class WeightHandOver:
             self._refuse_probe(server, why_refused(again, None, self.bounds, 0.0))
             self._refuse_other_truncation(server)
             said = again
-        before = self.probed.get(server.line.address)
+        before = self.probed.get(server.client.address)
         self._refuse_probe(server, why_refused(said, before, self.bounds, self._noise))
-        self.probed[server.line.address] = said
+        self.probed[server.client.address] = said
         server.up, server.why, server.starts = True, "", 0
 
     def _next_version(self) -> None:
@@ -177,31 +180,31 @@ class WeightHandOver:
         self.fleet.version = f"{self._run}-{self.pushes}"
 
     def _give(self, server: Server, weights: Weights) -> None:
-        dialect, line, version = self.dialect, server.line, self.fleet.version
+        server_adapter, client, version = self.server_adapter, server.client, self.fleet.version
         server.up = False
         with self._prepared(server, weights) as push:
             if server.asleep:
                 with self._timed("wake"):
-                    dialect.wake(line, "weights")
+                    server_adapter.wake(client, "weights")
             with self._timed("pause"):
-                dialect.pause(line)
+                server_adapter.pause(client)
             with self._timed("push"):
                 push()
             if server.asleep:
                 with self._timed("wake"):
-                    dialect.wake(line, "cache")
+                    server_adapter.wake(client, "cache")
                 server.asleep = False
             with self._timed("flush"):
-                dialect.flush(line)
+                server_adapter.flush(client)
             with self._timed("version"):
-                dialect.end(line, version)
+                server_adapter.end(client, version)
             with self._timed("resume"):
-                dialect.resume(line)
+                server_adapter.resume(client)
         with self._timed("version"):
-            found = dialect.version(line)
+            found = server_adapter.version(client)
         if found != version:
             raise ServerFailed(
-                f"{line.address}: it was given weights of version {version} and says that it has {found}"
+                f"{client.address}: it was given weights of version {version} and says that it has {found}"
             )
 
     @contextmanager
@@ -229,17 +232,17 @@ class WeightHandOver:
         """Also for what has no other way."""
         if self.adapter is not None:
             write_adapter(folder, self.policy.model)
-            return partial(self.dialect.load_adapter, server.line, self.adapter, folder)
+            return partial(self.server_adapter.load_adapter, server.client, self.adapter, folder)
         if self.by_memory:
             try:
                 placed = self._memory.placed(weights, self.dtype, folder)
                 return partial(self._take, folder, server, weights, placed)
             except Unopened as error:
                 self._give_memory_up(str(error))
-        return partial(self.dialect.push, server.line, written_weights(folder, weights, self.dtype))
+        return partial(self.server_adapter.push, server.client, written_weights(folder, weights, self.dtype))
 
     def _take(self, folder: Path, server: Server, weights: Weights, placed: Placed) -> None:
-        unopened = self.dialect.take(server.line, placed)
+        unopened = self.server_adapter.take(server.client, placed)
         if unopened is not None:
             self._give_memory_up(f"the server does not open the run's memory: {unopened}")
             self._by_files(folder, server, weights)()
@@ -248,7 +251,9 @@ class WeightHandOver:
         """Files lead there as well; but one who asked for memory is to know."""
         if self.settings.hand_over == "memory":
             raise ServerFailed(f"{why}: {MEMORY_REMEDY}")
-        warnings.warn(f"weights go to {self.dialect.name} through files, which takes longer: {why}", stacklevel=2)
+        warnings.warn(
+            f"weights go to {self.server_adapter.name} through files, which takes longer: {why}", stacklevel=2
+        )
         self.by_memory = False
 
     @contextmanager
@@ -263,22 +268,22 @@ class WeightHandOver:
 
     def _linked(self, server: Server) -> WeightLink:
         """The group with the server's workers, which is made where there is none."""
-        link = self._links.get(server.line.address)
+        link = self._links.get(server.client.address)
         if link is None:
             index, limit = self.world.local_rank, self.settings.server.answer_limit
-            link = WeightLink(self.dialect, server.line, self.device, index, limit, self.world.progress)
-            self._links[server.line.address] = link
+            link = WeightLink(self.server_adapter, server.client, self.device, index, limit, self.world.progress)
+            self._links[server.client.address] = link
             link.join()
         return link
 
     def _unlink(self, server: Server) -> None:
-        link = self._links.pop(server.line.address, None)
+        link = self._links.pop(server.client.address, None)
         if link is not None:
             link.close(told=False)
 
     def close(self) -> None:
         for server in self.fleet.servers:
-            link = self._links.pop(server.line.address, None)
+            link = self._links.pop(server.client.address, None)
             if link is not None:
                 # One of ours ends next, and needs no word.
                 link.close(told=server.process is None)
@@ -287,9 +292,9 @@ class WeightHandOver:
         # A server that breaks at its first push would break again; one that had weights may take them again.
         lost = error.lost and self.bounds is not None
         return refusal_kind(lost=lost).at(
-            f"rollout.engine {self.dialect.name} at {server.line.address}",
+            f"rollout.engine {self.server_adapter.name} at {server.client.address}",
             f"it did not take the weights after {self.updates} updates: {error}",
-            GOES_ON if lost else _UNTOUCHED,
+            RESUME if lost else _UNTOUCHED,
         )
 
     # -- the probe
@@ -298,11 +303,11 @@ class WeightHandOver:
         asked = probe_requests(self.policy, self.adapter, sampling)
         with self._timed("probe"):
             # Begun together, so that they go together.
-            answers = self.life.lines.start(self._sampled(server, asked)).result()
+            answers = self.manager.clients.start(self._sampled(server, asked)).result()
         for answer in answers:
             if answer.version is not None and answer.version != self.fleet.version:
                 raise ServerFailed(
-                    f"{server.line.address}: the probe was answered by weights of version {answer.version}"
+                    f"{server.client.address}: the probe was answered by weights of version {answer.version}"
                 )
         with self._timed("score"):
             return probed(self.policy, self.device.torch_device(self.world.local_rank), asked, answers)
@@ -314,7 +319,7 @@ class WeightHandOver:
         if why is not None:
             server.up = False
             raise Refusal.at(
-                f"rollout.engine {self.dialect.name} at {server.line.address}",
+                f"rollout.engine {self.server_adapter.name} at {server.client.address}",
                 f"it does not generate with the weights after {self.updates} updates that it was given: {why}",
                 _UNTOUCHED,
             )
@@ -336,7 +341,7 @@ class WeightHandOver:
         if not said.off.mean <= most.mean:
             raise Refusal.at(
                 "rollout.truncated",
-                f"engine {self.dialect.name} truncates otherwise than the trainer (top_p {how.top_p:g}, top_k "
+                f"engine {self.server_adapter.name} truncates otherwise than the trainer (top_p {how.top_p:g}, top_k "
                 f"{how.top_k}, min_p {how.min_p:g}): log-probs differ by {said.off.mean:.3g} on average",
                 "remove top_p, top_k and min_p",
             )

@@ -21,7 +21,7 @@ from lockstep.errors import LostProcess, Refusal
 from lockstep.launch.worker_process import FunctionProcess
 from lockstep.model.policy import Policy
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
-from lockstep.parallel.sharding import let_go, whole_on
+from lockstep.parallel.sharding import reshard, whole_on
 from lockstep.recipe import Recipe
 from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Meeting, Opening, Probed
 from lockstep.rollout.worker.worker_weights import (
@@ -103,7 +103,7 @@ class WorkerEngine:
         with self._refusing_a_failed_hand_over():
             self.channel.give(self._whole_weights(), lambda: self._send(HandOver(version, ask)))
         said_K = probe(self.policy, self.device)
-        let_go(self.policy)
+        reshard(self.policy)
         self._wait(lambda: self._probed is not None)
         assert self._probed is not None
         assert self._probed.version == version
@@ -143,7 +143,7 @@ class WorkerEngine:
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Nothing to do: weights are handed over once a step, with the requests they are for."""
 
-    def free(self) -> None:
+    def release_memory(self) -> None:
         """The worker gives its cache back by itself."""
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class WorkerEngine:
 
     def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The trained weights one by one, gathered where ranks have slices of them: never all of them together."""
-        let_go(self.policy)
+        reshard(self.policy)
         for name, parameter in self.policy.trainable():
             yield name, whole_on(parameter.detach(), self.device)
 
