@@ -132,7 +132,7 @@ def _pushes(args: argparse.Namespace, engine: ServerEngine) -> dict[str, Any]:
     size = sum(weight.numel() * weight.element_size() for weight in engine.policy.parameters())
     kept = told[1:] or told
     medians = {part: statistics.median(one.get(part, 0.0) for one in kept) for part in kept[-1]}
-    return {**medians, "gib": size / 2**30, "way": engine.weight_sync.way}
+    return {**medians, "gib": size / 2**30, "way": engine.weight_sync.transport}
 
 
 def _samples(args: argparse.Namespace, engine: ServerEngine, recipe: Recipe) -> dict[str, float]:

@@ -87,7 +87,7 @@ def test_what_was_not_announced_so_is_caught(
         patch.setattr(WeightLink, "_send", lambda self, bucket, dtype: send(self, change(list(bucket)), dtype))
         with pytest.raises(Refusal) as caught:
             sync(engine, 4)
-    assert "did not take the weights after 4 updates" in str(caught.value)
+    assert "did not load the weights after 4 updates" in str(caught.value)
     assert f"did not come as they were sent: ['{LEFT_OUT}'" in str(caught.value)
 
 
@@ -101,7 +101,7 @@ def test_a_tensor_that_is_not_sent_at_all_is_missed(
         )
         with pytest.raises(Refusal) as caught:
             sync(engine, 4)
-    assert "did not take the weights" in (said := str(caught.value)) or "log-probs of the probe" in said
+    assert "did not load the weights" in (said := str(caught.value)) or "log-probs of the weight check" in said
     # A server whose push failed gets a group of its own again, and all weights.
     sync(engine, 5)
     assert_generates_with_the_weights(engine, embedded)

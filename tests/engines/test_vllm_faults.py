@@ -16,7 +16,7 @@ from engine_session import GREEDY, SAMPLED, load, move, opened, requests, run, s
 from lockstep.errors import Refusal
 from lockstep.rollout.servers import weight_sync
 from lockstep.rollout.servers.adapter import Answer, PushedWeights, WantedSample
-from lockstep.rollout.servers.file_transport import written_weights
+from lockstep.rollout.servers.file_transport import write_weights
 from lockstep.rollout.servers.fleet import Server
 from lockstep.rollout.servers.server_engine import ServerEngine
 from lockstep.rollout.servers.server_process import ServerProcess
@@ -31,7 +31,7 @@ def spoiled(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., 
     def write(folder: Path, weights, dtype: torch.dtype) -> PushedWeights:
         tensors = {name: tensor.detach().clone() for name, tensor in weights}
         change(tensors)
-        return written_weights(folder, list(tensors.items()), dtype)
+        return write_weights(folder, list(tensors.items()), dtype)
 
     return write
 
@@ -57,8 +57,8 @@ def test_a_corrupted_tensor_is_caught(pushed, monkeypatch: pytest.MonkeyPatch, n
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name].mul_(1.5)
 
-    monkeypatch.setattr(weight_sync, "written_weights", spoiled(change))
-    assert "its log-probs of the probe differ from the trainer's" in refused(pushed)
+    monkeypatch.setattr(weight_sync, "write_weights", spoiled(change))
+    assert "its log-probs of the weight check differ from the trainer's" in refused(pushed)
 
 
 def test_a_bit_that_is_lost_on_the_way_is_caught(
@@ -67,14 +67,14 @@ def test_a_bit_that_is_lost_on_the_way_is_caught(
     """One whose change no probe would see: the lowest of a weight's mantissa."""
 
     def write(folder: Path, weights, dtype: torch.dtype) -> PushedWeights:
-        whole = written_weights(folder, weights, dtype)
+        whole = write_weights(folder, weights, dtype)
         (file,) = whole.files
         content = bytearray(file.read_bytes())
         content[-4] ^= 1
         file.write_bytes(content)
         return whole
 
-    monkeypatch.setattr(weight_sync, "written_weights", write)
+    monkeypatch.setattr(weight_sync, "write_weights", write)
     last = list(dict(pushed.policy.stored.named_parameters()))[-1]
     assert f"{last} in the files is not what the run has written" in refused(pushed)
     assert "incomplete" in pushed.server_adapter.version(pushed.fleet.servers[0].client)
@@ -89,15 +89,15 @@ def test_a_tensor_left_out_of_the_files_is_caught(pushed, monkeypatch: pytest.Mo
         whole = spoiled(lambda tensors: tensors.pop(LEFT_OUT))(folder, weights, dtype)
         return PushedWeights(whole.files, [name for name, _ in weights], [0 for _ in weights])
 
-    monkeypatch.setattr(weight_sync, "written_weights", write)
+    monkeypatch.setattr(weight_sync, "write_weights", write)
     assert LEFT_OUT in refused(pushed)
 
 
 def test_a_tensor_that_nobody_announced_is_missed(pushed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left out of the list too: vLLM's own loader only warns of some of them, the probe sees the rest."""
     write = spoiled(lambda tensors: tensors.pop(LEFT_OUT))
-    monkeypatch.setattr(weight_sync, "written_weights", write)
-    assert "did not take the weights" in (told := refused(pushed)) or "log-probs of the probe" in told
+    monkeypatch.setattr(weight_sync, "write_weights", write)
+    assert "did not load the weights" in (told := refused(pushed)) or "log-probs of the weight check" in told
 
 
 def test_weights_that_stay_where_they_were_are_caught(pushed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,8 @@ def test_weights_that_stay_where_they_were_are_caught(pushed, monkeypatch: pytes
     move(pushed.policy, by=2e-7, seed=5)
     monkeypatch.setattr(
         weight_sync,
-        "written_weights",
-        lambda folder, weights, dtype: written_weights(folder, list(before.items()), dtype),
+        "write_weights",
+        lambda folder, weights, dtype: write_weights(folder, list(before.items()), dtype),
     )
     assert "those of the weights before the last update" in refused(pushed)
 
@@ -130,7 +130,7 @@ SHORT_TOKENS = 4
 
 
 def watched(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    said, sampled = Watched(), engine.fleet.sampled
+    said, sampled = Watched(), engine.fleet.sample
 
     async def noting(server: Server, wanted: WantedSample) -> Answer:
         one = server.client.address, wanted.seed, wanted.max_tokens
@@ -142,7 +142,7 @@ def watched(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> Watched:
             said.answered.append(one)
         return answer
 
-    monkeypatch.setattr(engine.fleet, "sampled", noting)
+    monkeypatch.setattr(engine.fleet, "sample", noting)
     return said
 
 

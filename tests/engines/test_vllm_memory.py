@@ -65,7 +65,7 @@ def test_three_pushes_are_opened_and_no_file_is_written(
     server, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = placing(monkeypatch, lambda placed: placed)
-    monkeypatch.setattr("lockstep.rollout.servers.weight_sync.written_weights", None)
+    monkeypatch.setattr("lockstep.rollout.servers.weight_sync.write_weights", None)
     with opened(server.url, load(embedded), embedded, tmp_path, hand_over="memory") as engine:
         for update in range(3):
             move(engine.policy, by=10 ** -(1.5 + update), seed=update)
@@ -79,7 +79,7 @@ def test_three_pushes_are_opened_and_no_file_is_written(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (left_out, "its log-probs of the probe differ from the trainer's"),
+        (left_out, "its log-probs of the weight check differ from the trainer's"),
         (elsewhere, f"are not what the run has, such as ['{LEFT_OUT}'"),
     ],
 )

@@ -60,7 +60,7 @@ def server(tiny_folder: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (faulty_proxy.three_times_too_long, "an answer of 18 tokens, and 1 to 6 were asked for"),
+        (faulty_proxy.three_times_too_long, "an answer of 18 tokens; the request allows 1 to 6"),
         (faulty_proxy.answer_of_another_prompt, "an answer to another prompt"),
         (faulty_proxy.outside_the_vocabulary, "token 0 of an answer is 100000: the vocabulary has 259 tokens"),
         (faulty_proxy.negative_token, "token 0 of an answer is -1"),
@@ -68,7 +68,7 @@ def server(tiny_folder: Path) -> Iterator[Server]:
         (faulty_proxy.one_logprob_too_few, "log-probs of"),
         (faulty_proxy.positive_logprob, r"the log-prob of token 0 of an answer is 2\.0"),
         (faulty_proxy.infinite_logprob, "no number"),
-        (faulty_proxy.goes_on_after_its_end, "goes on after its end token 9 at place 0"),
+        (faulty_proxy.goes_on_after_its_end, "continues after its end token 9 at position 0"),
         (faulty_proxy.no_token, "an answer of 0 tokens"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

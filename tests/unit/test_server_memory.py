@@ -63,7 +63,7 @@ def test_what_torch_says_of_a_devices_memory_goes_through_json_and_back() -> Non
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
-        (torch.zeros(2, dtype=torch.float16), "b is of torch.float16, and the server computes in torch.float32"),
+        (torch.zeros(2, dtype=torch.float16), "b has dtype torch.float16, and the server computes in torch.float32"),
         (torch.zeros(2, 3).t(), "b is not contiguous"),
     ],
 )

@@ -290,7 +290,7 @@ def test_a_server_whose_log_probs_are_from_before_the_temperature_is_refused(
     policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    differ = pytest.raises(Refusal, match="log-probs of the probe differ")
+    differ = pytest.raises(Refusal, match="log-probs of the weight check differ")
     with serving(folder, *FLAGS) as server, differ, engine_at(policy, folder, server):
         pass
 
@@ -420,7 +420,7 @@ def test_keys_and_values_of_earlier_weights_are_found_by_the_probe(policy: Polic
 
     with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, server_adapter=Forgetful()) as engine:
         moved(policy)
-        with pytest.raises(Refusal, match="log-probs of the probe differ"):
+        with pytest.raises(Refusal, match="log-probs of the weight check differ"):
             engine.sync(policy.stored.named_parameters())
 
 
@@ -501,7 +501,7 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
 @pytest.mark.parametrize(
     ("flags", "rank", "why"),
     [
-        ((), None, "it gives no memory back: start it with --enable-memory-saver"),
+        ((), None, "it cannot release memory: start it with --enable-memory-saver"),
         (("--enable-memory-saver",), 4, "it takes no adapters, and the run's has rank 4"),
         (
             ("--enable-memory-saver", "--enable-lora"),

@@ -139,7 +139,7 @@ class Generator:
     def proof(self) -> str:
         """What the last probe of a serving engine found, as the end of a sentence; nothing for engines of ours."""
         found = self.metadata().get("probe")
-        return "" if found is None else f"; the probe of the push: {found}"
+        return "" if found is None else f"; weight check: {found}"
 
     def sleep(self) -> None:
         """Nothing is generated while the run trains: a server may give its memory back."""

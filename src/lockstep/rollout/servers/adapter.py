@@ -1,4 +1,4 @@
-"""What a serving engine calls things: the verbs that lockstep needs of one, and the nouns that they take."""
+"""`ServerAdapter`: the operations that lockstep needs from a serving engine, and their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.types import Sampling
 
 Ended = Literal["token", "string", "length", "aborted"]
 MemoryPart = Literal["weights", "cache"]
-# What rounding may leave of the log-prob of a token that is certain.
+# The largest log-prob that rounding can give to a token of probability 1.
 _MOST_LOGPROB = 0.01
 
 
@@ -28,20 +28,20 @@ class ServerFailed(Exception):
 
 
 class Channel(Protocol):
-    """One server, over HTTP. Every call ends within `seconds`; what is no success is `Failed` (see `line.py`)."""
+    """HTTP requests to one server. Every call ends within `seconds`; a failure raises `ServerFailed`."""
 
     @property
     def address(self) -> str: ...
 
     def get(self, path: str, seconds: float | None = None) -> Any:
-        """What is answered, from its JSON; None for an answer without a body."""
+        """The parsed JSON of the response; None for an empty body."""
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)
 class WantedSample:
-    """One sample: a prompt, how it is continued, and by which adapter (None: by the model itself)."""
+    """A request for one sample: the prompt, how to sample, and the LoRA adapter (None: the base model)."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -52,8 +52,8 @@ class WantedSample:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of it. An end token that was produced is the last of `ids`. `version` is that of the weights which
-    drew the tokens, None where the engine does not say."""
+    """The answer to a `WantedSample`. A generated end token is the last of `ids`. `version` is the version of the
+    weights that generated the tokens; None if the engine does not report it."""
 
     ids: list[int]
     logprobs: list[float]
@@ -62,26 +62,26 @@ class Answer:
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
-    """Tells prompts apart in an answer (`plugin/lockstep_samples.py` computes the same)."""
+    """Identifies the prompt of an answer (`plugin/lockstep_samples.py` computes the same digest)."""
     return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def refuse_other_prompt(wanted: WantedSample, answered: object) -> None:
-    """`answered` is the digest of the prompt that the answer belongs to, as the server has it."""
-    own = prompt_digest(wanted.ids)
-    if answered != own:
-        raise ServerFailed(f"an answer to another prompt: the digest of its prompt is {answered}, not {own}")
+    """`answered` is the server's digest of the prompt of the answer."""
+    digest = prompt_digest(wanted.ids)
+    if answered != digest:
+        raise ServerFailed(f"an answer to another prompt: the digest of its prompt is {answered}, not {digest}")
 
 
 def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Answer:
-    """The answer where it can be a response to what was asked; `ServerFailed` where it cannot."""
+    """Validates an answer against its request; raises `ServerFailed` if it cannot belong to it."""
     ids, logprobs, stops = answer.ids, answer.logprobs, wanted.sampling.stop_ids
     if answer.ended == "aborted":
-        return answer  # it is dropped and asked again
+        return answer  # it is dropped and requested again
     if len(ids) != len(logprobs):
         raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
     if not 1 <= len(ids) <= wanted.max_tokens:
-        raise ServerFailed(f"an answer of {len(ids)} tokens, and 1 to {wanted.max_tokens} were asked for")
+        raise ServerFailed(f"an answer of {len(ids)} tokens; the request allows 1 to {wanted.max_tokens}")
     for place, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary:
             raise ServerFailed(f"token {place} of an answer is {token!r}: the vocabulary has {vocabulary:,} tokens")
@@ -90,63 +90,63 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
             raise ServerFailed(f"the log-prob of token {place} of an answer is {logprob}")
     end = next((place for place, token in enumerate(ids) if token in stops), None)
     if end is not None and end < len(ids) - 1:
-        raise ServerFailed(f"an answer of {len(ids)} tokens goes on after its end token {ids[end]} at place {end}")
+        raise ServerFailed(f"an answer of {len(ids)} tokens continues after its end token {ids[end]} at position {end}")
     if answer.ended == "token" and end is None:
-        raise ServerFailed(f"an answer that ended with token {ids[-1]}, which is no end token of the run")
+        raise ServerFailed(f"an answer that ended with token {ids[-1]}, which is not an end token of the run")
     if answer.ended == "string" and not wanted.sampling.stop_strings:
-        raise ServerFailed("an answer that a stop text ended, and none was asked for")
+        raise ServerFailed("an answer that ended by a stop text, but the request has none")
     return answer if end is None else replace(answer, ended="token")
 
 
 @dataclass(frozen=True)
 class PushedWeights:
-    """Weights on their way: safetensors files that hold every trained tensor of the model, under the names of its
-    Hugging Face checkpoint. `names` are all of them, over all files."""
+    """Weights to load: safetensors files with every trained tensor of the model, under the names of its Hugging Face
+    checkpoint. `names` lists the tensors of all files."""
 
     files: Sequence[Path]
     names: Sequence[str]
     sums: Sequence[int]
-    """Of the bits of each tensor, as `Announced` has them."""
+    """The checksum of each tensor, as in `Announced`."""
 
 
 @dataclass(frozen=True)
 class GroupMeeting:
-    """Where a run, which is rank 0, and the workers of a server, which are the ranks behind it, make a group."""
+    """The rendezvous of a process group: the run is rank 0, the workers of a server are the other ranks."""
 
     address: str
     port: int
-    """Of the run's TCP store."""
+    """Port of the run's TCP store."""
     name: str
     backend: str
-    """Of torch.distributed, as the device class says it."""
+    """The torch.distributed backend of the device class."""
     size: int
     seconds: float
-    """The most that one waits for the others."""
+    """Time limit of the rendezvous."""
 
 
 @dataclass(frozen=True)
 class Announced:
-    """Tensors that come next, in this order, under the names of the Hugging Face checkpoint."""
+    """The tensors that are sent next, in this order, under the names of the Hugging Face checkpoint."""
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
     sums: Sequence[int]
-    """Of the bits of each tensor (`plugin/lockstep_group.py`)."""
+    """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`)."""
     dtype: str
-    """As torch says it."""
+    """torch's name, such as `bfloat16`."""
 
 
 @dataclass(frozen=True)
 class Placed(Announced):
-    """Tensors in memory that the server can open."""
+    """Tensors in memory that the server can map."""
 
     places: Sequence[Mapping[str, Any]]
-    """Where each is (`plugin/lockstep_shared.py`)."""
+    """The location of each tensor (`plugin/lockstep_shared.py`)."""
 
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a run needs of a server, whoever starts it."""
+    """What a run needs from a server, whether lockstep or the user starts it."""
 
     device: str
     """Name of the device class (`device/`)."""
@@ -157,7 +157,7 @@ class ServerNeeds:
 
 @dataclass(frozen=True)
 class ServerStart:
-    """A server that is to be started."""
+    """The arguments for starting a server."""
 
     python: str
     model: str
@@ -169,14 +169,14 @@ class ServerStart:
     needs: ServerNeeds
     args: Sequence[str] = ()
     key: str = ""
-    """What every request must bring."""
+    """The API key of the server."""
     key_file: str = ""
-    """A file of SGLang's flags that holds it: a command line can be read by every user of the machine."""
+    """A file of SGLang flags with the key: every user of the machine can read a command line."""
 
 
 @dataclass(frozen=True)
 class ServerMetadata:
-    """What a server says of itself; None where it does not."""
+    """What a server reports about itself; None for what it does not report."""
 
     engine: str
     """Name and version, as in `vllm 0.32.0`."""
@@ -185,30 +185,30 @@ class ServerMetadata:
     """Longest sequence in tokens."""
     dtype: str | None = None
     wrong: Sequence[str] = field(default=())
-    """Settings of the server with which it cannot be used, each with what to set instead."""
+    """Unusable settings of the server, each with a remedy."""
 
 
 class ServerAdapter(Protocol):
-    """The verbs. All but `command`, `environment`, `ask` and `read` go to one server and return when it has done it; a
-    server that does not, or says that it could not, raises `Failed`."""
+    """The interface of one serving engine. Methods with a `client` send requests to one server and return when they
+    are complete; a failure raises `ServerFailed`."""
 
     name: str
-    """As `rollout.engine` says it."""
+    """The value of `rollout.engine`."""
     package: str
-    """The module that the server's Python must have."""
+    """The Python package of the engine."""
     samples_together: bool
-    """Whether the route of `ask` takes many samples in one request (`together.py`)."""
+    """Whether the route of `ask` accepts many samples per request (`request_batcher.py`)."""
     opens_memory: bool
-    """Whether it has `take`."""
+    """Whether `take` is supported."""
     reads_key_file: bool
-    """Whether a server takes its key from `ServerStart.key_file`."""
+    """Whether the server reads its key from `ServerStart.key_file`."""
     gone_statuses: tuple[int, ...]
-    """Of GET /health, where the server answers and what generates behind it is dead."""
+    """Statuses of GET /health that mean a dead engine behind the HTTP server."""
     bucket_bytes: int | None
-    """The most that `receive` takes at once; None where it takes one tensor after another by itself."""
+    """The most bytes per `receive`; None if it receives tensor by tensor itself."""
 
     def install(self, device: str) -> str:
-        """The command that installs the engine for a device class, in an environment of its own."""
+        """The command that installs the engine for a device class in a separate environment."""
 
     # -- start
 
@@ -216,84 +216,84 @@ class ServerAdapter(Protocol):
         """The command line of a server."""
 
     def environment(self, start: ServerStart) -> dict[str, str]:
-        """Environment variables of a server, besides those of the run; `rollout.server.env` wins over them."""
+        """Environment variables of a server, in addition to those of the run; `rollout.server.env` overrides them."""
 
     def settings(self, needs: ServerNeeds) -> dict[str, str]:
-        """Flags that depend on what the run needs (`--name value`), each with why; for people and for `command`."""
+        """Flags (`--name value`) that depend on the run's needs, each with its reason."""
 
     def started_by_hand(self, needs: ServerNeeds) -> str:
-        """How a user starts a server for `rollout.url`: the flags and variables that it must have."""
+        """How a user starts a server for `rollout.url`: the required flags and variables."""
 
     # -- generate
 
     def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
-        """The path and the body of the request for one sample. Log-probs are asked of the distribution that is sampled
-        from; nothing of the model's own defaults (penalties, end tokens) may be left to act."""
+        """The path and the body of the request for one sample. Log-probs are those of the sampling distribution;
+        defaults of the model folder (penalties, end tokens) must be overridden."""
 
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
-        """The answer from its JSON; `Failed` where it is not what was asked for."""
+        """Parses the answer; `ServerFailed` if it does not match the request."""
 
     # -- weights: pause, push, flush, end, resume
 
     def pause(self, client: Channel) -> None:
-        """Nothing is generated from here on; what is under way is aborted."""
+        """Stops generation and aborts running requests."""
 
     def resume(self, client: Channel) -> None: ...
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
-        """Take the weights from the files. Returns when they can be deleted; `Failed` where a tensor is missing, one
-        too many, or (of engines that can tell) not what was written."""
+        """Loads the weights from files. Returns when the files can be deleted. `ServerFailed` for missing or extra
+        tensors and, if the engine supports checksums, for corrupt ones."""
 
     def end(self, client: Channel, version: str) -> None:
-        """All weights have come; from here on they are `version`."""
+        """Ends the push: the loaded weights now have this version."""
 
     def flush(self, client: Channel) -> None:
-        """Forget keys and values of earlier weights."""
+        """Drops cached keys and values of the previous weights."""
 
     def version(self, client: Channel) -> str:
-        """The version of the weights that it has; after a start something that no run says."""
+        """The version of the loaded weights; after a start a value that no run uses."""
 
     def take(self, client: Channel, placed: Placed) -> str | None:
-        """In the place of `push`: take the weights from the memory that they are in, on the server's own machine. Why
-        they cannot be opened, where nothing was touched; None where all is done."""
+        """Instead of `push`: loads the weights from memory of the same machine. Returns the reason if it cannot be
+        mapped and nothing was changed; None on success."""
 
-    # -- weights by a collective, in the place of `push`: join once, then begin, receive, finish
+    # -- weights by a collective instead of `push`: join once, then begin, receive, finish
 
     def workers(self, client: Channel) -> int:
-        """How many processes share the weights of the server: the ranks of a group besides the run."""
+        """The number of worker processes: the group has one more rank, the run."""
 
     def join(self, client: Channel, meeting: GroupMeeting) -> None:
-        """All workers come to the meeting. Returns when the group is made."""
+        """Makes all workers join the group."""
 
     def begin(self, client: Channel) -> None:
-        """Tensors are coming."""
+        """Starts an update."""
 
     def receive(self, client: Channel, group: str, announced: Announced) -> None:
-        """Take what is announced from the group, while the run broadcasts it; `Failed` as lost where the server is in
-        no such group."""
+        """Receives the announced tensors while the run broadcasts them; `ServerFailed` with `lost` if the server is not
+        in the group."""
 
     def finish(self, client: Channel) -> None:
-        """All tensors have come."""
+        """Ends an update."""
 
     def leave(self, client: Channel, group: str) -> None:
-        """Destroy the group."""
+        """Destroys the group."""
 
     # -- adapters
 
     def load_adapter(self, client: Channel, name: str, folder: Path) -> None:
-        """Take a PEFT folder as the adapter `name`, and forget those before it."""
+        """Loads a PEFT folder as the adapter `name` and unloads earlier ones."""
 
     # -- memory
 
     def sleep(self, client: Channel, *, discard_weights: bool) -> None:
-        """Give memory back; `discard_weights` where they will come again before anything is generated."""
+        """Releases device memory; `discard_weights` if they are pushed again before the next request."""
 
     def wake(self, client: Channel, part: MemoryPart) -> None:
-        """Take the memory of weights, then that of the cache, again."""
+        """Allocates the memory of the weights, or of the cache, again."""
 
     # -- health
 
     def healthy(self, client: Channel) -> None:
-        """`Failed` where it does not answer yet, or any more."""
+        """`ServerFailed` if the server does not respond."""
 
     def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata: ...

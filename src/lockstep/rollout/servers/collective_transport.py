@@ -1,7 +1,7 @@
-"""Weights by a collective: the run's end of a group with all workers of one server.
+"""Weight transport by a collective: one process group of the run and all workers of one server.
 
-Whatever waits for the other side does so on a thread of its own, since a collective cannot be interrupted: the run
-looks at what the server answers over HTTP and at its own end, and gives up when either fails or takes too long.
+Both sides run on separate threads, because a collective cannot be interrupted. The run watches the HTTP request and its
+side of the collective, and stops waiting when either fails or exceeds the time limit.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from lockstep.rollout.servers.server_client import ServerClient
 
 KEY = "rollout.hand_over"
 REMEDY = f"set {KEY}=files"
-# The most that one side waits for the other to come, or to take one tensor.
+# Time limit of the rendezvous, and of one tensor.
 MEETING_SECONDS = 600.0
-# For one side to have its say after the other one has had it.
-_WORDS_SECONDS = 10.0
-_ROOM_SECONDS = 60.0
+# Extra time for one side to report its error after the other has failed.
+_GRACE_SECONDS = 10.0
+_MARGIN_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 
 Weights = Sequence[tuple[str, torch.Tensor]]
 
 
 class WeightLink:
-    """One server. A link that has failed is of no use any more: `close` it and make another."""
+    """The group with one server. A link that has failed cannot be reused: `close` it and create another."""
 
     def __init__(
         self,
@@ -67,24 +67,24 @@ class WeightLink:
         self._group: dist.ProcessGroup | None = None
 
     def join(self) -> None:
-        """Meet all workers of the server."""
-        told = self.meeting
-        # Longer than we wait: what becomes of a collective that runs into its own limit differs between backends.
-        limit = 2 * told.seconds + _ROOM_SECONDS
+        """Creates the group with all workers of the server."""
+        meeting = self.meeting
+        # Longer than our own limit: backends react differently when a collective times out.
+        limit = 2 * meeting.seconds + _MARGIN_SECONDS
 
         def ours() -> dist.ProcessGroup:
             self.device.use(self.index)
-            return joined(told.backend, self._store, told.name, RUN, told.size, limit)
+            return joined(meeting.backend, self._store, meeting.name, RUN, meeting.size, limit)
 
-        self._group = self._together(
-            lambda: self.server_adapter.join(self.client, told),
+        self._group = self._run_both(
+            lambda: self.server_adapter.join(self.client, meeting),
             ours,
-            f"the {told.size - 1} workers of the server",
-            told.seconds,
+            f"the {meeting.size - 1} workers of the server",
+            meeting.seconds,
         )
 
     def give(self, weights: Weights, dtype: torch.dtype) -> None:
-        """Announce and send all of them, a bucket at a time; of each no more than one tensor is copied."""
+        """Broadcasts all weights, bucket by bucket; at most one tensor is copied at a time."""
         self.server_adapter.begin(self.client)
         for bucket in _buckets(weights, dtype, self.server_adapter.bucket_bytes):
             announced = Announced(
@@ -93,10 +93,10 @@ class WeightLink:
                 [int(bit_sum(tensor.detach().to(dtype))) for _, tensor in bucket],
                 str(dtype).removeprefix("torch."),
             )
-            self._together(
-                lambda told=announced: self.server_adapter.receive(self.client, self.meeting.name, told),  # type: ignore[misc]
+            self._run_both(
+                lambda tensors=announced: self.server_adapter.receive(self.client, self.meeting.name, tensors),  # type: ignore[misc]
                 lambda sent=bucket: self._send(sent, dtype),  # type: ignore[misc]
-                "the server's end of the broadcast",
+                "the server's side of the broadcast",
                 self._limit,
             )
         self.server_adapter.finish(self.client)
@@ -107,33 +107,34 @@ class WeightLink:
         for _, tensor in weights:
             sent = tensor.detach().to(dtype).contiguous()
             self._group.broadcast(sent, RUN).wait()
-            # Where a wait only puts it in order, the next copy must not be made before this one has gone.
+            # `wait` may only order the streams: do not overwrite the copy before it is sent.
             self.device.synchronise()
 
-    def _together(self, theirs: Callable[[], None], ours: Callable[[], Any], who: str, limit: float) -> Any:
-        """What server and run do at the same time."""
-        asked, done = _begun(theirs), _begun(ours)
-        given_up = time.monotonic() + limit + _WORDS_SECONDS
+    def _run_both(self, theirs: Callable[[], None], ours: Callable[[], Any], server_name: str, limit: float) -> Any:
+        """Runs the request to the server and our side of the collective concurrently."""
+        server_side, run_side = _start_thread(theirs), _start_thread(ours)
+        deadline = time.monotonic() + limit + _GRACE_SECONDS
         while True:
-            finished, missing = wait((asked, done), timeout=_LOOK_SECONDS, return_when=FIRST_EXCEPTION)
-            if asked in finished:
-                asked.result()
-            if done in finished and (error := done.exception()) is not None:
-                if asked in missing and wait((asked,), timeout=_WORDS_SECONDS).done:
-                    asked.result()
+            finished, missing = wait((server_side, run_side), timeout=_LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+            if server_side in finished:
+                server_side.result()
+            if run_side in finished and (error := run_side.exception()) is not None:
+                if server_side in missing and wait((server_side,), timeout=_GRACE_SECONDS).done:
+                    server_side.result()
                 raise ServerFailed(
-                    f"{self.client.address}: weights did not come through by {self.meeting.backend}: {error}", lost=True
+                    f"{self.client.address}: the weights were not transferred by {self.meeting.backend}: {error}",
+                    lost=True,
                 )
             if not missing:
-                return done.result()
-            if time.monotonic() > given_up:
-                late = who if asked in missing else f"the run's own end of {self.meeting.backend}"
-                raise ServerFailed(f"{self.client.address}: {late} did not come in {limit:g} s", lost=True)
+                return run_side.result()
+            if time.monotonic() > deadline:
+                late = server_name if server_side in missing else f"the run's side of {self.meeting.backend}"
+                raise ServerFailed(f"{self.client.address}: {late} did not complete within {limit:g} s", lost=True)
             self._progress(f"{self.meeting.backend} with {self.client.address}")
 
-    def close(self, *, told: bool = True) -> None:
-        """`told`: the server is there to hear it."""
-        if told and self._group is not None:
+    def close(self, *, notify: bool = True) -> None:
+        """`notify`: the server is still running and must leave the group."""
+        if notify and self._group is not None:
             with suppress(ServerFailed):
                 self.server_adapter.leave(self.client, self.meeting.name)
         if self._group is not None:
@@ -141,71 +142,71 @@ class WeightLink:
         self._group = None
 
 
-def _begun(work: Callable[[], Any]) -> Future[Any]:
-    """On a thread that nobody has to wait for, not even the end of the process."""
+def _start_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Runs the work on a daemon thread: the process can exit without it."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - told by the future
+        except BaseException as error:  # noqa: BLE001 - passed on by the future
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="weights").start()
     return future
 
 
-def _buckets(weights: Weights, dtype: torch.dtype, most: int | None) -> Iterator[Weights]:
-    """Of `most` bytes, or of one tensor that is larger; all at once where the engine itself takes one by one."""
+def _buckets(weights: Weights, dtype: torch.dtype, max_bytes: int | None) -> Iterator[Weights]:
+    """Buckets of up to `max_bytes`, or of one larger tensor; a single bucket without a limit."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:
-        more = tensor.numel() * dtype.itemsize
-        if bucket and most is not None and size + more > most:
+        tensor_bytes = tensor.numel() * dtype.itemsize
+        if bucket and max_bytes is not None and size + tensor_bytes > max_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
-        size += more
+        size += tensor_bytes
     if bucket:
         yield bucket
 
 
 def own_address(server: str) -> str:
-    """The address of this machine under which the server sees it."""
+    """The address of this machine as seen from the server."""
     parts = urlsplit(server)
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, where = found[0]
-        with socket.socket(family, kind, protocol) as client:
-            client.connect(where)  # sends nothing
-            return str(client.getsockname()[0])
+        addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, where = addresses[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)  # sends nothing
+            return str(probe.getsockname()[0])
     except OSError as error:
-        raise ServerFailed(f"{server}: no way from it to this machine is known ({error}): {REMEDY}") from error
+        raise ServerFailed(f"{server}: no route from it to this machine ({error}): {REMEDY}") from error
 
 
 def by_collective(settings: RolloutSettings) -> bool:
-    """`auto` is files: they work wherever both sides see a folder."""
+    """Whether weights go by a collective; `auto` never selects it."""
     return ENGINES[settings.engine].served and settings.hand_over == "collective"
 
 
 def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
-    """A server of ours on the device of rank 0, whose collective does not join two processes on one device. Of other
-    servers only the collective itself can tell."""
+    """Refuses a server on the device of rank 0 if the collective cannot join two processes on one device. For servers
+    at `rollout.url` only the collective itself can detect it."""
     if not by_collective(settings) or settings.url is not None or device.meets_itself:
         return
-    own = first_visible(device)
-    theirs = settings.server.devices
-    if theirs is None or own in theirs:
+    run_device = first_visible(device)
+    server_devices = settings.server.devices
+    if server_devices is None or run_device in server_devices:
         raise Refusal.at(
             KEY,
-            f"{device.collective} does not join two processes on one {device.name} device, and run and engine share "
-            f"device {own}",
+            f"{device.collective} cannot connect two processes on one {device.name} device; run and engine share "
+            f"device {run_device}",
             f"{REMEDY}, or name other devices by rollout.server.devices",
         )
 
 
 def first_visible(device: Device) -> int | None:
-    """The number of rank 0's device on this machine; None where it goes by another name."""
-    seen = os.environ.get(device.visible_variable or "", "")
-    first = seen.partition(",")[0].strip()
-    return 0 if not seen else int(first) if first.isdigit() else None
+    """The index of rank 0's device on this machine; None if the variable does not hold indices."""
+    visible = os.environ.get(device.visible_variable or "", "")
+    first = visible.partition(",")[0].strip()
+    return 0 if not visible else int(first) if first.isdigit() else None

@@ -1,4 +1,4 @@
-"""The first moment of a server that lockstep starts. Nothing heavy is imported: the process becomes the server."""
+"""Entry point of a server process that lockstep starts. It imports little, because it is replaced by the server."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 from collections.abc import Mapping
 from typing import NoReturn
 
-# What says which rank of the run we are: the server's own processes would take themselves for it.
-_OF_A_RANK = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_")
+# Variables with the rank of the run: the processes of the server must not inherit them.
+_RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def serve(connection: int, command: list[str]) -> NoReturn:
-    """Runs below the warden: this process becomes the server. Its environment, with the server's key, comes by the
-    connection as a line of JSON."""
-    with os.fdopen(connection, "rb") as told:
-        environment: dict[str, str] = json.loads(told.readline())
+    """Runs under the supervisor and executes the server. The connection sends its environment, with the key, as one
+    line of JSON."""
+    with os.fdopen(connection, "rb") as pipe:
+        environment: dict[str, str] = json.loads(pipe.readline())
     os.execvpe(command[0], command, {**_without_rank(os.environ), **environment})
 
 
@@ -24,5 +24,5 @@ def _without_rank(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name not in _OF_A_RANK and not name.startswith(_OF_TORCHRUN)
+        if name not in _RANK_VARIABLES and not name.startswith(_TORCHRUN_PREFIXES)
     }

@@ -1,4 +1,4 @@
-"""Weights on their way to a server: safetensors files in shared memory or a shared folder, a tensor at a time."""
+"""Weight transport by files: safetensors in shared memory or a shared folder, written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ _PREFIX = "lockstep-weights-"
 
 
 @contextmanager
-def travelling(named: str | None) -> Iterator[Path]:
-    """A fresh folder that run and server both see, gone afterwards."""
-    above = Path(named) if named is not None else _usual()
+def transfer_folder(parent: str | None) -> Iterator[Path]:
+    """A new folder that run and server can both access; removed afterwards."""
+    where = Path(parent) if parent is not None else _default_parent()
     try:
-        _remove_left(above)
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=above))
+        _remove_stale(where)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
     except OSError as error:
-        raise unwritten(above, error, f"name another {KEY}") from error
+        raise unwritten(where, error, f"name another {KEY}") from error
     try:
-        if named is not None:
-            folder.chmod(0o755)  # the server there may be another user's
+        if parent is not None:
+            folder.chmod(0o755)  # the server may run as another user
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def written_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PushedWeights:
-    """All weights of a model, in `dtype`; on the device there is never more than the one that is being written."""
+def write_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PushedWeights:
+    """Writes all weights of a model in `dtype`; at most one tensor at a time is converted on the device."""
     shapes = {name: tensor.shape for name, tensor in weights}
     _refuse_no_room(folder, sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
     tensors = dict(weights)
     sums: dict[str, int] = {}
 
-    def summed(name: str) -> torch.Tensor:
+    def with_checksum(name: str) -> torch.Tensor:
         tensor = tensors[name].detach().to(dtype)
         sums[name] = int(bit_sum(tensor))
         return tensor
 
     try:
-        write_model(folder, shapes, dtype, summed)
+        write_model(folder, shapes, dtype, with_checksum)
     except OSError as error:
         raise unwritten(folder, error, f"name another {KEY}") from error
     return PushedWeights(sorted(folder.glob("*.safetensors")), list(shapes), [sums[name] for name in shapes])
 
 
 def write_adapter(folder: Path, model: Any) -> None:
-    """A PEFT folder of the adapter alone."""
+    """Writes the adapter as a PEFT folder."""
     try:
         model.save_pretrained(folder, safe_serialization=True)
     except OSError as error:
         raise unwritten(folder, error, f"name another {KEY}") from error
 
 
-def _usual() -> Path:
+def _default_parent() -> Path:
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -75,17 +75,17 @@ def _refuse_no_room(folder: Path, size: int) -> None:
     if free < size:
         raise Refusal.at(
             KEY,
-            f"{folder.parent} has {free / 2**30:.1f} GiB free, and the weights take {size / 2**30:.1f} GiB",
-            "name a folder with room that run and engine both see",
+            f"{folder.parent} has {free / 2**30:.1f} GiB free; the weights need {size / 2**30:.1f} GiB",
+            "name a folder with more free space that run and engine can both access",
         )
 
 
-def _remove_left(above: Path) -> None:
-    """What a run that was killed in the middle of a push has left."""
-    for folder in above.glob(f"{_PREFIX}*"):
+def _remove_stale(parent: Path) -> None:
+    """Removes folders of runs that were killed during a push."""
+    for folder in parent.glob(f"{_PREFIX}*"):
         process = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        # Another run removes its own folder while this one looks.
+        # Another run may remove its folder at the same time.
         with suppress(FileNotFoundError):
-            mine = folder.stat().st_uid == os.getuid()
-            if process.isdigit() and mine and not Path(f"/proc/{process}").exists():
+            is_ours = folder.stat().st_uid == os.getuid()
+            if process.isdigit() and is_ours and not Path(f"/proc/{process}").exists():
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The servers of a run: samples are shared among those that are up, and asked again where one is lost."""
+"""The servers of a run. Requests go to the least-loaded server; if a server fails, its requests are retried."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed
 from lockstep.rollout.servers.server_client import ClientThread, ServerClient
 from lockstep.rollout.servers.server_process import ServerProcess
 
-# Of one sample, on servers that are lost under it.
+# Attempts per sample, if servers are lost.
 TRIES = 6
-# Samples under way at one server that has a socket for each. Where many go in one request the server queues them.
+# Concurrent samples per server with one connection each. With batched requests the server queues them.
 AT_ONCE = 1024
 _HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
-_LISTEN_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(eq=False)
 class Server:
-    """One server. Only the event loop changes `busy`; `up` is set by the run and cleared by whoever finds it gone."""
+    """One server. Only the event loop changes `busy`. The run sets `up`; a failed request clears it."""
 
     client: ServerClient
     process: ServerProcess | None = None
@@ -34,13 +34,13 @@ class Server:
     why: str = ""
     """Why it is not up."""
     since: float = 0.0
-    """When it was lost, or started."""
+    """Time of the loss or the start."""
     starts: int = 0
-    """Restarts since it last had weights."""
+    """Restarts since the last successful push."""
     left_out: bool = False
-    """It answers and does not fit the run: it is not asked for anything."""
-    told_at: float = 0.0
-    """When its silence was last told."""
+    """Excluded: it responds but does not fit the run."""
+    logged_at: float = 0.0
+    """Time of the last log line about the wait."""
 
     def describe(self) -> str:
         return f"{self.client.address}: {self.why}" if self.why else self.client.address
@@ -48,7 +48,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Done:
-    """Sample `number` is answered, with weights of the version that was asked for."""
+    """Sample `number` is complete, with the right weight version."""
 
     number: int
     answer: Answer
@@ -61,7 +61,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Back:
-    """A server that was lost, or has been started, answers."""
+    """A lost or restarted server responds."""
 
     server: Server
 
@@ -81,117 +81,128 @@ class Fleet:
         self.server_adapter, self.clients, self.servers = server_adapter, clients, list(servers)
         self._answer_limit, self._vocabulary = answer_limit, vocabulary
         self.version = ""
-        """Of the weights that a sample must be drawn by."""
-        self._heard: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
-        self._watches: set[asyncio.Task[None]] = set()
+        """The version of the weights that must generate the samples."""
+        self._events: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
+        self._watch_tasks: set[asyncio.Task[None]] = set()
 
     def up(self) -> list[Server]:
         return [server for server in self.servers if server.up]
 
-    def events(self, asked: Sequence[WantedSample]) -> Generator[ServerEvent | None, None, None]:
-        """What happens until all are answered; None now and then, so that the caller can look at the clock.
+    def events(self, requests: Sequence[WantedSample]) -> Generator[ServerEvent | None, None, None]:
+        """Yields events until all requests are complete, and None at intervals so that the caller can check limits.
 
-        On `Lost` and `Back` it is the caller's to bring the server up again. Closing it drops what is under way.
+        On `Lost` and `Back` the caller must bring the server up. Closing the generator cancels running requests.
         """
-        heard = self._heard = queue.SimpleQueue()
-        job = self.clients.start(self._all(asked, heard))
-        left = len(asked)
+        events_queue = self._events = queue.SimpleQueue()
+        job = self.clients.start(self._request_all(requests, events_queue))
+        remaining = len(requests)
         try:
-            while left:
+            while remaining:
                 try:
-                    event = heard.get(timeout=_LISTEN_SECONDS)
+                    event = events_queue.get(timeout=_POLL_SECONDS)
                 except queue.Empty:
                     yield None
                     continue
-                left -= isinstance(event, Done)
+                remaining -= isinstance(event, Done)
                 yield event
         finally:
             job.cancel()
 
     def watch(self, server: Server) -> None:
-        """Say `Back` once the server answers: in the middle of `events`."""
-        self.clients.start(self._watch(server, self._heard))
+        """Emits `Back` once the server responds; valid while `events` runs."""
+        self.clients.start(self._watch(server, self._events))
 
     # -- on the event loop
 
-    async def _all(self, asked: Sequence[WantedSample], heard: queue.SimpleQueue[ServerEvent]) -> None:
+    async def _request_all(
+        self, requests: Sequence[WantedSample], events_queue: queue.SimpleQueue[ServerEvent]
+    ) -> None:
         lost = [server for server in self.servers if not (server.up or server.left_out)]
-        self._watches = {asyncio.create_task(self._watch(server, heard)) for server in lost}
-        tasks = [asyncio.create_task(self._one(number, wanted, heard)) for number, wanted in enumerate(asked)]
+        self._watch_tasks = {asyncio.create_task(self._watch(server, events_queue)) for server in lost}
+        tasks = [
+            asyncio.create_task(self._request_one(number, wanted, events_queue))
+            for number, wanted in enumerate(requests)
+        ]
         try:
             await asyncio.gather(*tasks)
-        except Exception as error:  # noqa: BLE001 - whoever waits for answers must hear that there are none
-            heard.put(error if isinstance(error, ServerFailed) else ServerFailed(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # noqa: BLE001 - the consumer of events must be notified
+            events_queue.put(
+                error if isinstance(error, ServerFailed) else ServerFailed(f"{type(error).__name__}: {error}")
+            )
         finally:
-            for task in (*tasks, *self._watches):
+            for task in (*tasks, *self._watch_tasks):
                 task.cancel()
 
-    async def _one(self, number: int, wanted: WantedSample, heard: queue.SimpleQueue[ServerEvent]) -> None:
+    async def _request_one(
+        self, number: int, wanted: WantedSample, events_queue: queue.SimpleQueue[ServerEvent]
+    ) -> None:
         why = ""
         for _ in range(TRIES):
             server = await self._least_busy()
             server.busy += 1
             try:
-                answer = await self.sampled(server, wanted)
+                answer = await self.sample(server, wanted)
             except ServerFailed as error:
                 if not error.lost:
-                    heard.put(error)
+                    events_queue.put(error)
                     return
                 why = str(error)
-                self._lose(server, why, heard)
+                self._lose(server, why, events_queue)
                 continue
             finally:
                 server.busy -= 1
             if answer.ended == "aborted":
                 why = f"{server.client.address}: a response was aborted"
-                # It may be on its way out; the next look at its health tells.
+                # The server may be shutting down; the next health check shows it.
                 await asyncio.sleep(_HEALTH_PAUSE)
                 continue
             if answer.version is not None and answer.version != self.version:
-                why = f"its weights are those of version {answer.version}, not {self.version}: it was started again"
-                self._lose(server, why, heard)
+                why = f"its weights have version {answer.version}, not {self.version}: it was restarted"
+                self._lose(server, why, events_queue)
                 continue
-            heard.put(Done(number, answer))
+            events_queue.put(Done(number, answer))
             return
-        heard.put(ServerFailed(f"a response was asked for {TRIES} times in vain, the last time: {why}", lost=True))
+        events_queue.put(
+            ServerFailed(f"a response was requested {TRIES} times without success; last error: {why}", lost=True)
+        )
 
-    async def sampled(self, server: Server, wanted: WantedSample) -> Answer:
-        """Ask one server, once. An answer that is no response to what was asked is refused."""
+    async def sample(self, server: Server, wanted: WantedSample) -> Answer:
+        """Sends one request to one server and validates the answer."""
         path, body = self.server_adapter.ask(wanted)
         if self.server_adapter.samples_together:
-            said = await server.client.sample(path, body, self._answer_limit)
+            response = await server.client.sample(path, body, self._answer_limit)
         else:
-            said = await server.client.send("POST", path, body, self._answer_limit)
+            response = await server.client.send("POST", path, body, self._answer_limit)
         try:
-            return checked_answer(self.server_adapter.read(said, wanted), wanted, self._vocabulary)
+            return checked_answer(self.server_adapter.read(response, wanted), wanted, self._vocabulary)
         except ServerFailed as error:
             raise ServerFailed(f"{server.client.address}{path}: {error}", lost=error.lost) from error
 
     async def _least_busy(self) -> Server:
         while True:
-            most = sys.maxsize if self.server_adapter.samples_together else AT_ONCE
-            free = [server for server in self.servers if server.up and server.busy < most]
-            if free:
-                return min(free, key=lambda server: server.busy)
+            limit = sys.maxsize if self.server_adapter.samples_together else AT_ONCE
+            candidates = [server for server in self.servers if server.up and server.busy < limit]
+            if candidates:
+                return min(candidates, key=lambda server: server.busy)
             await asyncio.sleep(0.02)
 
-    def _lose(self, server: Server, why: str, heard: queue.SimpleQueue[ServerEvent]) -> None:
-        """Once for all the samples that find it gone."""
+    def _lose(self, server: Server, why: str, events_queue: queue.SimpleQueue[ServerEvent]) -> None:
+        """Marks the server as lost, once for all its failed requests."""
         if not server.up:
             return
         server.up, server.why, server.since = False, why, time.monotonic()
-        heard.put(Lost(server))
-        self._watches.add(asyncio.create_task(self._watch(server, heard)))
+        events_queue.put(Lost(server))
+        self._watch_tasks.add(asyncio.create_task(self._watch(server, events_queue)))
 
-    async def _watch(self, server: Server, heard: queue.SimpleQueue[ServerEvent]) -> None:
-        """Until the server answers; the run then gives it the weights."""
+    async def _watch(self, server: Server, events_queue: queue.SimpleQueue[ServerEvent]) -> None:
+        """Polls the server until it responds; the run then sends it the weights."""
         await asyncio.sleep(_HEALTH_PAUSE)
         while not server.up:
             with suppress(ServerFailed):
-                await asyncio.get_running_loop().run_in_executor(None, self._health, server)
-                heard.put(Back(server))
+                await asyncio.get_running_loop().run_in_executor(None, self._check_health, server)
+                events_queue.put(Back(server))
                 return
             await asyncio.sleep(_HEALTH_PAUSE)
 
-    def _health(self, server: Server) -> None:
+    def _check_health(self, server: Server) -> None:
         self.server_adapter.healthy(server.client)

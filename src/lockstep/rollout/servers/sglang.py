@@ -1,4 +1,4 @@
-"""SGLang's dialect, from the sources of 0.5.23. The package has no CPU build; 0.5.17 was run on an NVIDIA card."""
+"""The adapter of SGLang, written from the sources of 0.5.23 and run with 0.5.17 on an NVIDIA GPU (no CPU build)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ _TAGS: dict[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
 class Sglang:
+    """`ServerAdapter` of SGLang."""
+
     name = "sglang"
     package = "sglang"
     samples_together = False
     opens_memory = False
     bucket_bytes = 256 * 2**20
     reads_key_file = True
-    # Not 503: a server that tells its health by generating says it while it is paused.
+    # Not 503: a server whose health check generates returns it while it is paused.
     gone_statuses = (502, 504)
 
     def install(self, device: str) -> str:
@@ -54,35 +56,35 @@ class Sglang:
 
     def command(self, start: ServerStart) -> list[str]:
         device = start.needs.device
-        said = [start.python, "-m", "sglang.launch_server", *self.flags(start.needs)]
-        said += ["--model-path", start.model, "--host", start.host, "--port", str(start.port)]
-        said += ["--dtype", _DTYPES[start.dtype], "--tp-size", str(start.tensor_parallel), "--device", device]
-        said += ["--config", start.key_file] if start.key_file else []
-        return [*said, *serving_on(device, self.name).words, *start.args]
+        words = [start.python, "-m", "sglang.launch_server", *self.flags(start.needs)]
+        words += ["--model-path", start.model, "--host", start.host, "--port", str(start.port)]
+        words += ["--dtype", _DTYPES[start.dtype], "--tp-size", str(start.tensor_parallel), "--device", device]
+        words += ["--config", start.key_file] if start.key_file else []
+        return [*words, *serving_on(device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
-        """What a server must be started with, whoever starts it."""
-        # Without it SGLang reads seeds and does nothing with them.
-        said = ["--enable-deterministic-inference"]
-        return [*said, *(word for flag in self.settings(needs) for word in flag.split())]
+        """Flags that every server needs, whether lockstep or the user starts it."""
+        # Without it SGLang ignores seeds.
+        words = ["--enable-deterministic-inference"]
+        return [*words, *(word for flag in self.settings(needs) for word in flag.split())]
 
     def settings(self, needs: ServerNeeds) -> dict[str, str]:
-        said = {}
+        flags = {}
         if needs.lora_rank is not None:
             lora = f"--enable-lora --max-lora-rank {needs.lora_rank} --lora-target-modules all"
-            said[lora] = "the run's adapter"
+            flags[lora] = "the run's adapter"
         if needs.sleep:
-            said["--enable-memory-saver"] = "rollout.sleep: without it SGLang keeps its memory"
+            flags["--enable-memory-saver"] = "rollout.sleep: without it SGLang keeps its memory"
         if needs.sleep and needs.lora_rank is not None:
-            backup = "only the adapter comes again: what it stands on must outlive the sleep"
-            said["--enable-weights-cpu-backup"] = backup
-        return said
+            backup = "only the adapter is sent again: the base weights must survive the sleep"
+            flags["--enable-weights-cpu-backup"] = backup
+        return flags
 
     def environment(self, start: ServerStart) -> dict[str, str]:
         return {
-            # Log-probs at the temperature: those before it are not of the distribution that is sampled from.
+            # Log-probs after the temperature, as in the sampling distribution.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-            # Otherwise the health of a server is told by a generation, which a pause holds up.
+            # Otherwise the health check generates, which a pause blocks.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             **serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep),
         }
@@ -90,7 +92,7 @@ class Sglang:
     def started_by_hand(self, needs: ServerNeeds) -> str:
         flags = " ".join(self.flags(needs))
         return (
-            f"where it has an --api-key, start the run with {KEY_VARIABLE} set to it; start it with python -m "
+            f"if the server has an --api-key, set {KEY_VARIABLE} to it for the run; start the server with python -m "
             f"sglang.launch_server --model-path FOLDER --dtype DTYPE {flags}"
         )
 
@@ -98,9 +100,9 @@ class Sglang:
 
     def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
         sampling = wanted.sampling
-        _refuse_untellable(sampling)
-        said: dict[str, Any] = {
-            # Samples of one request share its seed and come out alike: each has a request of its own.
+        _refuse_unsupported(sampling)
+        params: dict[str, Any] = {
+            # Samples of one request share its seed and would be identical: one request per sample.
             "n": 1,
             "max_new_tokens": wanted.max_tokens,
             "temperature": sampling.temperature,
@@ -112,23 +114,23 @@ class Sglang:
             "repetition_penalty": 1.0,
             "min_new_tokens": 0,
             "sampling_seed": wanted.seed,
-            # This switches off the named end tokens together with the model's own: `read` looks at which it was.
+            # True would also disable `stop_token_ids`. `read` checks which token ended the response.
             "ignore_eos": not sampling.stop_ids,
             "stop_token_ids": list(sampling.stop_ids),
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
         if sampling.stop_strings:
-            said["stop"] = list(sampling.stop_strings)
+            params["stop"] = list(sampling.stop_strings)
         body: dict[str, Any] = {
-            # SGLang returns it with the answer; it must be another one for each request.
+            # SGLang returns it with the answer; it must be unique.
             "rid": f"{prompt_digest(wanted.ids)}-{uuid.uuid4().hex}",
             "input_ids": list(wanted.ids),
-            "sampling_params": said,
+            "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        if _of_what_is_left(sampling):
+        if _scores_truncated(sampling):
             body["return_sampling_mask"] = True
         if wanted.adapter is not None:
             body["lora_path"] = wanted.adapter
@@ -136,27 +138,27 @@ class Sglang:
 
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
         try:
-            ids, told = list(answered["output_ids"]), answered["meta_info"]
-            scored = told["output_token_logprobs"]
+            ids, meta = list(answered["output_ids"]), answered["meta_info"]
+            scored = meta["output_token_logprobs"]
             logprobs, named = [entry[0] for entry in scored], [entry[1] for entry in scored]
-            if _of_what_is_left(wanted.sampling):
-                logprobs = told["output_token_sampling_logprobs"]
-            reason = told["finish_reason"]
+            if _scores_truncated(wanted.sampling):
+                logprobs = meta["output_token_sampling_logprobs"]
+            reason = meta["finish_reason"]
             kind = reason["type"]
-            prompt = str(told["id"]).partition("-")[0]
+            prompt = str(meta["id"]).partition("-")[0]
             # SGLang does not count the prompt of a request that it aborts before it is scheduled.
-            length = len(wanted.ids) if kind == "abort" else told["prompt_tokens"]
+            length = len(wanted.ids) if kind == "abort" else meta["prompt_tokens"]
         except (KeyError, TypeError, IndexError) as error:
-            raise ServerFailed(f"an answer of another form than SGLang's: {error!r}") from error
+            raise ServerFailed(f"malformed answer: {error!r}") from error
         refuse_other_prompt(wanted, prompt)
         if length != len(wanted.ids):
-            raise ServerFailed(f"an answer to a prompt of {length} tokens, and {len(wanted.ids)} were asked for")
+            raise ServerFailed(f"an answer to a prompt of {length} tokens; the request had {len(wanted.ids)}")
         if named != ids or len(logprobs) != len(ids):
-            raise ServerFailed(f"an answer with {len(ids)} tokens and log-probs of {len(named)} others")
+            raise ServerFailed(f"an answer with {len(ids)} tokens and log-probs of {len(named)} other tokens")
         if not all(isinstance(each, int | float) and math.isfinite(each) for each in logprobs):
-            raise ServerFailed("an answer with a log-prob that is no number")
+            raise ServerFailed("an answer with a log-prob that is not a finite number")
         ended = "aborted" if kind == "abort" else _ended(kind, reason.get("matched"), ids, wanted)
-        return Answer(ids, [float(each) for each in logprobs], ended, _one_version(told))
+        return Answer(ids, [float(each) for each in logprobs], ended, _one_version(meta))
 
     # -- weights
 
@@ -167,30 +169,30 @@ class Sglang:
         client.post("/continue_generation", {}, seconds=SWITCH_SECONDS)
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
-        """SGLang takes every safetensors file of a folder and keeps what is in none of them as it was, without a word:
-        what the files hold is looked at before, and what the engine made of it by the probe after."""
+        """SGLang loads every safetensors file of a folder and silently keeps parameters that no file has. So the names
+        are checked before, and the loaded weights by the weight check after."""
         folder = _folder_of(weights)
         _refuse_other_names(weights)
-        said = client.post(
+        answer = client.post(
             "/update_weights_from_disk",
             {"model_path": str(folder), "load_format": "safetensors", "flush_cache": True},
         )
-        _succeeded(client, said, "message")
+        _succeeded(client, answer, "message")
 
     def take(self, client: Channel, placed: Placed) -> str | None:
-        raise ServerFailed("SGLang is not asked to open a run's memory: it takes Python objects for that")
+        raise ServerFailed("SGLang cannot open shared memory of a run: its interface needs pickled Python objects")
 
     def end(self, client: Channel, version: str) -> None:
-        said = client.post(
+        answer = client.post(
             "/update_weight_version", {"new_version": version, "abort_all_requests": False}, seconds=SWITCH_SECONDS
         )
-        _succeeded(client, said, "message")
+        _succeeded(client, answer, "message")
 
     def flush(self, client: Channel) -> None:
         client.post("/flush_cache", seconds=SWITCH_SECONDS)
 
     def version(self, client: Channel) -> str:
-        # Not /server_info: that tells the version which the server was started with.
+        # Not /server_info: it has the version at the start of the server.
         return str(client.get("/model_info")["weight_version"])
 
     # -- weights by a collective
@@ -199,7 +201,8 @@ class Sglang:
         info = client.get("/server_info")
         for key in ("dp_size", "pp_size"):
             if info.get(key, 1) != 1:
-                # Its ranks in a group are those of tensor parallelism alone, and several workers would have the same.
+                # SGLang uses the tensor-parallel rank as the rank in the group, so several workers would have the same
+                # rank.
                 raise ServerFailed(f"{client.address}: {key} is {info[key]}: set rollout.hand_over=files")
         return int(info["tp_size"])
 
@@ -215,22 +218,22 @@ class Sglang:
         _succeeded(client, client.post("/init_weights_update_group", body, meeting.seconds), "message")
 
     def begin(self, client: Channel) -> None:
-        """An update from disk prepares and finishes the weights itself, one by a collective does not."""
+        """Needed for a collective only: an update from disk does it internally."""
         try:
             _succeeded(client, client.post("/begin_weight_update", {}), "message")
         except ServerFailed as error:
             if error.status == _NOT_FOUND:
-                # Of releases before it, as 0.5.17: they load without what 0.5.23 does before and after.
+                # Older releases such as 0.5.17 load without the preparation of 0.5.23.
                 why = "this SGLang has no /begin_weight_update, which a collective needs"
-                raise ServerFailed(f"{client.address}: {why}: take 0.5.23, or set rollout.hand_over=files") from error
-            # A push that was given up in the middle has left it open.
+                raise ServerFailed(f"{client.address}: {why}: use 0.5.23, or set rollout.hand_over=files") from error
+            # An aborted push left the update open.
             if error.status != _BAD_REQUEST or "already open" not in str(error):
                 raise
             self.finish(client)
             _succeeded(client, client.post("/begin_weight_update", {}), "message")
 
     def receive(self, client: Channel, group: str, announced: Announced) -> None:
-        """SGLang keeps what is not announced as it was, without a word: the probe tells."""
+        """SGLang silently keeps parameters that are not announced; the weight check detects that."""
         body = {
             "names": list(announced.names),
             "dtypes": [announced.dtype] * len(announced.names),
@@ -241,7 +244,7 @@ class Sglang:
         try:
             _succeeded(client, client.post("/update_weights_from_distributed", body), "message")
         except ServerFailed as error:
-            # Its own words for a group that it is not in, which is what a server that was started again says.
+            # The error of a restarted server, which is no longer in the group.
             lost = error.lost or "call `init_weights_update_group` first" in str(error)
             raise ServerFailed(str(error), lost=lost, status=error.status if error.lost else None) from error
 
@@ -256,21 +259,21 @@ class Sglang:
     def load_adapter(self, client: Channel, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
-            said = client.post("/load_lora_adapter", body)
+            answer = client.post("/load_lora_adapter", body)
         except ServerFailed as error:
-            # A server that was given up and is there after all may have it, of an earlier try.
+            # A server that was lost for a while may have it from an earlier attempt.
             if error.status != _BAD_REQUEST or "already loaded" not in str(error):
                 raise
             self._unload(client, name)
-            said = client.post("/load_lora_adapter", body)
-        _succeeded(client, said, "error_message")
-        for other in said["loaded_adapters"]:
+            answer = client.post("/load_lora_adapter", body)
+        _succeeded(client, answer, "error_message")
+        for other in answer["loaded_adapters"]:
             if other != name:
                 self._unload(client, other)
 
     def _unload(self, client: Channel, name: str) -> None:
-        said = client.post("/unload_lora_adapter", {"lora_name": name}, seconds=SWITCH_SECONDS)
-        _succeeded(client, said, "error_message")
+        answer = client.post("/unload_lora_adapter", {"lora_name": name}, seconds=SWITCH_SECONDS)
+        _succeeded(client, answer, "error_message")
 
     # -- memory
 
@@ -310,56 +313,56 @@ class Sglang:
 
 
 def _keeps_memory(info: Any, *, discard_weights: bool) -> str | None:
-    """Why a server cannot sleep; None where it can."""
+    """Why the server cannot sleep; None if it can."""
     if not info.get("enable_memory_saver"):
-        return "it gives no memory back: start it with --enable-memory-saver"
+        return "it cannot release memory: start it with --enable-memory-saver"
     if not discard_weights and not info.get("enable_weights_cpu_backup"):
         return "its weights would be lost: start it with --enable-weights-cpu-backup"
     return None
 
 
-def _refuse_untellable(sampling: Sampling) -> None:
-    """What SGLang would do otherwise than asked, or tell other log-probs of than the trainer scores."""
+def _refuse_unsupported(sampling: Sampling) -> None:
+    """Rejects settings that SGLang ignores, or whose log-probs differ from the trainer's."""
     if sampling.min_p:
         raise ServerFailed("SGLang does not sample with a seed and min_p: set min_p to 0")
     if sampling.repetition_penalty != 1:
-        raise ServerFailed("SGLang's log-probs are those after the penalty: set repetition_penalty to 1")
-    if _of_what_is_left(sampling) and (sampling.top_p < 1 or not sampling.top_k):
-        raise ServerFailed("SGLang tells log-probs of a truncated distribution for top_k alone: remove top_p")
+        raise ServerFailed("SGLang's log-probs include the penalty: set repetition_penalty to 1")
+    if _scores_truncated(sampling) and (sampling.top_p < 1 or not sampling.top_k):
+        raise ServerFailed("SGLang returns log-probs of a truncated distribution only for top_k: remove top_p")
 
 
-def _of_what_is_left(sampling: Sampling) -> bool:
-    """Whether log-probs are wanted of the truncated distribution. SGLang's usual ones are of the whole vocabulary."""
+def _scores_truncated(sampling: Sampling) -> bool:
+    """Whether log-probs are those of the truncated distribution. By default SGLang's cover the full vocabulary."""
     truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
     return sampling.score_truncated and truncation.active and sampling.temperature > 0
 
 
 def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) -> Ended:
     sampling = wanted.sampling
-    # Whatever SGLang names first where several things end a response at once.
+    # SGLang may name another reason if several apply at once.
     if ids and ids[-1] in sampling.stop_ids:
         return "token"
     if kind == "stop" and matched in sampling.stop_strings:
         return "string"
     if kind == "stop" and isinstance(matched, int):
         raise ServerFailed(
-            f"token {matched} ended a response, which is an end token for SGLang and not for this run: "
+            f"token {matched} ended a response: it is an end token for SGLang but not for this run: "
             "add it to rollout.stop_ids"
         )
     if kind == "length" and len(ids) >= wanted.max_tokens:
         return "length"
     if kind == "length":
         raise ServerFailed(
-            f"a response was cut after {len(ids)} of {wanted.max_tokens} tokens: SGLang's --context-length, its memory "
-            "for keys and values or SGLANG_MAX_NEW_TOKENS_LIMIT is too small for it"
+            f"a response was cut after {len(ids)} of {wanted.max_tokens} tokens: SGLang's --context-length, its KV "
+            "cache or SGLANG_MAX_NEW_TOKENS_LIMIT is too small for it"
         )
-    # SGLang reports logits that are no numbers as a stop text of its own.
-    raise ServerFailed(f"a response ended for a reason that was not asked for: {kind} ({matched})")
+    # SGLang reports NaN logits as a stop text.
+    raise ServerFailed(f"a response ended for an unexpected reason: {kind} ({matched})")
 
 
-def _one_version(told: Any) -> str | None:
-    """All tokens of a response are of the same weights: a pause aborts what is under way."""
-    spans = told.get("weight_versions") or [{"version": told.get("weight_version")}]
+def _one_version(meta: Any) -> str | None:
+    """All tokens of a response come from the same weights: a pause aborts running requests."""
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     versions = {span["version"] for span in spans}
     return str(versions.pop()) if len(versions) == 1 else " and ".join(str(span["version"]) for span in spans)
 
@@ -369,7 +372,7 @@ def _folder_of(weights: PushedWeights) -> Path:
     folder = folders.pop()
     others = sorted(str(file) for file in set(folder.glob("*.safetensors")) - set(weights.files))
     if folders or others:
-        raise ServerFailed(f"SGLang loads a whole folder, and {folder} is not this push alone: {others[:3]}")
+        raise ServerFailed(f"SGLang loads all files of a folder, and {folder} has files of another push: {others[:3]}")
     return folder
 
 
@@ -380,9 +383,9 @@ def _refuse_other_names(weights: PushedWeights) -> None:
             found += opened.keys()
     missing, extra = sorted(set(weights.names) - set(found)), sorted(set(found) - set(weights.names))
     if missing or extra or len(found) != len(set(found)):
-        raise ServerFailed(f"the files do not hold what was announced: missing {missing[:5]}, too many {extra[:5]}")
+        raise ServerFailed(f"the files do not match the announced names: missing {missing[:5]}, too many {extra[:5]}")
 
 
-def _succeeded(client: Channel, said: Any, reason: str) -> None:
-    if not isinstance(said, dict) or said.get("success") is not True:
-        raise ServerFailed(f"{client.address}: {said.get(reason) if isinstance(said, dict) else said}")
+def _succeeded(client: Channel, answer: Any, reason: str) -> None:
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        raise ServerFailed(f"{client.address}: {answer.get(reason) if isinstance(answer, dict) else answer}")

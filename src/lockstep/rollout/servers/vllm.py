@@ -1,4 +1,4 @@
-"""vLLM's dialect, which vllm-ascend shares."""
+"""The adapter of vLLM and vllm-ascend."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ PLUGIN = Path(__file__).parent / "plugin"
 MODEL = "lockstep"
 SAMPLES = "/lockstep/samples"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# The ranks that vLLM makes room for.
+# The values of --max-lora-rank that vLLM accepts.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _NOT_FOUND = 404
 
 
 class Vllm:
+    """`ServerAdapter` of vLLM."""
+
     name = "vllm"
     package = "vllm"
     samples_together = True
@@ -52,37 +54,37 @@ class Vllm:
     # -- start
 
     def command(self, start: ServerStart) -> list[str]:
-        # Not the console script: it asks for a distribution called vllm, which the builds for other devices are not.
-        said = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.needs)]
-        said += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
-        said += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
-        # Numbers about each token, which nobody reads.
-        said += ["--disable-uvicorn-access-log", "--disable-log-stats"]
-        return [*said, *serving_on(start.needs.device, self.name).words, *start.args]
+        # Not the console script: it requires a distribution named vllm, and builds for other devices have other names.
+        words = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.needs)]
+        words += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
+        words += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
+        # Nobody reads these logs.
+        words += ["--disable-uvicorn-access-log", "--disable-log-stats"]
+        return [*words, *serving_on(start.needs.device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
-        """What a server must be started with, whoever starts it."""
-        said = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
-        # Sampling defaults of the model's folder must not act.
-        said += ["--generation-config", "vllm"]
-        said += ["--worker-extension-cls", "lockstep_vllm.WeightExtension"]
-        said += ["--middleware", "lockstep_samples.SampleRoute", "--scheduler-cls", "lockstep_scheduler.scheduler"]
-        return [*said, *(word for flag in self.settings(needs) for word in flag.split())]
+        """Flags that every server needs, whether lockstep or the user starts it."""
+        words = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
+        # Ignore the sampling defaults of the model folder.
+        words += ["--generation-config", "vllm"]
+        words += ["--worker-extension-cls", "lockstep_vllm.WeightExtension"]
+        words += ["--middleware", "lockstep_samples.SampleRoute", "--scheduler-cls", "lockstep_scheduler.scheduler"]
+        return [*words, *(word for flag in self.settings(needs) for word in flag.split())]
 
     def settings(self, needs: ServerNeeds) -> dict[str, str]:
-        said = {}
+        flags = {}
         if needs.device == "cpu":
-            # A prompt in two pieces takes the noise of a seeded sample back by a step, which a CPU's generator cannot.
-            said["--no-enable-chunked-prefill"] = "vLLM 0.32 dies of a seeded request in two pieces"
+            # Chunked prefill rewinds the generator of a seeded request, which a CPU generator does not support.
+            flags["--no-enable-chunked-prefill"] = "vLLM 0.32 crashes on a seeded request with a chunked prompt"
         elif needs.sleep:
-            said["--enable-sleep-mode"] = "rollout.sleep: without it vLLM keeps its memory"
+            flags["--enable-sleep-mode"] = "rollout.sleep: without it vLLM keeps its memory"
         if needs.lora_rank is not None:
             room = next((rank for rank in _LORA_RANKS if rank >= needs.lora_rank), needs.lora_rank)
-            said[f"--enable-lora --max-loras 1 --max-lora-rank {room}"] = "the run's adapter"
-        return said
+            flags[f"--enable-lora --max-loras 1 --max-lora-rank {room}"] = "the run's adapter"
+        return flags
 
     def environment(self, start: ServerStart) -> dict[str, str]:
-        said = {
+        variables = {
             "PYTHONPATH": str(PLUGIN),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -90,7 +92,7 @@ class Vllm:
             KEY_VARIABLE: start.key,
             ENGINE_KEY: start.key,
         }
-        return said | serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep)
+        return variables | serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep)
 
     def started_by_hand(self, needs: ServerNeeds) -> str:
         return (
@@ -103,7 +105,7 @@ class Vllm:
 
     def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
         sampling = wanted.sampling
-        said: dict[str, Any] = {
+        params: dict[str, Any] = {
             "n": 1,
             "max_tokens": wanted.max_tokens,
             "temperature": sampling.temperature,
@@ -113,16 +115,16 @@ class Vllm:
             "repetition_penalty": sampling.repetition_penalty,
             "seed": wanted.seed,
             "logprobs": 0,
-            # The tokens that end a response are named, whatever the model's folder says.
+            # End tokens are listed explicitly; those of the model folder are ignored.
             "ignore_eos": True,
             "stop_token_ids": list(sampling.stop_ids),
             "detokenize": bool(sampling.stop_strings),
             "skip_special_tokens": False,
         }
         if sampling.stop_strings:
-            said["stop"] = list(sampling.stop_strings)
+            params["stop"] = list(sampling.stop_strings)
         model = wanted.adapter or MODEL
-        return SAMPLES, {"model": model, "token_ids": list(wanted.ids), "sampling_params": said}
+        return SAMPLES, {"model": model, "token_ids": list(wanted.ids), "sampling_params": params}
 
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
         try:
@@ -132,11 +134,11 @@ class Vllm:
             versions = [str(each) for each in answered["versions"] or ()]
             prompt = answered["prompt"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerFailed(f"an answer of another form than asked for: {error!r}") from error
+            raise ServerFailed(f"malformed answer: {error!r}") from error
         if len(ids) != len(logprobs):
             raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
         refuse_other_prompt(wanted, prompt)
-        # All tokens of a response are of the same weights: a push ends the responses before it.
+        # All tokens of a response come from the same weights: a push aborts running responses.
         version = " and ".join(dict.fromkeys(versions)) or None
         return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version)
 
@@ -153,9 +155,9 @@ class Vllm:
         _call(client, "lockstep_load", files=files, names=list(weights.names), sums=list(weights.sums))
 
     def take(self, client: Channel, placed: Placed) -> str | None:
-        said = _call(client, "lockstep_take", **asdict(placed))
-        unopened = [worker["unopened"] for worker in said if "unopened" in worker]
-        if unopened and len(unopened) < len(said):
+        results = _call(client, "lockstep_take", **asdict(placed))
+        unopened = [worker["unopened"] for worker in results if "unopened" in worker]
+        if unopened and len(unopened) < len(results):
             raise ServerFailed(f"{client.address}: only some of its workers opened the weights: {unopened[0]}")
         return str(unopened[0]) if unopened else None
 
@@ -165,19 +167,20 @@ class Vllm:
             client.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
 
     def flush(self, client: Channel) -> None:
-        said = client.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
-        if isinstance(said, dict) and said.get("success") is False:
-            raise ServerFailed(f"{client.address}: its cache of earlier weights could not be emptied")
+        answer = client.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
 
     def version(self, client: Channel) -> str:
-        """Of the workers, which hold the weights, and of the engine, which tells it with every answer."""
+        """The version in the workers, which hold the weights. It must match that of the engine, which is part of every
+        answer."""
         versions = {str(worker["version"]) for worker in _call(client, "lockstep_version")}
         if len(versions) > 1:
             raise ServerFailed(f"{client.address}: its workers have weights of several versions: {sorted(versions)}")
         (version,) = versions
         with _unless_unknown():
             engine = client.get("/weight_info")["weight_version"]
-            return version if version == engine else f"{version} (the engine says {engine})"
+            return version if version == engine else f"{version} (the engine reports {engine})"
         return version
 
     # -- weights by a collective
@@ -189,13 +192,13 @@ class Vllm:
         _call(client, "lockstep_join", **asdict(meeting))
 
     def begin(self, client: Channel) -> None:
-        """Nothing: the worker extension takes all tensors in one call."""
+        """Does nothing: the worker extension receives all tensors in one call."""
 
     def receive(self, client: Channel, group: str, announced: Announced) -> None:
         _call(client, "lockstep_receive", group=group, **asdict(announced))
 
     def finish(self, client: Channel) -> None:
-        """Nothing: see `begin`."""
+        """Does nothing: see `begin`."""
 
     def leave(self, client: Channel, group: str) -> None:
         _call(client, "lockstep_leave", limit=LEAVE_SECONDS)
@@ -223,24 +226,24 @@ class Vllm:
 
     def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata:
         try:
-            said = _call(client, "lockstep_facts")[0]
+            info = _call(client, "lockstep_facts")[0]
             client.get(SAMPLES)
         except ServerFailed as error:
             if error.lost and error.status is None:
                 raise
-            raise ServerFailed(f"{error}; it was not started for lockstep") from error
+            raise ServerFailed(f"{error}; the server was not started for lockstep") from error
         wrong = []
-        if said["logprobs_mode"] != "processed_logprobs":
-            wrong.append(f"--logprobs-mode is {said['logprobs_mode']}: set processed_logprobs")
-        if said["quantization"] is not None:
-            wrong.append(f"its weights are quantized ({said['quantization']}): start it without")
-        if needs.sleep and not said["sleep"] and said["device"] != "cpu":
-            # Its route answers all the same.
-            wrong.append("it would give no memory back (rollout.sleep): start it with --enable-sleep-mode")
-        if needs.lora_rank is not None and (said["lora_rank"] or 0) < needs.lora_rank:
-            takes = f"adapters of rank {said['lora_rank']} at most" if said["lora_rank"] else "no adapters"
+        if info["logprobs_mode"] != "processed_logprobs":
+            wrong.append(f"--logprobs-mode is {info['logprobs_mode']}: set processed_logprobs")
+        if info["quantization"] is not None:
+            wrong.append(f"its weights are quantized ({info['quantization']}): start it without")
+        if needs.sleep and not info["sleep"] and info["device"] != "cpu":
+            # /sleep succeeds even without the flag.
+            wrong.append("it cannot release memory (rollout.sleep): start it with --enable-sleep-mode")
+        if needs.lora_rank is not None and (info["lora_rank"] or 0) < needs.lora_rank:
+            takes = f"adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no adapters"
             wrong.append(f"it takes {takes}, and the run's has rank {needs.lora_rank}")
-        return ServerMetadata(f"vllm {said['version']}", said["vocabulary"], said["longest"], said["dtype"], wrong)
+        return ServerMetadata(f"vllm {info['version']}", info["vocabulary"], info["longest"], info["dtype"], wrong)
 
 
 def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: WantedSample) -> Ended:
@@ -252,12 +255,12 @@ def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wante
         return "string"
     if reason == "stop" and ids and ids[-1] in wanted.sampling.stop_ids:
         return "token"
-    raise ServerFailed(f"a response ended for a reason that was not asked for: {reason} ({stop})")
+    raise ServerFailed(f"a response ended for an unexpected reason: {reason} ({stop})")
 
 
 @contextmanager
 def _unless_unknown() -> Iterator[None]:
-    """Older versions have no route for the version: the workers alone tell it then."""
+    """Older versions of vLLM have no version route; the workers still report the version."""
     try:
         yield
     except ServerFailed as error:
@@ -265,9 +268,9 @@ def _unless_unknown() -> Iterator[None]:
             raise
 
 
-def _call(client: Channel, method: str, *, limit: float | None = None, **told: Any) -> list[dict[str, Any]]:
-    """A method of the worker extension, on every worker, within `limit` seconds."""
-    answered = client.post("/collective_rpc", {"method": method, "args": [json.dumps(told)]}, limit)
+def _call(client: Channel, method: str, *, limit: float | None = None, **arguments: Any) -> list[dict[str, Any]]:
+    """Calls a method of the worker extension on every worker, within `limit` seconds."""
+    answered = client.post("/collective_rpc", {"method": method, "args": [json.dumps(arguments)]}, limit)
     results = answered["results"]
     for result in results:
         if "error" in result:

@@ -1,7 +1,7 @@
-"""Has the server the weights that it was given? It continues fixed prompts, and the trainer scores what it wrote.
+"""Weight check: the server continues fixed prompts, and the trainer scores the result with its weights.
 
-Names, sums and versions can all be right while the engine computes with something else (a packed copy, a cache of
-earlier weights); what it says of tokens cannot.
+Names, checksums and versions can be right while the engine computes with other weights (a packed copy, a stale cache);
+the log-probs then differ.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.types import Example, Origin, Sampling
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
-# Far enough from 1 that log-probs before and after the division by it cannot be taken for each other.
+# Far enough from 1 to distinguish log-probs before and after temperature scaling.
 TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of the difference of log-probs, over the tokens of a probe."""
+    """Bounds of the absolute difference of log-probs over the tokens of a check."""
 
     mean: float
     largest: float
 
 
-# What rounding makes of the same weights: never asked to be less than the first, never allowed to be more than the
-# second. Between them it is what two pushes of the same weights show, with room.
+# Bounds of the rounding error for equal weights: never below LEAST, never above MOST. In between they are ROOM times
+# the difference that two pushes of the same weights show.
 LEAST = {
     torch.float32: Bounds(2e-5, 1e-4),
     torch.bfloat16: Bounds(0.02, 0.15),
@@ -48,8 +48,8 @@ ROOM = 4.0
 
 
 @dataclass(frozen=True)
-class ProbeResult:
-    """One probe: the tokens, and what engine and trainer say of each."""
+class CheckResult:
+    """The tokens of one check, and their log-probs in engine and trainer."""
 
     ids: Sequence[Sequence[int]]
     engine_K: torch.Tensor
@@ -62,48 +62,48 @@ class ProbeResult:
 
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
-    """Tells whether any weight has changed: of each tensor the sum of its bits as whole numbers."""
+    """Detects changed weights: the `bit_sum` of each tensor."""
     with torch.no_grad():
         return tuple(torch.stack([bit_sum(tensor).cpu() for _, tensor in weights]).tolist())
 
 
-def probe_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[WantedSample]:
-    """What is asked of the server: at a temperature of its own, or as `sampling` says."""
+def check_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[WantedSample]:
+    """The requests of a check, at a fixed temperature or with `sampling`."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
-    fixed = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or PROMPT_TOKENS + NEW_TOKENS
-    prompt = min(PROMPT_TOKENS, max(1, fixed - NEW_TOKENS))
-    new = min(NEW_TOKENS, fixed - prompt)
-    how = sampling or Sampling(max_tokens=new, temperature=TEMPERATURE)
+    max_length = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or PROMPT_TOKENS + NEW_TOKENS
+    prompt = min(PROMPT_TOKENS, max(1, max_length - NEW_TOKENS))
+    new_tokens = min(NEW_TOKENS, max_length - prompt)
+    chosen = sampling or Sampling(max_tokens=new_tokens, temperature=TEMPERATURE)
     rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(prompt)] for row in range(PROMPTS)]
-    return [WantedSample(ids, how, new, seed, adapter) for seed, ids in enumerate(rows, start=1)]
+    return [WantedSample(ids, chosen, new_tokens, seed, adapter) for seed, ids in enumerate(rows, start=1)]
 
 
 @torch.no_grad()
-def probed(
-    policy: Policy, device: torch.device, asked: Sequence[WantedSample], answers: Sequence[Answer]
-) -> ProbeResult:
-    """The trainer's scores of what the server wrote, in the distribution that was sampled from."""
-    how = asked[0].sampling
-    truncation = Truncation(how.top_k, how.top_p, how.min_p)
+def checked(
+    policy: Policy, device: torch.device, requests: Sequence[WantedSample], answers: Sequence[Answer]
+) -> CheckResult:
+    """Scores the server's tokens with the trainer, under the sampling distribution."""
+    sampling = requests[0].sampling
+    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
     rows = [
         Example([*wanted.ids, *answer.ids], [0] * len(wanted.ids) + [1] * len(answer.ids), Origin("probe", number))
-        for number, (wanted, answer) in enumerate(zip(asked, answers, strict=True))
+        for number, (wanted, answer) in enumerate(zip(requests, answers, strict=True))
     ]
     before, training = policy.scoring, policy.training
-    truncated = truncation.active and how.score_truncated
-    policy.scoring = Scoring(temperature=how.temperature, truncation=truncation if truncated else None)
+    truncated = truncation.active and sampling.score_truncated
+    policy.scoring = Scoring(temperature=sampling.temperature, truncation=truncation if truncated else None)
     policy.eval()
     try:
-        said_K = policy(to_device(micro_batch(rows, packed=True, pad_id=0), device)).logprobs_K.float().cpu()
+        trainer_K = policy(to_device(micro_batch(rows, packed=True, pad_id=0), device)).logprobs_K.float().cpu()
     finally:
         policy.scoring = before
         policy.train(training)
     engine_K = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
-    return ProbeResult([answer.ids for answer in answers], engine_K, said_K)
+    return CheckResult([answer.ids for answer in answers], engine_K, trainer_K)
 
 
-def calibrated(first: ProbeResult, second: ProbeResult, dtype: torch.dtype) -> Bounds:
-    """The bounds of the probes to come, from two pushes of the same weights."""
+def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> Bounds:
+    """The bounds of later checks, from two pushes of the same weights."""
     least, most = LEAST[dtype], MOST[dtype]
     mean, largest = max(first.off.mean, second.off.mean), max(first.off.largest, second.off.largest)
     return Bounds(
@@ -112,46 +112,46 @@ def calibrated(first: ProbeResult, second: ProbeResult, dtype: torch.dtype) -> B
     )
 
 
-def repeat_noise(first: ProbeResult, second: ProbeResult) -> float:
-    """By how much the engine's own log-probs differ between two pushes of the same weights."""
-    same = _shared(first, second)
+def repeat_noise(first: CheckResult, second: CheckResult) -> float:
+    """How much the engine's log-probs differ between two pushes of the same weights."""
+    same = _common_tokens(first, second)
     return float((first.engine_K[same] - second.engine_K[same]).abs().max()) if len(same) else float("inf")
 
 
-def why_refused(now: ProbeResult, before: ProbeResult | None, bounds: Bounds, noise: float) -> str | None:
-    """What is wrong with an answer to the probe; None where nothing is."""
+def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, noise: float) -> str | None:
+    """Why a check fails; None if it passes."""
     off = now.off
     if not (off.mean <= bounds.mean and off.largest <= bounds.largest):
         at = int((now.engine_K - now.trainer_K).abs().nan_to_num(nan=torch.inf).argmax())
         return (
-            f"its log-probs of the probe differ from the trainer's by {off.mean:.3g} on average and {off.largest:.3g} "
-            f"at most (bounds {bounds.mean:.3g} and {bounds.largest:.3g}): token {at} has log-prob "
+            f"its log-probs of the weight check differ from the trainer's by {off.mean:.3g} on average and "
+            f"{off.largest:.3g} at most (bounds {bounds.mean:.3g} and {bounds.largest:.3g}): token {at} has log-prob "
             f"{now.engine_K[at].item():.6g} in the engine and {now.trainer_K[at].item():.6g} in the trainer"
         )
-    if before is not None and _stands_still(now, before, noise):
-        return "its log-probs of the probe are those of the weights before the last update"
+    if before is not None and _is_unchanged(now, before, noise):
+        return "its log-probs of the weight check are those of the weights before the last update"
     return None
 
 
-def _stands_still(now: ProbeResult, before: ProbeResult, noise: float) -> bool:
-    """An update may move log-probs by less than the bounds: then the engine must at least have moved when the trainer
-    has, by more than rounding alone moves either."""
-    same = _shared(now, before)
+def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
+    """Whether the engine still has the previous weights. A small update changes log-probs by less than the bounds; but
+    if the trainer's log-probs changed by more than noise, the engine's must have changed too."""
+    same = _common_tokens(now, before)
     if len(same) < sum(map(len, now.ids)):
-        return False  # other tokens: it has moved
+        return False  # other tokens: the weights have changed
     engine = float((now.engine_K - before.engine_K).abs().max())
     trainer = float((now.trainer_K - before.trainer_K).abs().max())
     return engine <= noise and trainer > 4 * max(noise, 1e-6)
 
 
-def _shared(a: ProbeResult, b: ProbeResult) -> torch.Tensor:
-    """The tokens, by their number, that stand behind the same beginnings in both."""
-    found: list[int] = []
+def _common_tokens(a: CheckResult, b: CheckResult) -> torch.Tensor:
+    """Indices of the tokens that have the same preceding tokens in both results."""
+    indices: list[int] = []
     start = 0
     for one, other in zip(a.ids, b.ids, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
         if len(one) != len(other):
-            return torch.tensor(found, dtype=torch.long)
-        found += range(start, start + same)
+            return torch.tensor(indices, dtype=torch.long)
+        indices += range(start, start + same)
         start += len(one)
-    return torch.tensor(found, dtype=torch.long)
+    return torch.tensor(indices, dtype=torch.long)
