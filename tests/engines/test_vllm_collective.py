@@ -88,7 +88,7 @@ def test_what_was_not_announced_so_is_caught(
         with pytest.raises(Refusal) as caught:
             sync(engine, 4)
     assert "did not load the weights after 4 updates" in str(caught.value)
-    assert f"did not come as they were sent: ['{LEFT_OUT}'" in str(caught.value)
+    assert f"corrupt tensors: ['{LEFT_OUT}'" in str(caught.value)
 
 
 def test_a_tensor_that_is_not_sent_at_all_is_missed(

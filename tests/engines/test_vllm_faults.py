@@ -76,7 +76,7 @@ def test_a_bit_that_is_lost_on_the_way_is_caught(
 
     monkeypatch.setattr(weight_sync, "write_weights", write)
     last = list(dict(pushed.policy.stored.named_parameters()))[-1]
-    assert f"{last} in the files is not what the run has written" in refused(pushed)
+    assert f"{last} in the files differs from what the run wrote" in refused(pushed)
     assert "incomplete" in pushed.server_adapter.version(pushed.fleet.servers[0].client)
     # The next run on that server: its first push is whole.
     monkeypatch.undo()

@@ -271,7 +271,7 @@ def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_
         (lambda answer: answer.pop("logprobs"), "malformed answer"),
         (lambda answer: answer.update(prompt="fedcba9876543210"), "an answer to another prompt"),
         (lambda answer: answer.pop("prompt"), "malformed answer: KeyError\\('prompt'\\)"),
-        (lambda answer: answer.update(token_ids=[1] * 36, logprobs=[-1.0] * 36), "an answer of 36 tokens, and 1 to 12"),
+        (lambda answer: answer.update(token_ids=[1] * 36, logprobs=[-1.0] * 36), "an answer of 36 tokens; the request allows 1 to 12"),
         (lambda answer: answer.update(token_ids=[259, *answer["token_ids"][1:]]), "token 0 of an answer is 259"),
     ],
 )
@@ -617,7 +617,7 @@ def test_a_run_starts_with_the_servers_that_answer(
     ):
         told = capfd.readouterr().err
         assert "warning: 1 of 2 servers of rollout.url did not answer" in told
-        assert f"The run starts with 1 and gives the others weights when they answer: {other.address}:" in told
+        assert f"The run starts with 1 servers; the others get weights when they respond: {other.address}:" in told
         sync(engine)
         assert len(run(engine, requests(), SAMPLED)) == 6
         assert [server.up for server in engine.fleet.servers] == [False, True]

@@ -67,7 +67,7 @@ def server(tiny_folder: Path) -> Iterator[Server]:
         (faulty_proxy.fractional_token, r"token 0 of an answer is 1\.5"),
         (faulty_proxy.one_logprob_too_few, "log-probs of"),
         (faulty_proxy.positive_logprob, r"the log-prob of token 0 of an answer is 2\.0"),
-        (faulty_proxy.infinite_logprob, "no number"),
+        (faulty_proxy.infinite_logprob, "not a finite number"),
         (faulty_proxy.goes_on_after_its_end, "continues after its end token 9 at position 0"),
         (faulty_proxy.no_token, "an answer of 0 tokens"),
     ],
@@ -109,7 +109,7 @@ def test_an_answer_that_can_be_a_response_is_taken(answer: Answer, ended: str) -
 
 
 def test_an_end_that_was_not_asked_for_is_refused() -> None:
-    with pytest.raises(ServerFailed, match="no end token of the run"):
+    with pytest.raises(ServerFailed, match="not an end token of the run"):
         checked_answer(Answer([4], [-1.0], "token"), WANTED, 8)
     plain = replace(WANTED, sampling=Sampling(max_tokens=3))
     with pytest.raises(ServerFailed, match="a stop text"):

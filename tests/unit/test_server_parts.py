@@ -165,9 +165,9 @@ def test_a_reload_that_raised_in_vllms_worker_is_closed(monkeypatch: pytest.Monk
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "0.weight", torch.zeros(1)
-        raise ValueError("1.weight in the files is not what the run has written")
+        raise ValueError("1.weight in the files differs from what the run wrote")
 
-    with pytest.raises(ValueError, match="not what the run has written"):
+    with pytest.raises(ValueError, match="differs from what the run wrote"):
         _load(worker, broken())
     assert closed == [[OpenLayer()] * 3]
     assert worker._lockstep_version == "incomplete"
@@ -178,17 +178,17 @@ def test_a_bit_that_is_lost_on_the_way_is_found_by_the_servers_end(
 ) -> None:
     """What the plugin does with the files in vLLM's workers, which take the tensors one by one."""
     monkeypatch.syspath_prepend(str(PLUGIN))
-    from lockstep_vllm import _as_written, _tensors
+    from lockstep_vllm import _tensors, _verified
 
     pushed = write_weights(tmp_path, [("a", torch.randn(3, 2)), ("b.c", torch.randn(4))], torch.bfloat16)
     (file,), sums = pushed.files, dict(zip(pushed.names, pushed.sums, strict=True))
-    assert [name for name, _ in _as_written(_tensors([str(file)]), sums)] == ["a", "b.c"]
+    assert [name for name, _ in _verified(_tensors([str(file)]), sums)] == ["a", "b.c"]
     whole = bytearray(file.read_bytes())
     whole[-1] ^= 1  # of the tensor that was written last
     file.write_bytes(whole)
-    arriving = _as_written(_tensors([str(file)]), sums)
+    arriving = _verified(_tensors([str(file)]), sums)
     assert next(arriving)[0] == "a"
-    with pytest.raises(ValueError, match=r"b\.c in the files is not what the run has written"):
+    with pytest.raises(ValueError, match=r"b\.c in the files differs from what the run wrote"):
         next(arriving)
 
 
@@ -260,7 +260,7 @@ def test_the_server_sees_the_plugin_and_the_flags() -> None:
 @pytest.mark.parametrize("device", ["cuda", "npu", "cpu"])
 @pytest.mark.parametrize("sleep", [False, True])
 @pytest.mark.parametrize("rank", [None, 8])
-@pytest.mark.parametrize("dialect", [Vllm(), Sglang()], ids=lambda server_adapter: server_adapter.name)
+@pytest.mark.parametrize("server_adapter", [Vllm(), Sglang()], ids=lambda adapter: adapter.name)
 def test_a_server_of_a_user_is_told_every_flag_that_one_of_ours_has(
     server_adapter: ServerAdapter, device: str, sleep: bool, rank: int | None
 ) -> None:

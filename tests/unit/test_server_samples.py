@@ -254,4 +254,4 @@ def test_what_was_aborted_is_forgotten() -> None:
     scheduler.update_from_output()
     del scheduler.requests[f"{SAMPLE}1"]
     scheduler.update_from_output()
-    assert list(scheduler._held) == [f"{SAMPLE}2"]
+    assert list(scheduler._buffers) == [f"{SAMPLE}2"]

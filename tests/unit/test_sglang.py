@@ -231,12 +231,12 @@ def test_a_request_that_is_aborted_in_the_queue_is_asked_again() -> None:
         (answered([4, 5], {"type": "stop", "matched": "NaN happened"}), "NaN happened"),
         (answered([4, 5], {"type": "length", "length": 2}), "cut after 2 of 3"),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[-0.5, 5, None]]), "log-probs of"),
-        (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[None, 4, None]]), "no number"),
+        (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[None, 4, None]]), "not a finite number"),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[]), "log-probs of"),
         (answered([END], {"type": "stop", "matched": END}, id="fedcba9876543210-1"), "another prompt"),
         (answered([END], {"type": "stop", "matched": END}, prompt_tokens=3), "a prompt of 3 tokens"),
-        ({"text": "hello", "meta_info": {}}, "another form"),
-        ([answered([END], {"type": "stop", "matched": END})], "another form"),
+        ({"text": "hello", "meta_info": {}}, "malformed answer"),
+        ([answered([END], {"type": "stop", "matched": END})], "malformed answer"),
     ],
 )
 def test_an_answer_that_was_not_asked_for_is_refused(said: Any, why: str) -> None:
@@ -461,7 +461,7 @@ def test_files_that_do_not_hold_what_was_announced_are_not_pushed(policy: Policy
     with pytest.raises(ServerFailed, match=r"missing \['b'\]"):
         Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a", "b"], [0, 0]))  # type: ignore[arg-type]
     save_file({"c": torch.zeros(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(ServerFailed, match="not this push alone"):
+    with pytest.raises(ServerFailed, match="has files of another push"):
         Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a"], [0]))  # type: ignore[arg-type]
 
 

@@ -185,7 +185,7 @@ def test_a_worker_that_cannot_join_says_why_at_once(worker: Worker) -> None:
 
 
 def test_a_side_that_does_not_come_is_named(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr(collective, "_GRACE_SECONDS", 0.1)
     over = threading.Event()
     late = Worker(worker.process, hold=lambda verb: over.wait() and None)  # type: ignore[func-returns-value]
     try:
@@ -204,7 +204,7 @@ def test_a_server_that_dies_in_the_middle_of_a_push_is_lost() -> None:
         with pytest.raises(ServerFailed) as caught:
             link.give([("a", torch.zeros(4_000_000))], torch.float32)
         assert caught.value.lost
-        link.close(told=False)
+        link.close(notify=False)
 
 
 def test_the_own_address_is_one_that_the_server_can_reach() -> None:

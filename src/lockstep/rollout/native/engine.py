@@ -1,7 +1,7 @@
-"""The built-in engine: the policy itself generates, with continuous batching over a paged cache.
+"""The native engine: the policy generates with continuous batching over a paged KV cache.
 
-Weights are those of the trained modules, so there is nothing to copy after an update. The cache lives for one call of
-`generate`, or on with the passes that were recorded over it.
+It uses the trained modules, so no weight sync is needed. The cache lives for one call of `generate`, or longer with the
+CUDA graphs that use it.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Share of the free memory that the cache may take when the recipe does not say.
+# Default share of free memory for the cache.
 FREE_SHARE = 0.5
-# Share of all memory up to which a cache is kept for the passes that were recorded over it, likewise.
+# Default share of total memory up to which a cache is kept with its CUDA graphs.
 KEPT_SHARE = 0.05
 
 
 def kept_cache(memory: int) -> int:
-    """Up to how many bytes of cache are kept on a device of that memory which records passes."""
+    """The largest cache in bytes that a device with so much memory keeps with its CUDA graphs."""
     return int(KEPT_SHARE * memory)
 
 
 class NativeEngine(SharedWeights):
-    """`decode` turns token ids into text; it is needed for stop strings only."""
+    """`decode` converts token ids to text for stop strings."""
 
     instead = "set rollout.engine=hf; the built-in engine keeps only keys and values between tokens"
 
     def __init__(self, policy: Policy, device: Device, settings: RolloutSettings, decode: Callable[[list[int]], str]):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
         self.pause: Callable[[], bool] = lambda: False
-        """Asked between rounds; where it says yes, what is unfinished comes out as it stands, and `generate` ends."""
+        """Called between rounds. If True, `generate` yields the unfinished sequences and ends."""
         self.further: Further | None = None
-        """Asked between rounds while rows are free; its requests are numbered on from those of the call."""
+        """Source of more requests, used between rounds while rows are free. Their numbers follow those of the call."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
         self._runners: dict[Sampling, Runner] = {}
         self._weights: tuple[int, ...] = ()
         self._layers: GeneratingLayers | None = None
-        self._tried = False
+        self._layers_tried = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if not requests:
@@ -85,34 +85,34 @@ class NativeEngine(SharedWeights):
         finally:
             self.policy.train(training)
             self.preempted = scheduler.preempted
-            if self._gives_back():
+            if self._frees_cache():
                 self.release_memory()
 
     def release_memory(self) -> None:
-        """Drop the cache and the captured passes."""
+        """Drops the cache and the CUDA graphs."""
         self._cache_kept = None
         self._runners.clear()
 
-    def _gives_back(self) -> bool:
+    def _frees_cache(self) -> bool:
         if self._group is not None:
             return True
         if self.settings.free_cache is not None:
             return self.settings.free_cache
-        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
-        return not self.device.graph_capture or held > kept_cache(self.device.memory().total)
+        cache_bytes = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        return not self.device.graph_capture or cache_bytes > kept_cache(self.device.memory().total)
 
     def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
         ahead: Round | None = None
         while self._filled(scheduler, sampling):
             if self.pause():
-                # What the device has drawn ahead is drawn again: the noise of a token depends on its place alone.
+                # Tokens that the device sampled ahead are sampled again: the noise depends on the position only.
                 yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
                 return
             now = ahead or self._next(scheduler, runner)
             if now is None:
                 continue
-            # Where nothing depends on the round's tokens, the device begins the next one while the host reads them.
-            # Who turns out to have ended stays in it for nothing: its blocks are not written by others before it.
+            # If nothing depends on the tokens of this round, the device starts the next one while the host reads them.
+            # A sequence that has ended stays in that round without effect: its blocks are not reused before.
             work = scheduler.schedule_ahead(runner.passes)
             if work.copies:
                 runner.cache.copy_blocks(work.copies)
@@ -126,7 +126,7 @@ class NativeEngine(SharedWeights):
                     yield _completion(sequence, sequence.stop)
 
     def _filled(self, scheduler: Scheduler, sampling: Sampling) -> bool:
-        """Whether anything is left to do, after a look for further requests where rows are free."""
+        """Adds further requests if rows are free; returns whether work is left."""
         room = scheduler.rows - len(scheduler.running)
         if self.further is not None and room > 0 and not scheduler.waiting:
             scheduler.add(*_sequences(self.further.take(room), sampling, first=scheduler.asked))
@@ -141,7 +141,7 @@ class NativeEngine(SharedWeights):
         return runner.decode(work.decode) if work.decode else None
 
     def _append(self, sequence: SequenceState, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
-        """New tokens up to the one that ends the sample; the device may have run on past it."""
+        """Appends new tokens up to the one that ends the sequence; the device may have sampled more."""
         within = len(sequence.tokens) + len(tokens) < sequence.limit
         if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
             sequence.tokens += tokens
@@ -159,74 +159,74 @@ class NativeEngine(SharedWeights):
                 return
 
     def _runner(self, sequences: Sequence[SequenceState], longest: int, sampling: Sampling) -> Runner:
-        """A kept runner, with its captured passes, where the cache is still large enough and the weights lie where
-        they lay; a new one otherwise."""
+        """The cached runner with its CUDA graphs, if the cache is large enough and the weights have the same addresses;
+        else a new one."""
         layers = self.ready_layers()
-        # Ranks that divide a model make a cache for each call, of one size for all of them.
-        where = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
+        # Tensor-parallel ranks create a cache per call, of the same size on all ranks.
+        addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
-        if kept is None or where != self._weights or kept.blocks < self._blocks(sequences, longest):
+        if kept is None or addresses != self._weights or kept.blocks < self._blocks(sequences, longest):
             kept = None
             self.release_memory()
-        # What the host alone looks at is no part of a recorded pass.
-        drawn = replace(sampling, max_tokens=0, seed=0, stop_strings=())
+        # Settings that only the host uses are not part of a graph.
+        graph_sampling = replace(sampling, max_tokens=0, seed=0, stop_strings=())
         rows = self.settings.max_sequences
-        runner = self._runners.get(drawn)
+        runner = self._runners.get(graph_sampling)
         if runner is None or not runner.fits(rows, longest):
             kept = kept or self.cache_of(self._blocks(sequences, longest))
-            runner = Runner(self.policy, kept, drawn, self.device, rows, longest)
-            self._cache_kept, self._weights = kept, where
-            self._runners[drawn] = runner
+            runner = Runner(self.policy, kept, graph_sampling, self.device, rows, longest)
+            self._cache_kept, self._weights = kept, addresses
+            self._runners[graph_sampling] = runner
         runner.layers = layers
         return runner
 
     def ready_layers(self) -> GeneratingLayers | None:
-        """What the device has in the place of the decoder's modules; their weights are where they want them."""
-        # A policy with another attention than its device's is one that was asked to be plain.
-        if not self._tried and self.policy.kernel == self.device.attention and self._group is None:
+        """The device's replacement of the decoder modules, with up-to-date weights; None if there is none."""
+        # A policy without the device's attention kernel uses reference implementations.
+        if not self._layers_tried and self.policy.kernel == self.device.attention and self._group is None:
             decoder = inner_decoder(self.policy.causal_lm)
             self._layers = generating_layers(decoder, self.device.generating_layers)
-        self._tried = True
+        self._layers_tried = True
         if self._layers is not None:
             self._layers.lay()
         return self._layers if self._layers is not None and self._layers.ready else None
 
     def _blocks(self, sequences: Sequence[SequenceState], longest: int) -> int:
-        """Blocks of the cache: as many as the samples could ever use at once, within the memory they may take."""
+        """The number of cache blocks: as many as the sequences can use at once, within the memory limit."""
         block = self.settings.block_tokens
         like = self.policy.causal_lm.get_input_embeddings().weight
-        block_bytes, room, asked = self.block_bytes(), self.cache_room(), self.settings.cache_gb
+        block_bytes, room, configured = self.block_bytes(), self.cache_room(), self.settings.cache_gb
         useful = _useful_blocks(sequences, self.settings.max_sequences, block)
         if self.device.graph_capture:
-            # A little more serves the next call too, whose prompts are a little longer, without recording anew.
+            # Round up: the next call with slightly longer prompts can keep the graphs.
             step = 1 << max(0, useful.bit_length() - 4)
             useful = -(-useful // step) * step
         least = Scheduler.least_blocks(longest, block)
         blocks = min(max(useful, least), int(room // block_bytes))
         if self._group is not None:
-            # The ranks of a group run one schedule.
+            # All tensor-parallel ranks run the same schedule.
             blocks = self._group.least(blocks, like.device)
         if blocks < least:
             raise Refusal.at(
-                "rollout.cache_gb" if asked is not None else "memory",
+                "rollout.cache_gb" if configured is not None else "memory",
                 f"a response of {longest} tokens with its prompt needs {least * block_bytes / 1e9:.3g} GB of "
-                f"key/value cache, and there are {room / 1e9:.3g} GB",
+                f"key/value cache; {room / 1e9:.3g} GB are available",
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
             )
         return blocks
 
     def block_bytes(self) -> int:
-        """Memory of one block of the cache."""
+        """Bytes of one cache block."""
         layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
         return int(2 * layers * self.settings.block_tokens * heads * size * like.element_size())
 
     def cache_room(self) -> float:
-        """Bytes that the cache may take."""
+        """Bytes available for the cache."""
         if self.settings.cache_gb is not None:
             return self.settings.cache_gb * 1e9
-        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
-        return FREE_SHARE * (self.device.memory().free + held)
+        cache_bytes = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        return FREE_SHARE * (self.device.memory().free + cache_bytes)
 
     def cache_of(self, blocks: int) -> KVCache:
         layers, heads, size = self.policy.decoder.cached_shape()
@@ -239,11 +239,11 @@ def _completion(sequence: SequenceState, stop: str) -> Completion:
 
 
 def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:
-    """Blocks that could ever be in use at once, with the one for each who runs that newcomers leave alone."""
-    # Whole blocks of a prefix are shared with it, so a sample only needs those that follow.
-    own = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in sequences), reverse=True)
+    """The most blocks in use at once, with one reserved block per running sequence."""
+    # Full blocks of a prefix are shared, so a sequence needs only the following ones.
+    unshared = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in sequences), reverse=True)
     shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in sequences}.values()), reverse=True)
-    return sum(own[:rows]) + sum(shared[:rows])
+    return sum(unshared[:rows]) + sum(shared[:rows])
 
 
 def open_engine(

@@ -1,8 +1,7 @@
-"""The built-in engine without a beginning and an end: requests come and go between rounds, each drawn in its own way.
+"""The online engine of `lockstep serve`: requests are added and cancelled between rounds, each with its sampling.
 
-One cache serves all of them as long as the engine lives. Where everybody who decodes is drawn alike and nobody asks for
-log-probabilities, the device's recorded passes are used; else a pass feeds a token of each, and each is drawn by its
-own sampling. `lockstep serve` runs it. All methods belong to one thread.
+One cache serves all requests. If all decoding sequences have the same sampling and need no log-probs, CUDA graphs are
+used; otherwise an eager pass decodes one token per sequence. Call all methods from one thread.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from lockstep.rollout.native.sampler import choose
 from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
 from lockstep.types import Sampling
 
-# Ways of drawing whose recorded passes are kept; each is some graphs.
+# Samplings whose CUDA graphs are kept.
 RECORDED = 4
 
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A token that was drawn. Log-probabilities are those of the model itself (temperature 1, nothing left out), and
-    only there where they were asked for: the token's own, and the likeliest tokens with theirs."""
+    """A sampled token. If requested: its log-prob and the likeliest tokens with theirs, at temperature 1 without
+    truncation."""
 
     token: int
     logprob: float | None = None
@@ -39,15 +38,14 @@ class DrawnToken:
 
 @dataclass(eq=False)
 class LiveSample(SequenceState):
-    """A continuation with a sampling of its own. `likeliest`: how many tokens are told beside each; None for no
-    log-probabilities at all."""
+    """A sequence with its sampling. `likeliest`: how many top tokens to return per position; None for no log-probs."""
 
     sampling: Sampling = field(default_factory=lambda: Sampling(1))
     likeliest: int | None = None
 
 
 class LiveEngine:
-    """`longest` is the most tokens of a prompt and its response together."""
+    """`longest` is the maximum number of tokens of prompt and response."""
 
     def __init__(self, engine: NativeEngine, longest: int):
         self.engine, self.longest = engine, longest
@@ -69,13 +67,13 @@ class LiveEngine:
 
     @property
     def free(self) -> int:
-        """Blocks of the cache that nobody holds."""
+        """Free blocks of the cache."""
         return self.scheduler.pool.free
 
     def add(
         self, ids: Sequence[int], n: int, sampling: Sampling, *, key: int, likeliest: int | None = None
     ) -> list[LiveSample]:
-        """`n` continuations of a prompt, behind all that are here."""
+        """Adds `n` sequences for a prompt at the end of the queue."""
         if not ids or len(ids) + sampling.max_tokens > self.longest or sampling.max_tokens < 1:
             raise ValueError(f"{len(ids)} and {sampling.max_tokens} tokens do not fit {self.longest}")
         request = self.scheduler.asked
@@ -96,13 +94,13 @@ class LiveEngine:
         return sequences
 
     def cancel(self, sequence: LiveSample) -> None:
-        """Its blocks are free when this returns. One that has ended holds none."""
+        """Cancels a sequence and frees its blocks; no effect after its end."""
         if not sequence.stop:
             sequence.stop = "cancelled"
             self.scheduler.cancel(sequence)
 
     def step(self) -> list[tuple[LiveSample, list[DrawnToken]]]:
-        """One round: who got which tokens. A sample whose `stop` is set has got its last one."""
+        """Runs one round; returns the new tokens of each sequence. `stop` is set on finished sequences."""
         passes = self._passes()
         work = self.scheduler.next(passes)
         if work.copies:
@@ -112,23 +110,23 @@ class LiveEngine:
         decoding = [sequence for sequence in work.decode if isinstance(sequence, LiveSample)]
         if not decoding:
             return []
-        runner = self._alike(decoding) if passes > 1 else None
-        told = self._mixed.draw(decoding) if runner is None else _read(runner, decoding)
+        runner = self._runner_for(decoding) if passes > 1 else None
+        drawn = self._mixed.draw(decoding) if runner is None else _read(runner, decoding)
         if runner is None:
-            # What the boards hold of these samples is a token behind now.
+            # The device state of the graphs is one token behind now: drop it.
             for other in self._captured.values():
                 if other.batch is not None:
                     other.batch.assign_slots([], other.batch.rows)
-        return [(sequence, self._append(sequence, tokens)) for sequence, tokens in zip(decoding, told, strict=True)]
+        return [(sequence, self._append(sequence, tokens)) for sequence, tokens in zip(decoding, drawn, strict=True)]
 
-    def _append(self, sequence: LiveSample, told: Sequence[DrawnToken]) -> list[DrawnToken]:
-        """Up to the token that ends it; a recorded round may have run on past that."""
+    def _append(self, sequence: LiveSample, drawn: Sequence[DrawnToken]) -> list[DrawnToken]:
+        """Appends tokens up to the one that ends the sequence; a round may have sampled more."""
         kept = []
-        for one in told:
+        for token in drawn:
             sequence.cached = len(sequence.tokens)
-            sequence.tokens.append(one.token)
-            kept.append(one)
-            if one.token in sequence.sampling.stop_ids:
+            sequence.tokens.append(token.token)
+            kept.append(token)
+            if token.token in sequence.sampling.stop_ids:
                 sequence.stop = "token"
             elif len(sequence.tokens) >= sequence.limit:
                 sequence.stop = "length"
@@ -138,36 +136,36 @@ class LiveEngine:
         return kept
 
     def _passes(self) -> int:
-        """Tokens of a round, by those who run or would come next."""
+        """Tokens per round, depending on the running and next sequences."""
         scheduler = self.scheduler
         soon = [*scheduler.running, *scheduler.waiting[: max(0, scheduler.rows - len(scheduler.running))]]
-        runner = self._alike([sequence for sequence in soon if isinstance(sequence, LiveSample)])
+        runner = self._runner_for([sequence for sequence in soon if isinstance(sequence, LiveSample)])
         return 1 if runner is None else runner.passes
 
-    def _alike(self, sequences: Sequence[LiveSample]) -> Runner | None:
-        """The runner with recorded passes for these, where there can be one."""
+    def _runner_for(self, sequences: Sequence[LiveSample]) -> Runner | None:
+        """The runner with CUDA graphs for these sequences; None if they cannot share one."""
         engine = self.engine
         if not engine.device.graph_capture:
             return None
-        ways = {_way(sequence) for sequence in sequences}
-        if len(ways) != 1 or None in ways:
+        samplings = {_graph_sampling(sequence) for sequence in sequences}
+        if len(samplings) != 1 or None in samplings:
             return None
-        (way,) = ways
-        assert way is not None
-        runner = self._captured.pop(way, None)
+        (sampling,) = samplings
+        assert sampling is not None
+        runner = self._captured.pop(sampling, None)
         if runner is None:
             rows = engine.settings.max_sequences
-            runner = Runner(engine.policy, self.cache, way, engine.device, rows, self.longest)
+            runner = Runner(engine.policy, self.cache, sampling, engine.device, rows, self.longest)
             runner.layers = self._mixed.layers
             while len(self._captured) >= RECORDED:
                 del self._captured[next(iter(self._captured))]
-        # Used last stands last.
-        self._captured[way] = runner
+        # Most recently used last.
+        self._captured[sampling] = runner
         return runner if runner.captures and runner.batch is not None else None
 
 
 class MixedRunner(Runner):
-    """Passes that are not recorded, over sequences that are drawn each in its own way."""
+    """Eager passes for sequences with different samplings."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -175,7 +173,7 @@ class MixedRunner(Runner):
 
     @torch.inference_mode()
     def draw(self, sequences: Sequence[LiveSample]) -> list[list[DrawnToken]]:
-        """One new token of each sample."""
+        """Samples one new token per sequence."""
         width = max(len(sequence.blocks) for sequence in sequences)
         state = DecodeState.of(sequences, width, self.torch_device)
         lengths = state.positions_B + 1
@@ -183,34 +181,34 @@ class MixedRunner(Runner):
         logits = head.shaped(head.projected(self._fed(state, lengths)))
         places = lengths - state.prompts_B
         tokens = torch.empty_like(state.tokens_B)
-        ways = _by_way(sequences)
-        for way, rows in ways.items():
+        samplings = _rows_by_sampling(sequences)
+        for sampling, rows in samplings.items():
             at = torch.tensor(rows, device=self.torch_device)
-            seen = self._seen([sequences[row] for row in rows]) if way.repetition_penalty != 1 else None
-            own = logits if len(ways) == 1 else logits[at]
-            chosen, _ = choose(own, way, state.keys_B2[at], places[at], seen, self.sampler)
+            seen = self._seen([sequences[row] for row in rows]) if sampling.repetition_penalty != 1 else None
+            row_logits = logits if len(samplings) == 1 else logits[at]
+            chosen, _ = choose(row_logits, sampling, state.keys_B2[at], places[at], seen, self.sampler)
             tokens[at] = chosen.to(tokens.dtype)
-        return self._told(sequences, logits, tokens)
+        return self._with_logprobs(sequences, logits, tokens)
 
-    def _told(
+    def _with_logprobs(
         self, sequences: Sequence[LiveSample], logits_BV: torch.Tensor, tokens_B: torch.Tensor
     ) -> list[list[DrawnToken]]:
         drawn = tokens_B.tolist()
-        asked = [row for row, sequence in enumerate(sequences) if sequence.likeliest is not None]
-        if not asked:
+        scored_rows = [row for row, sequence in enumerate(sequences) if sequence.likeliest is not None]
+        if not scored_rows:
             return [[DrawnToken(token)] for token in drawn]
-        at = torch.tensor(asked, device=self.torch_device)
+        at = torch.tensor(scored_rows, device=self.torch_device)
         scores = logits_BV[at].float().log_softmax(-1)
-        own = scores.gather(-1, tokens_B[at, None])[:, 0].tolist()
-        most = max(sequences[row].likeliest or 0 for row in asked)
-        best = scores.topk(most, dim=-1)
+        token_logprobs = scores.gather(-1, tokens_B[at, None])[:, 0].tolist()
+        count_max = max(sequences[row].likeliest or 0 for row in scored_rows)
+        best = scores.topk(count_max, dim=-1)
         values, ids = best.values.tolist(), best.indices.tolist()
-        told = [[DrawnToken(token)] for token in drawn]
-        for place, row in enumerate(asked):
+        result = [[DrawnToken(token)] for token in drawn]
+        for place, row in enumerate(scored_rows):
             count = sequences[row].likeliest or 0
-            beside = list(zip(ids[place][:count], values[place][:count], strict=True))
-            told[row] = [DrawnToken(drawn[row], own[place], beside)]
-        return told
+            likeliest = list(zip(ids[place][:count], values[place][:count], strict=True))
+            result[row] = [DrawnToken(drawn[row], token_logprobs[place], likeliest)]
+        return result
 
 
 def _read(runner: Runner, sequences: Sequence[LiveSample]) -> list[list[DrawnToken]]:
@@ -218,38 +216,38 @@ def _read(runner: Runner, sequences: Sequence[LiveSample]) -> list[list[DrawnTok
     return [[DrawnToken(token) for token in each] for each in tokens]
 
 
-def _by_way(sequences: Sequence[LiveSample]) -> dict[Sampling, list[int]]:
-    """Rows by what their draw depends on; noise and limits are the rows' own."""
-    found: dict[Sampling, list[int]] = {}
+def _rows_by_sampling(sequences: Sequence[LiveSample]) -> dict[Sampling, list[int]]:
+    """Rows grouped by sampling parameters; seeds and limits are per row."""
+    rows: dict[Sampling, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        way = replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=(), stop_ids=())
-        found.setdefault(way, []).append(row)
-    return found
+        sampling = replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=(), stop_ids=())
+        rows.setdefault(sampling, []).append(row)
+    return rows
 
 
-def _way(sequence: LiveSample) -> Sampling | None:
-    """What the recorded passes of a sample depend on; None where it asks for what they do not tell."""
+def _graph_sampling(sequence: LiveSample) -> Sampling | None:
+    """The part of the sampling that a CUDA graph depends on; None if the sequence cannot use one."""
     if sequence.likeliest is not None or sequence.sampling.repetition_penalty != 1:
         return None
     return replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=())
 
 
 def blocks_for(engine: NativeEngine, longest: int) -> int:
-    """Blocks of the one cache: for as many sequences of `longest` tokens as may run, within its memory."""
+    """The number of cache blocks for the maximum batch of sequences of `longest` tokens, within the memory limit."""
     settings, size, room = engine.settings, engine.block_bytes(), engine.cache_room()
     least = Scheduler.least_blocks(longest, settings.block_tokens)
     blocks = min(least * settings.max_sequences, int(room // size))
     if blocks < least:
         raise Refusal.at(
             "--max-length",
-            f"a sequence of {longest} tokens needs {least * size / 1e9:.3g} GB of key/value cache, and there are "
-            f"{room / 1e9:.3g} GB",
+            f"a sequence of {longest} tokens needs {least * size / 1e9:.3g} GB of key/value cache; "
+            f"{room / 1e9:.3g} GB are available",
             "lower it, or raise --cache-gb",
         )
     return blocks
 
 
 def longest_that_fits(engine: NativeEngine, wanted: int) -> int:
-    """`wanted` tokens, or as many as the memory of the cache has room for."""
+    """`wanted` tokens, or as many as fit the cache memory."""
     block = engine.settings.block_tokens
     return min(wanted, (int(engine.cache_room() // engine.block_bytes()) - 1) * block)

@@ -1,4 +1,4 @@
-"""Forward passes of the engine: the policy's own modules on a line of tokens, with the paged cache behind attention."""
+"""Forward passes of the engine: the policy modules on packed tokens with a paged KV cache, eager or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ from lockstep.rollout.native.sampler import choose, truncation_of
 from lockstep.rollout.native.scheduler import SequenceState, Span
 from lockstep.types import Sampling
 
-# Passes between two looks of the host at the device, where the device runs ahead of the host.
+# Decode passes per round with CUDA graphs, without a host synchronization in between.
 AHEAD = 8
-# Recording a pass takes as long as some dozens of passes: a batch that is a little smaller than one of a recorded size
-# runs with idle rows until its own size has been asked for in so many rounds.
+# Capturing a graph takes as long as dozens of passes: a batch slightly smaller than a captured size (by a factor below
+# LITTLE) runs with idle rows until its size has been needed in PATIENCE rounds.
 PATIENCE, LITTLE = 8, 1.5
-# Tables of recorded passes hold at least so many blocks, and then a power of two: few lengths need a new recording.
+# Minimum block table width of captured graphs; widths are powers of two, so few lengths need a new capture.
 LEAST_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class Round:
-    """Passes that the device was given: new tokens of each sample with log-probabilities, when they are there."""
+    """Launched passes: the new tokens and log-probs of each sequence, once the device has computed them."""
 
     sequences: Sequence[SequenceState]
     width: int | None
-    """Rows of the recorded pass; None where the passes were not recorded."""
+    """Rows of the CUDA graph; None without a graph."""
     rows: Sequence[int]
     tokens_BA: Callable[[], torch.Tensor]
     logprobs_BA: Callable[[], torch.Tensor]
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Of each sample its tokens and log-probabilities; what follows an end token is noise."""
+        """Tokens and log-probs of each sequence; tokens after an end token are meaningless."""
         tokens, logprobs = (found().numpy()[self.rows].tolist() for found in (self.tokens_BA, self.logprobs_BA))
         return tokens, logprobs
 
 
 class Runner:
-    """Recorded passes depend on how tokens are drawn, not on how many: `sampling` stands for all that differ in that.
+    """Runs prefill and decode passes. CUDA graphs depend on the sampling parameters in `sampling`, not on its limits.
 
-    At most `rows` sequences decode at once, of at most `longest` tokens.
+    At most `rows` sequences of at most `longest` tokens decode at once.
     """
 
     def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, rows: int, longest: int):
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
         self.layers: GeneratingLayers | None = None
-        """What stands for the decoder's modules, where something does."""
+        """Replacement of the decoder modules, if the device has one."""
         self.torch_device = cache.slots.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
-        # A policy with another attention than its device's is one that was asked to be plain.
+        # A policy without the device's attention kernel uses reference implementations.
         self.sampler = device.sampler if policy.kernel == device.attention else "plain"
         self.group = group_of(self.model)
-        # Collectives are not recorded.
+        # Collectives are not captured.
         self.captures = device.graph_capture and sampling.repetition_penalty == 1 and self.group is None
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
@@ -76,18 +76,18 @@ class Runner:
         self._wanted: Counter[int] = Counter()
 
     def fits(self, rows: int, longest: int) -> bool:
-        """Whether a batch of so many rows and sequences of so many tokens can run here."""
+        """Whether batches of this size and length fit the graphs."""
         return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
 
     @torch.inference_mode()
     def prefill(self, work: Sequence[tuple[Span, int]]) -> None:
-        """Keys and values of each stretch up to its position."""
+        """Computes keys and values of each span up to a position."""
         tokens = np.concatenate([np.array(part.tokens[part.cached : stop], dtype=np.int64) for part, stop in work])
         positions = np.concatenate([np.arange(part.cached, stop) for part, stop in work])
         slots = np.concatenate([self._slots(part, part.cached, stop) for part, stop in work])
-        whole = not any(part.cached for part, _ in work)
+        unchunked = not any(part.cached for part, _ in work)
         lengths = [stop for _, stop in work]
-        where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
+        where = make_layout(lengths, self.torch_device, self.policy.kernel) if unchunked else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
         step = PrefillPass(self.cache, to, where, self.device.paged_attention)
         if self.layers is not None:
@@ -99,7 +99,7 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, sequences: Sequence[SequenceState]) -> Round:
-        """Give the device a round: up to `passes` new tokens of each sample."""
+        """Launches a round: up to `passes` new tokens per sequence."""
         width = self._captured_width(len(sequences))
         if width is not None:
             return self._captured_round(sequences, width)
@@ -110,8 +110,8 @@ class Runner:
 
     @torch.inference_mode()
     def schedule_ahead(self, last: Round, sequences: Sequence[SequenceState]) -> Round | None:
-        """A round of some samples of the last one, of which the host does not know the tokens yet. None where their
-        rows should change."""
+        """Launches a round for sequences of the last round before the host has read its tokens. None if the rows would
+        change."""
         if last.width is None or not sequences or self._captured_width(len(sequences)) != last.width:
             return None
         return self._captured_round(sequences, last.width)
@@ -137,7 +137,8 @@ class Runner:
         return Round(sequences, width, rows, tokens, logprobs)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
-        """Feed a token of each sequence, draw the next. Sequences that are done stay where they are."""
+        """One decode pass: runs the model on one token per sequence and samples the next. Finished sequences do not
+        move."""
         head = output_head(self.model)
         lengths = state.positions_B + 1
         projected = head.projected(self._fed(state, lengths))
@@ -154,7 +155,7 @@ class Runner:
         state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
         if self.group is not None:
-            # They have drawn the same from the same states; were a rank to go its own way, all would hang.
+            # All ranks should have sampled the same tokens; a difference would make them hang.
             self.group.as_first_(state.tokens_B)
             self.group.as_first_(state.logprobs_B)
             tokens = state.tokens_B
@@ -163,7 +164,7 @@ class Runner:
         state.positions_B.add_(~state.done_B)
 
     def _fed(self, state: DecodeState, lengths_B: torch.Tensor) -> torch.Tensor:
-        """The last hidden states after a token of each sequence, whose keys and values are then in the cache."""
+        """Runs the decoder on one token per sequence, updates the cache, and returns the hidden states."""
         block = self.cache.block
         blocks = state.table_BM.gather(1, (state.positions_B // block)[:, None])[:, 0]
         slots = blocks * block + state.positions_B % block
@@ -189,7 +190,7 @@ class Runner:
         return blocks[positions // self.cache.block] * self.cache.block + positions % self.cache.block
 
     def _seen(self, sequences: Sequence[SequenceState]) -> torch.Tensor:
-        """Tokens that already stand in each sequence, prompt included."""
+        """Mask of the tokens that occur in each sequence, prompt included."""
         rows = self.model.get_output_embeddings().weight.shape[0]
         seen = torch.zeros(len(sequences), rows, dtype=torch.bool, device=self.torch_device)
         for row, sequence in enumerate(sequences):
@@ -197,7 +198,7 @@ class Runner:
         return seen
 
     def _captured_width(self, batch: int) -> int | None:
-        """Rows of the recorded pass for this batch; the pass is there when this returns. None where none can be."""
+        """Rows of the CUDA graph for this batch, captured if needed. None if it cannot be captured."""
         if self.batch is None:
             return None
         exact = _bucket(batch)
@@ -206,16 +207,16 @@ class Runner:
         if larger is not None and larger < LITTLE * exact and self._wanted[exact] <= PATIENCE:
             return larger
         if exact not in self._graphs and not self._capture(self.batch, exact):
-            # Its rows are of no use: passes that are not recorded make their own state.
+            # Eager passes create their state themselves.
             self.batch = None
             return None
         return exact
 
     def _capture(self, batch: DecodeBatch, width: int) -> bool:
-        """Record the pass for so many rows; False where the model does what cannot be recorded, such as an operator
-        that looks at the host."""
+        """Captures the graph for so many rows; False if the model cannot be captured, for example because an operator
+        synchronizes with the host."""
         state = batch.state.first(width)
-        # On idle rows: trial passes draw tokens and write keys, which must not be anybody's.
+        # Use idle rows: the warm-up passes sample tokens and write to the cache.
         kept = state.clone()
         state.copy_(batch.idle(width))
         others = next(iter(self._graphs.values()), None)
@@ -224,7 +225,7 @@ class Runner:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            warnings.warn(f"decoding runs without a recorded graph, so slower: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"decoding runs without CUDA graphs and is slower: {first_line(error)}", stacklevel=2)
             return False
         state.copy_(kept)
         return True
@@ -235,5 +236,5 @@ def _power_of_two(count: int) -> int:
 
 
 def _bucket(batch: int) -> int:
-    """Batch sizes of recorded passes: powers of two, and from 64 on its multiples."""
+    """Batch sizes of CUDA graphs: powers of two, and multiples of 64 above 64."""
     return _power_of_two(batch) if batch <= 64 else -(-batch // 64) * 64

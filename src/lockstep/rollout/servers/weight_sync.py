@@ -343,6 +343,6 @@ class WeightSync:
             raise Refusal.at(
                 "rollout.truncated",
                 f"engine {self.server_adapter.name} truncates differently from the trainer (top_p {settings.top_p:g}, "
-                f"top_k {settings.top_k}, min_p {settings.min_p:g}): log-probs differ by {result.off.mean:.3g} on average",
+                f"top_k {settings.top_k}, min_p {settings.min_p:g}): the mean difference is {result.off.mean:.3g}",
                 "remove top_p, top_k and min_p",
             )
