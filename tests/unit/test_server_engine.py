@@ -271,7 +271,10 @@ def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_
         (lambda answer: answer.pop("logprobs"), "malformed answer"),
         (lambda answer: answer.update(prompt="fedcba9876543210"), "an answer to another prompt"),
         (lambda answer: answer.pop("prompt"), "malformed answer: KeyError\\('prompt'\\)"),
-        (lambda answer: answer.update(token_ids=[1] * 36, logprobs=[-1.0] * 36), "an answer of 36 tokens; the request allows 1 to 12"),
+        (
+            lambda answer: answer.update(token_ids=[1] * 36, logprobs=[-1.0] * 36),
+            "an answer of 36 tokens; the request allows 1 to 12",
+        ),
         (lambda answer: answer.update(token_ids=[259, *answer["token_ids"][1:]]), "token 0 of an answer is 259"),
     ],
 )

@@ -231,7 +231,10 @@ def test_a_request_that_is_aborted_in_the_queue_is_asked_again() -> None:
         (answered([4, 5], {"type": "stop", "matched": "NaN happened"}), "NaN happened"),
         (answered([4, 5], {"type": "length", "length": 2}), "cut after 2 of 3"),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[-0.5, 5, None]]), "log-probs of"),
-        (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[None, 4, None]]), "not a finite number"),
+        (
+            answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[None, 4, None]]),
+            "not a finite number",
+        ),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[]), "log-probs of"),
         (answered([END], {"type": "stop", "matched": END}, id="fedcba9876543210-1"), "another prompt"),
         (answered([END], {"type": "stop", "matched": END}, prompt_tokens=3), "a prompt of 3 tokens"),

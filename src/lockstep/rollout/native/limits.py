@@ -16,8 +16,8 @@ def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "r
     if fixed is not None and longest > fixed:
         raise Refusal.at(
             key,
-            f"prompt and response can have {longest} tokens; over {fixed} tokens the rotary embedding of {model} depends "
-            "on the sequence length (longrope or dynamic), so cached keys become invalid",
+            f"prompt and response can have {longest} tokens; over {fixed} tokens the rotary embedding of {model} "
+            "depends on the sequence length (longrope or dynamic), so cached keys become invalid",
             f"keep the sum of prompt and {key} within {fixed}",
         )
 
