@@ -277,11 +277,11 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
         requests = {100 * step + i: Request([5, 6, 7 + i], 100 * step + i, max_tokens=3) for i in range(1, 9)}
         if step == 0:
             requests = {slow: Request([8, 9], 0, max_tokens=60), **requests}
-        worker._hear(HandOver(step, Ask(requests, SAMPLING)))
+        worker._handle(HandOver(step, Ask(requests, SAMPLING)))
         if step == 2:
             # What the trainer waits for goes before all others, and no further.
             waited_for = [1000, 1001, 1002]
-            worker._hear(Ask({n: Request([3, 4], n, max_tokens=2) for n in waited_for}, SAMPLING, first=True))
+            worker._handle(Ask({n: Request([3, 4], n, max_tokens=2) for n in waited_for}, SAMPLING, first=True))
         worker.engine.pause = (lambda rounds: lambda: next(rounds) == 8)(count())  # type: ignore[attr-defined]
         worker._generate(worker._together())
         heard()

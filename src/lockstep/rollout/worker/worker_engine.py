@@ -50,7 +50,7 @@ class WorkerEngine:
 
     `policy` is the trained policy on `device`; `own` is the index of the worker's device. `log` keeps the last output
     of the worker. Weights go through the named collective, or through shared memory without one. Every rank has a
-    worker, and `hand_over` is a collective operation. """
+    worker, and `hand_over` is a collective operation."""
 
     instead = "remove rollout.max_staleness: generation and training then take turns"
 
