@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.rollout.native.scheduler import BlockPool, Scheduler, SequenceState, SharedPrompt, Span, Work
+from lockstep.rollout.native.scheduler import BlockPool, Scheduler, SequenceState, SharedPrompt, CachedSpan, Work
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Pretender:
         for sample in work.decode:
             self.decode(sample)
 
-    def write(self, part: Span, start: int, stop: int) -> None:
+    def write(self, part: CachedSpan, start: int, stop: int) -> None:
         """A token's keys stand for everything before it, so a slot holds the whole history of its token."""
         block = self.scheduler.block
         for place in range(stop):
@@ -296,5 +296,5 @@ def test_a_pool_counts_its_readers() -> None:
 
 def test_a_pool_too_small_for_one_sample_is_noticed() -> None:
     played = pretend([Job(2, [18], 18)], blocks=3, block=4, rows=2, budget=100)
-    with pytest.raises(AssertionError, match="holds one whole sample"):
+    with pytest.raises(AssertionError, match="holds at least one full sequence"):
         played.run()

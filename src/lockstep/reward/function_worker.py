@@ -141,7 +141,7 @@ class BatchFunction:
     template.
 
     It returns a list, array or tensor of one number, or a dict of these: `rewards` is the score, other entries are
-    logged. """
+    logged."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function

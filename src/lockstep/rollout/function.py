@@ -249,7 +249,7 @@ class FunctionEngine:
     def _raised(self, error: BaseException, origin: Origin) -> Refusal:
         """The exception of the function with the row. `OwnFunction` adds file and line."""
         if not isinstance(error, Refusal):
-            return self.function.refuse(f"raised {type(error).__name__}: {error}, for {origin}", "mend the function")
+            return self.function.refuse(f"raised {type(error).__name__}: {error}, for {origin}", "fix the function")
         problem = error.problems[0]
         return Refusal([Problem(problem.where, f"{problem.why}, for {origin}", problem.remedy)])
 

@@ -129,7 +129,7 @@ class NativeEngine(SharedWeights):
         """Adds further requests if rows are free; returns whether work is left."""
         room = scheduler.rows - len(scheduler.running)
         if self.further is not None and room > 0 and not scheduler.waiting:
-            scheduler.add(*_sequences(self.further.take(room), sampling, first=scheduler.asked))
+            scheduler.add(*_sequences(self.further.take(room), sampling, first=scheduler.num_requests))
         return scheduler.unfinished
 
     def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:

@@ -23,7 +23,7 @@ from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPr
 from lockstep.types import Sampling
 
 # Samplings whose CUDA graphs are kept.
-RECORDED = 4
+MAX_RUNNERS = 4
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class LiveEngine:
         """Adds `n` sequences for a prompt at the end of the queue."""
         if not ids or len(ids) + sampling.max_tokens > self.longest or sampling.max_tokens < 1:
             raise ValueError(f"{len(ids)} and {sampling.max_tokens} tokens do not fit {self.longest}")
-        request = self.scheduler.asked
+        request = self.scheduler.num_requests
         sequences = [
             LiveSample(
                 list(ids),
@@ -157,7 +157,7 @@ class LiveEngine:
             rows = engine.settings.max_sequences
             runner = Runner(engine.policy, self.cache, sampling, engine.device, rows, self.longest)
             runner.layers = self._mixed.layers
-            while len(self._captured) >= RECORDED:
+            while len(self._captured) >= MAX_RUNNERS:
                 del self._captured[next(iter(self._captured))]
         # Most recently used last.
         self._captured[sampling] = runner

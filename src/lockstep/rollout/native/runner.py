@@ -21,7 +21,7 @@ from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
-from lockstep.rollout.native.scheduler import SequenceState, Span
+from lockstep.rollout.native.scheduler import SequenceState, CachedSpan
 from lockstep.types import Sampling
 
 # Decode passes per round with CUDA graphs, without a host synchronization in between.
@@ -80,7 +80,7 @@ class Runner:
         return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
 
     @torch.inference_mode()
-    def prefill(self, work: Sequence[tuple[Span, int]]) -> None:
+    def prefill(self, work: Sequence[tuple[CachedSpan, int]]) -> None:
         """Computes keys and values of each span up to a position."""
         tokens = np.concatenate([np.array(part.tokens[part.cached : stop], dtype=np.int64) for part, stop in work])
         positions = np.concatenate([np.arange(part.cached, stop) for part, stop in work])
@@ -176,7 +176,7 @@ class Runner:
         decoder = inner_decoder(self.model)
         return decoder(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).last_hidden_state[0]
 
-    def _chunks(self, work: Sequence[tuple[Span, int]]) -> tuple[Chunk, ...]:
+    def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
         chunks = []
         first = 0
         for part, stop in work:
@@ -185,7 +185,7 @@ class Runner:
             first += stop - part.cached
         return tuple(chunks)
 
-    def _slots(self, part: Span, start: int, stop: int) -> np.ndarray:
+    def _slots(self, part: CachedSpan, start: int, stop: int) -> np.ndarray:
         positions, blocks = np.arange(start, stop), np.array(part.blocks, dtype=np.int64)
         return blocks[positions // self.cache.block] * self.cache.block + positions % self.cache.block
 
@@ -225,7 +225,7 @@ class Runner:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            warnings.warn(f"decoding runs without CUDA graphs and is slower: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"decoding runs without captured graphs and is slower: {first_line(error)}", stacklevel=2)
             return False
         state.copy_(kept)
         return True

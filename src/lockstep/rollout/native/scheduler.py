@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Span:
+class CachedSpan:
     """Tokens and their blocks of the KV cache; the first `cached` tokens are cached."""
 
     tokens: list[int]
@@ -18,7 +18,7 @@ class Span:
 
 
 @dataclass(eq=False)
-class SharedPrompt(Span):
+class SharedPrompt(CachedSpan):
     """A prompt without its last token: prefilled once, shared by all samples of the prompt."""
 
     waiting: int = 0
@@ -30,7 +30,7 @@ class SharedPrompt(Span):
 
 
 @dataclass(eq=False)
-class SequenceState(Span):
+class SequenceState(CachedSpan):
     """One sample in generation. Its last token is the input of the next pass, so it is not cached yet."""
 
     request: int = 0
@@ -97,10 +97,10 @@ class Work:
     budget: int
     """Tokens that can still be prefilled in this round."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    prefill: list[tuple[Span, int]] = field(default_factory=list)
+    prefill: list[tuple[CachedSpan, int]] = field(default_factory=list)
     decode: list[SequenceState] = field(default_factory=list)
 
-    def compute(self, part: Span, stop: int) -> None:
+    def compute(self, part: CachedSpan, stop: int) -> None:
         """Schedules the prefill of `part` up to `stop`, within the budget."""
         tokens = min(stop - part.cached, self.budget)
         if tokens:
@@ -123,7 +123,7 @@ class Scheduler:
         budget: int,
     ):
         self.prefixes: dict[int, SharedPrompt] = {}
-        self.asked = 0
+        self.num_requests = 0
         """Number of requests so far: the number of the next one."""
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -134,8 +134,8 @@ class Scheduler:
 
     def add(self, prefixes: Sequence[SharedPrompt], sequences: Sequence[SequenceState]) -> None:
         """Adds requests behind all others, with the next numbers."""
-        self.prefixes |= enumerate(prefixes, start=self.asked)
-        self.asked += len(prefixes)
+        self.prefixes |= enumerate(prefixes, start=self.num_requests)
+        self.num_requests += len(prefixes)
         self.waiting += sorted(sequences, key=lambda sequence: sequence.order)
         for sequence in sequences:
             self.prefixes[sequence.request].waiting += 1
@@ -177,19 +177,21 @@ class Scheduler:
         work = Work(0)
         if tokens == 1 or not all(sequence.ready for sequence in self.running):
             return work
-        staying = [sequence for sequence in self.running if len(sequence.tokens) + tokens < sequence.limit]
-        stops = [self._stop_after(sequence, 2 * tokens) for sequence in staying]
-        missing = (-(-stop // self.block) - len(sequence.blocks) for sequence, stop in zip(staying, stops, strict=True))
+        continuing = [sequence for sequence in self.running if len(sequence.tokens) + tokens < sequence.limit]
+        stops = [self._stop_after(sequence, 2 * tokens) for sequence in continuing]
+        missing = (
+            -(-stop // self.block) - len(sequence.blocks) for sequence, stop in zip(continuing, stops, strict=True)
+        )
         if sum(max(0, blocks) for blocks in missing) > self.pool.free:
             return work
-        newcomers = self.waiting[: self.rows - len(staying)]
+        added = self.waiting[: self.rows - len(continuing)]
         # A preempted sequence must be prefilled again.
-        if not all(self.prefixes[one.request].ready and len(one.tokens) == one.prompt for one in newcomers):
+        if not all(self.prefixes[one.request].ready and len(one.tokens) == one.prompt for one in added):
             return work
-        for sequence, stop in zip(staying, stops, strict=True):
+        for sequence, stop in zip(continuing, stops, strict=True):
             self._grow(sequence, stop)
-        work.decode = staying
-        for sequence in newcomers:
+        work.decode = continuing
+        for sequence in added:
             if not self._start(sequence, self.prefixes[sequence.request], work, tokens):
                 break
         return work
@@ -294,7 +296,7 @@ class Scheduler:
         """The number of cached tokens after a round of `tokens` passes; the last token is not an input yet."""
         return min(len(sequence.tokens) + tokens - 1, sequence.limit - 1)
 
-    def _grow(self, part: Span, stop: int) -> None:
+    def _grow(self, part: CachedSpan, stop: int) -> None:
         while len(part.blocks) * self.block < stop:
             part.blocks.append(self.pool.take())
 
@@ -330,6 +332,6 @@ class Scheduler:
         prefix.running -= 1
         prefix.waiting += 1
 
-    def _release(self, part: Span) -> None:
+    def _release(self, part: CachedSpan) -> None:
         self.pool.drop(part.blocks)
         part.blocks, part.cached = [], 0

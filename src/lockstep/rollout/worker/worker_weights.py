@@ -54,9 +54,9 @@ class WeightGroup:
     def port(self) -> int:
         return int(self.store.port)
 
-    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
+    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], notify: Callable[[], None]) -> None:
         """Notifies the worker and broadcasts the weights."""
-        tell()
+        notify()
         if self._joined is None:
             self._meet()
         for _, parameter in parameters:
@@ -154,10 +154,10 @@ class WeightMemory:
         os.ftruncate(file, _size(places))
         return cls(file, places)
 
-    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
+    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], notify: Callable[[], None]) -> None:
         """Writes the weights and notifies the worker."""
         self.write(parameters)
-        tell()
+        notify()
 
     @torch.no_grad()
     def write(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -1,1 +1,1 @@
-"""Files for the Python of a serving engine, which need not have lockstep: this folder is put on its PYTHONPATH."""
+"""Modules for the Python of a serving engine, which may not have lockstep: this folder is on its PYTHONPATH."""
