@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.rollout.native.scheduler import BlockPool, Scheduler, SequenceState, SharedPrompt, CachedSpan, Work
+from lockstep.rollout.native.scheduler import BlockPool, CachedSpan, Scheduler, SequenceState, SharedPrompt, Work
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
 from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
-from lockstep.rollout.native.scheduler import SequenceState, CachedSpan
+from lockstep.rollout.native.scheduler import CachedSpan, SequenceState
 from lockstep.types import Sampling
 
 # Decode passes per round with CUDA graphs, without a host synchronization in between.
