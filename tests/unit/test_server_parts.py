@@ -208,7 +208,7 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         write_weights(folder, [("a", torch.zeros(2))], torch.float32)
 
 
-# -- vLLM's dialect
+# -- the adapter of vLLM
 
 
 def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:

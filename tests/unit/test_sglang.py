@@ -1,4 +1,4 @@
-"""SGLang's dialect, against a server that speaks the schema of its source (`tests/support/sglang_server.py`)."""
+"""The adapter of SGLang, against a server with the schema of its source (`tests/support/sglang_server.py`)."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ for line in sys.stdin:
 
 @dataclass
 class Worker:
-    """The process, and the verbs of a dialect that reach it; `hold` is called before each."""
+    """The process, and the operations of a server adapter that reach it; `hold` is called before each."""
 
     process: subprocess.Popen[str]
     name: str = "worker"
