@@ -242,7 +242,7 @@ def test_generate_continues_the_prompt_and_nothing_else(engine: Engine, requests
     def mine(prompt: Prompt, generate: Generate) -> Any:
         return generate([1, 2, 3])
 
-    with pytest.raises(Refusal, match="do not begin with the prompt's"):
+    with pytest.raises(Refusal, match="do not start with the prompt"):
         run(by(mine, engine, tolerant=False), requests[:1], SAMPLING)
 
 

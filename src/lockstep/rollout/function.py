@@ -195,7 +195,7 @@ class FunctionEngine:
                         yield self._completion(message)
                 if turns_waiting:
                     # A fixed order makes the batch, and with it the rounding, reproducible.
-                    self._answer(sorted(turns_waiting, key=lambda ask: ask.response.order), sampling)
+                    self._answer(sorted(turns_waiting, key=lambda turn: turn.response.order), sampling)
                     turns_waiting = []
         finally:
             for response in running:
@@ -203,8 +203,8 @@ class FunctionEngine:
             while not inbox.empty():
                 message = inbox.get()
                 turns_waiting += [message] if isinstance(message, _Turn) else []
-            for ask in turns_waiting:
-                ask.answered.set()
+            for turn in turns_waiting:
+                turn.answered.set()
 
     def _next(self, inbox: queue.SimpleQueue[_Turn | _Done]) -> _Turn | _Done | None:
         """The next message of a function; None after `seconds` without any."""
@@ -224,11 +224,11 @@ class FunctionEngine:
         threading.Thread(target=response.run, args=(self.function, generate), daemon=True).start()
         return response
 
-    def _answer(self, turns_waiting: Sequence[_Turn], sampling: Sampling) -> None:
-        for completion in self.inner.generate([ask.request for ask in turns_waiting], sampling):
-            turns_waiting[completion.request].completion = completion
-        for ask in turns_waiting:
-            ask.answered.set()
+    def _answer(self, turns: Sequence[_Turn], sampling: Sampling) -> None:
+        for completion in self.inner.generate([turn.request for turn in turns], sampling):
+            turns[completion.request].completion = completion
+        for turn in turns:
+            turn.answered.set()
 
     def _completion(self, done: _Done) -> Completion:
         """The completion of a function, or its failure."""
@@ -261,9 +261,9 @@ class FunctionEngine:
         return Completion(response.number, response.sample, [], [], FAILED, failure=why)
 
 
-def _stalled(running: Sequence[_Response], turns_waiting: Sequence[_Turn]) -> list[_Response]:
+def _stalled(running: Sequence[_Response], turns: Sequence[_Turn]) -> list[_Response]:
     """Responses whose function neither waits for the policy nor has returned."""
-    asking = {ask.response.order for ask in turns_waiting}
+    asking = {turn.response.order for turn in turns}
     return [response for response in running if response.order not in asking]
 
 

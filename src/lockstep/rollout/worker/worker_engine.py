@@ -120,18 +120,18 @@ class WorkerEngine:
             number, before = self._sent.pop(_request_key(request, sampling))
             assert list(before.ids) == list(request.ids), "a prompt's key stands for the prompt"
             index[number] = place
-        finished = dict.fromkeys(index, 0)
+        received = dict.fromkeys(index, 0)
         wanted = {number: requests[place].n for number, place in index.items()}
-        while finished:
-            self._wait(lambda: any(self._answers.get(number) for number in finished))
+        while received:
+            self._wait(lambda: any(self._answers.get(number) for number in received))
             with self._changed:
-                arrived = [(number, self._answers.pop(number)) for number in finished if self._answers.get(number)]
+                arrived = [(number, self._answers.pop(number)) for number in received if self._answers.get(number)]
             for number, completions in arrived:
                 for completion in completions:
                     yield replace(completion, request=index[number])
-                finished[number] += len(completions)
-                if finished[number] == wanted[number]:
-                    del finished[number]
+                received[number] += len(completions)
+                if received[number] == wanted[number]:
+                    del received[number]
 
     def busy(self) -> float:
         """Seconds in which the worker was busy."""
