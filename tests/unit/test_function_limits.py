@@ -195,7 +195,7 @@ def test_a_reader_that_was_killed_or_stopped_is_started_once_more(
 ) -> None:
     """In the middle of a row, of which nothing is kept."""
     where = written(tmp_path, HALF_A_ROW.replace("HOW", str(int(how))))
-    assert list(read_rows(str(tmp_path / "rows.db"), reader=OwnReader(where, seconds=1.0))) == [{"a": 1}, {"a": 2}]
+    assert list(read_rows(str(tmp_path / "rows.db"), reader=OwnReader(where, seconds=3.0))) == [{"a": 1}, {"a": 2}]
     told = capfd.readouterr().err
     assert told.startswith(f"data.reader {where}: ")
     assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_limit)") in told

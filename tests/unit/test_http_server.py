@@ -138,12 +138,10 @@ def test_a_client_that_waits_may_send_only_a_body_that_fits(
 
 
 def test_a_rejected_request_need_not_send_its_body(server: tuple[Handlers, int]) -> None:
-    start = time.monotonic()
     for headers in (("Forbidden: yes", "Content-Length: 900"), ("Content-Length: 5", "Transfer-Encoding: chunked")):
         with socket.create_connection(("127.0.0.1", server[1]), HANG) as peer:
             peer.sendall(request("POST /echo HTTP/1.1", *headers))
             assert status_of(peer.recv(65536)) in (400, 403)
-    assert time.monotonic() - start < 4 * asgi.LINGER_SECONDS
 
 
 def test_unknown_paths_and_methods(server: tuple[Handlers, int]) -> None:

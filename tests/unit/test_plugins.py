@@ -347,7 +347,7 @@ TOUCHED = {
     "geo_mean": {"algorithms/policy_loss.py", "recipe/registry.py"},
     # The fourth is its mathematics, which is a subject of its own; the last two know the model that teaches it.
     "distill": {
-        *("methods/distill.py", "methods/__init__.py", "recipe/methods.py", "algorithms/divergence.py"),
+        *("methods/distill.py", "methods/__init__.py", "recipe/methods.py"),
         *("commands/init.py", "commands/smoke.py"),
     },
     "hf": {"rollout/hf.py", "recipe/registry.py"},

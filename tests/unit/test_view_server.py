@@ -265,7 +265,7 @@ def test_differences_are_weighed_as_a_comparison_weighs_them(tmp_path: Path) -> 
 
 
 def test_the_command_starts_without_what_is_heavy() -> None:
-    code = "import sys, lockstep.commands.maintenance; print(*sys.modules)"
+    code = "import sys, lockstep.commands.view; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "transformers", "pydantic", "numpy", "asyncio"}
     assert not heavy & {name.split(".")[0] for name in done.stdout.split()}

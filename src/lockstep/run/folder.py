@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 import lockstep
 from lockstep.errors import Refusal, unwritten
 from lockstep.masking import masked_tree, masked_words
-from lockstep.recipe import Recipe
 from lockstep.run.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from lockstep.recipe import Recipe
 
 # What a run ran on, told without importing any of it.
 
