@@ -283,7 +283,7 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
             waited_for = [1000, 1001, 1002]
             worker._handle(Ask({n: Request([3, 4], n, max_tokens=2) for n in waited_for}, SAMPLING, first=True))
         worker.engine.pause = (lambda rounds: lambda: next(rounds) == 8)(count())  # type: ignore[attr-defined]
-        worker._generate(worker._together())
+        worker._generate(worker._same_sampling())
         heard()
         if slow in answered:
             break
