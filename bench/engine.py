@@ -85,7 +85,13 @@ class Times:
 
 @contextmanager
 def timed(device: Device) -> Iterator[Times]:
-    times, prefill, read, schedule, behind = Times(), Runner.prefill, Round.read, Scheduler.next, Scheduler.go_on
+    times, prefill, read, schedule, behind = (
+        Times(),
+        Runner.prefill,
+        Round.read,
+        Scheduler.next,
+        Scheduler.schedule_ahead,
+    )
 
     def timed_prefill(self: Runner, work: Any) -> None:
         device.synchronise()
@@ -107,20 +113,20 @@ def timed(device: Device) -> Iterator[Times]:
         times.waiting = len(self.waiting)
         return found
 
-    def counted_go_on(self: Scheduler, tokens: int) -> Work:
+    def counted_schedule_ahead(self: Scheduler, tokens: int) -> Work:
         found = behind(self, tokens)
         times.waiting = len(self.waiting)
         return found
 
     Runner.prefill, Round.read = timed_prefill, timed_read  # type: ignore[method-assign]
-    Scheduler.next, Scheduler.go_on = counted_next, counted_go_on  # type: ignore[method-assign]
+    Scheduler.next, Scheduler.schedule_ahead = counted_next, counted_schedule_ahead  # type: ignore[method-assign]
     start = time.perf_counter()
     try:
         yield times
     finally:
         times.seconds = time.perf_counter() - start
         Runner.prefill, Round.read = prefill, read  # type: ignore[method-assign]
-        Scheduler.next, Scheduler.go_on = schedule, behind  # type: ignore[method-assign]
+        Scheduler.next, Scheduler.schedule_ahead = schedule, behind  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -205,7 +211,7 @@ def run_work(
     sampling = Sampling(response, seed=args.seed)
     # Compiles kernels and sets libraries up; other lengths than those that are measured.
     list(engine.generate(_requests(shape, min(prompts, 8), 1, 24, 1), Sampling(20, seed=1)))
-    engine.free()
+    engine.release_memory()
     cold = _seconds(engine, requests, sampling, device)
     warm = [_seconds(engine, requests, sampling, device) for _ in range(args.repeats)]
     with timed(device) as times:
@@ -237,7 +243,7 @@ def run_work(
         found["check"] = check_samplers(engine, requests, sampling, device)
     if args.profile:
         profile(engine, requests, sampling, device)
-    engine.free()
+    engine.release_memory()
     return found
 
 
@@ -276,13 +282,13 @@ def check_samplers(
     """The same responses with the device's sampler and with the plain one; rounding may decide a near-tie."""
     few, kind = requests[:16], type(device)
     fast = _sorted(engine, few, sampling)
-    engine.free()
+    engine.release_memory()
     own, kind.sampler = kind.sampler, "plain"
     try:
         plain = _sorted(engine, few, sampling)
     finally:
         kind.sampler = own
-        engine.free()
+        engine.release_memory()
     pairs = list(zip(fast, plain, strict=True))
     same = [(a, b) for a, b in pairs if a.ids == b.ids]
     found = {

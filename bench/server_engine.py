@@ -43,7 +43,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Recipe
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.server.engine import ServerEngine, open_engine
+from lockstep.rollout.servers.server_engine import ServerEngine, open_engine
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import run_recipe
 from lockstep.types import Request, Sampling
@@ -128,11 +128,11 @@ def _pushes(args: argparse.Namespace, engine: ServerEngine) -> dict[str, Any]:
         engine.updates = number
         engine.sync(engine.policy.stored.named_parameters())
         told.append({"timing_s/sync": engine.sync_seconds, **engine.sync_parts})
-        print(f"push {number}: {_brief(told[-1])}, {engine.told()}", flush=True)
+        print(f"push {number}: {_brief(told[-1])}, {engine.metadata()}", flush=True)
     size = sum(weight.numel() * weight.element_size() for weight in engine.policy.parameters())
     kept = told[1:] or told
     medians = {part: statistics.median(one.get(part, 0.0) for one in kept) for part in kept[-1]}
-    return {**medians, "gib": size / 2**30, "way": engine.handover.way}
+    return {**medians, "gib": size / 2**30, "way": engine.weight_sync.transport}
 
 
 def _samples(args: argparse.Namespace, engine: ServerEngine, recipe: Recipe) -> dict[str, float]:

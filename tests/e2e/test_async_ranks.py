@@ -206,7 +206,7 @@ def test_what_is_killed_on_one_rank_costs_the_steps_since_the_last_checkpoint(
     assert once.exists(), done.stdout
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stderr.split())
-    why = "the process that generates was killed (SIGKILL)" if worker else "rank 1 was killed by SIGKILL"
+    why = "the rollout process was killed (SIGKILL)" if worker else "rank 1 was killed by SIGKILL"
     assert said.count(why) == 1, done.stderr
     assert said.count("restart 1 of 1") == 1
     resumed = re.search(rf"resuming{run}afterstep([24])", "".join(done.stdout.split()))  # lines may be broken

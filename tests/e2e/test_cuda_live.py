@@ -51,7 +51,7 @@ def test_the_live_engine_answers_as_the_batch_engine(tiny_folder: Path, tmp_path
     orders = [(ids, WARM if mixed and number % 2 else GREEDY) for number, ids in enumerate(prompts)]
     batch = NativeEngine(policy, device, RolloutSettings(), lambda ids: "")
     alone = [next(iter(batch.generate([Request(ids, 1)], sampling))).ids for ids, sampling in orders]
-    batch.free()
+    batch.release_memory()
     live = LiveEngine(NativeEngine(policy, device, RolloutSettings(max_sequences=8), lambda ids: ""), 200)
     before = live.free
     made = answered(live, orders)

@@ -173,7 +173,7 @@ def test_weights_side_by_side_are_those_that_are_trained(tiny_folder: Path) -> N
     assert places == [parameter.data_ptr() for parameter in policy.parameters()]
     assert names == [name for name, _ in policy.named_parameters()]
     assert before != after
-    engine.free()
+    engine.release_memory()
     engine._layers = None
     assert after == pytest.approx(scores(), abs=1e-3)
 

@@ -143,12 +143,12 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
     done = cold_lockstep(*words, **environment, **({} if restarts else {"RANK": "0", "WORLD_SIZE": "1"}))  # alone
     assert once.exists(), done.stdout
     said = " ".join(done.stderr.split())
-    assert said.count("the process that generates was killed (SIGKILL)") == 1
+    assert said.count("the rollout process was killed (SIGKILL)") == 1
     assert "Traceback" not in done.stderr
     told = dict(read_metrics(run / "metrics.jsonl"))
     if not restarts:
         assert done.returncode == 75
-        assert "the same command goes on from the last checkpoint" in said
+        assert "resume from the last checkpoint" in said
         assert max(told) < 6
         return
     assert done.returncode == 0, done.stderr

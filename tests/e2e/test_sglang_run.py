@@ -78,7 +78,7 @@ def test_a_replay_with_the_same_engine_draws_the_recorded_responses_again(run: P
 def test_the_checklist_hands_weights_over_with_the_probe(run: Path) -> None:
     items = {item.name: item for item in run_checklist(run, (), Console.silent())}
     assert items["weight hand-over"].passed, items["weight hand-over"]
-    assert "the probe of the push: log-probs off by" in items["weight hand-over"].measured
+    assert "weight check: log-probs off by" in items["weight hand-over"].measured
     assert items["first tokens"].passed
 
 

@@ -33,8 +33,8 @@ class RealServer:
     def __init__(self, model: Path, logs: Path, lora_rank: int | None):
         from lockstep.device.cpu import Cpu
         from lockstep.recipe.keys_rollout import RolloutSettings
-        from lockstep.rollout.server.process import start_server
-        from lockstep.rollout.server.vllm import Vllm
+        from lockstep.rollout.servers.server_process import start_server
+        from lockstep.rollout.servers.vllm import Vllm
 
         settings = RolloutSettings(engine="vllm", server={"python": PYTHON, "env": {"OMP_NUM_THREADS": "1"}})
         # Of all servers of these tests, and of the runs that ask them.
@@ -44,9 +44,9 @@ class RealServer:
         )
 
     def wait(self) -> None:
-        from lockstep.rollout.server.failed import ServerFailed
-        from lockstep.rollout.server.server_client import ClientThread, ServerClient
-        from lockstep.rollout.server.vllm import Vllm
+        from lockstep.rollout.servers.adapter import ServerFailed
+        from lockstep.rollout.servers.server_client import ClientThread, ServerClient
+        from lockstep.rollout.servers.vllm import Vllm
 
         lines, given_up = ClientThread(), time.monotonic() + HANG
         line = ServerClient(lines, self.url, 60.0)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lockstep.device.serving import SERVING
-from lockstep.rollout.server.dialect import ServerNeeds, ServerStart
-from lockstep.rollout.server.sglang import Sglang
+from lockstep.rollout.servers.adapter import ServerNeeds, ServerStart
+from lockstep.rollout.servers.sglang import Sglang
 from sglang_schema import FORMS, GENERATE, MASK_LIMIT, SAMPLING, TOP_K_ALL
 from sglang_server import VERSION, parser
 

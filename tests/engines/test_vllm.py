@@ -31,7 +31,7 @@ from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.server.vllm import _adapters
+from lockstep.rollout.servers.vllm import _adapters
 from lockstep.types import Completion, Sampling
 
 # Log-probs of fp32 by other kernels.
@@ -120,9 +120,9 @@ def test_ten_pushes_are_each_proven(server, embedded: Path, tmp_path: Path) -> N
             made = run(engine, requests(1), GREEDY)
             assert_same_tokens(made, run(native(policy, embedded), requests(1), GREEDY))
             assert {version for one in made for version in one.versions} == {update}
-        pushes = engine.handover.pushes
+        pushes = engine.weight_sync.pushes
         sync(engine, 10)
-        assert engine.handover.pushes == pushes  # nothing has changed
+        assert engine.weight_sync.pushes == pushes  # nothing has changed
 
 
 def test_an_adapter_is_pushed_alone(server, embedded: Path, tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ def test_what_was_recorded_is_what_the_server_says(server, embedded: Path, tmp_p
         # The server's base must be the run's, and its adapters none: those that it has are another test's.
         with opened(server.url, load(embedded), embedded, tmp_path) as engine:
             sync(engine)
-            line = engine.fleet.servers[0].line
-            for adapter in _adapters(line):
-                line.post("/v1/unload_lora_adapter", {"lora_name": adapter})
+            client = engine.fleet.servers[0].client
+            for adapter in _adapters(client):
+                client.post("/v1/unload_lora_adapter", {"lora_name": adapter})
     kept: list[dict] = []
     policy = load(embedded, lora=8 if name == "vllm-lora" else None)
     with recorded(kept), opened(server.url, policy, embedded, tmp_path, sleep=name == "vllm-sleep") as engine:

@@ -15,9 +15,9 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.server.collective import WeightLink
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.weights import SHARED_MEMORY
+from lockstep.rollout.servers.collective_transport import WeightLink
+from lockstep.rollout.servers.file_transport import SHARED_MEMORY
+from lockstep.rollout.servers.server_engine import ServerEngine
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
 Bucket = list[tuple[str, torch.Tensor]]
@@ -87,8 +87,8 @@ def test_what_was_not_announced_so_is_caught(
         patch.setattr(WeightLink, "_send", lambda self, bucket, dtype: send(self, change(list(bucket)), dtype))
         with pytest.raises(Refusal) as caught:
             sync(engine, 4)
-    assert "did not take the weights after 4 updates" in str(caught.value)
-    assert f"did not come as they were sent: ['{LEFT_OUT}'" in str(caught.value)
+    assert "did not load the weights after 4 updates" in str(caught.value)
+    assert f"corrupt tensors: ['{LEFT_OUT}'" in str(caught.value)
 
 
 def test_a_tensor_that_is_not_sent_at_all_is_missed(
@@ -101,7 +101,7 @@ def test_a_tensor_that_is_not_sent_at_all_is_missed(
         )
         with pytest.raises(Refusal) as caught:
             sync(engine, 4)
-    assert "did not take the weights" in (said := str(caught.value)) or "log-probs of the probe" in said
+    assert "did not load the weights" in (said := str(caught.value)) or "log-probs of the weight check" in said
     # A server whose push failed gets a group of its own again, and all weights.
     sync(engine, 5)
     assert_generates_with_the_weights(engine, embedded)

@@ -14,12 +14,12 @@ import torch
 
 from engine_session import GREEDY, SAMPLED, load, move, opened, requests, run, sync
 from lockstep.errors import Refusal
-from lockstep.rollout.server import handover
-from lockstep.rollout.server.dialect import Answer, PushedWeights, WantedSample
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.fleet import Server
-from lockstep.rollout.server.process import ServerProcess
-from lockstep.rollout.server.weights import written_weights
+from lockstep.rollout.servers import weight_sync
+from lockstep.rollout.servers.adapter import Answer, PushedWeights, WantedSample
+from lockstep.rollout.servers.file_transport import write_weights
+from lockstep.rollout.servers.fleet import Server
+from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.server_process import ServerProcess
 from lockstep.types import Completion, Request, Sampling
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
@@ -31,7 +31,7 @@ def spoiled(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., 
     def write(folder: Path, weights, dtype: torch.dtype) -> PushedWeights:
         tensors = {name: tensor.detach().clone() for name, tensor in weights}
         change(tensors)
-        return written_weights(folder, list(tensors.items()), dtype)
+        return write_weights(folder, list(tensors.items()), dtype)
 
     return write
 
@@ -57,8 +57,8 @@ def test_a_corrupted_tensor_is_caught(pushed, monkeypatch: pytest.MonkeyPatch, n
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name].mul_(1.5)
 
-    monkeypatch.setattr(handover, "written_weights", spoiled(change))
-    assert "its log-probs of the probe differ from the trainer's" in refused(pushed)
+    monkeypatch.setattr(weight_sync, "write_weights", spoiled(change))
+    assert "its log-probs of the weight check differ from the trainer's" in refused(pushed)
 
 
 def test_a_bit_that_is_lost_on_the_way_is_caught(
@@ -67,17 +67,17 @@ def test_a_bit_that_is_lost_on_the_way_is_caught(
     """One whose change no probe would see: the lowest of a weight's mantissa."""
 
     def write(folder: Path, weights, dtype: torch.dtype) -> PushedWeights:
-        whole = written_weights(folder, weights, dtype)
+        whole = write_weights(folder, weights, dtype)
         (file,) = whole.files
         content = bytearray(file.read_bytes())
         content[-4] ^= 1
         file.write_bytes(content)
         return whole
 
-    monkeypatch.setattr(handover, "written_weights", write)
+    monkeypatch.setattr(weight_sync, "write_weights", write)
     last = list(dict(pushed.policy.stored.named_parameters()))[-1]
-    assert f"{last} in the files is not what the run has written" in refused(pushed)
-    assert "incomplete" in pushed.dialect.version(pushed.fleet.servers[0].line)
+    assert f"{last} in the files differs from what the run wrote" in refused(pushed)
+    assert "incomplete" in pushed.server_adapter.version(pushed.fleet.servers[0].client)
     # The next run on that server: its first push is whole.
     monkeypatch.undo()
     with opened(server.url, load(embedded), embedded, tmp_path) as engine:
@@ -89,15 +89,15 @@ def test_a_tensor_left_out_of_the_files_is_caught(pushed, monkeypatch: pytest.Mo
         whole = spoiled(lambda tensors: tensors.pop(LEFT_OUT))(folder, weights, dtype)
         return PushedWeights(whole.files, [name for name, _ in weights], [0 for _ in weights])
 
-    monkeypatch.setattr(handover, "written_weights", write)
+    monkeypatch.setattr(weight_sync, "write_weights", write)
     assert LEFT_OUT in refused(pushed)
 
 
 def test_a_tensor_that_nobody_announced_is_missed(pushed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left out of the list too: vLLM's own loader only warns of some of them, the probe sees the rest."""
     write = spoiled(lambda tensors: tensors.pop(LEFT_OUT))
-    monkeypatch.setattr(handover, "written_weights", write)
-    assert "did not take the weights" in (told := refused(pushed)) or "log-probs of the probe" in told
+    monkeypatch.setattr(weight_sync, "write_weights", write)
+    assert "did not load the weights" in (told := refused(pushed)) or "log-probs of the weight check" in told
 
 
 def test_weights_that_stay_where_they_were_are_caught(pushed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +106,9 @@ def test_weights_that_stay_where_they_were_are_caught(pushed, monkeypatch: pytes
     before = {name: tensor.detach().clone() for name, tensor in pushed.policy.stored.named_parameters()}
     move(pushed.policy, by=2e-7, seed=5)
     monkeypatch.setattr(
-        handover,
-        "written_weights",
-        lambda folder, weights, dtype: written_weights(folder, list(before.items()), dtype),
+        weight_sync,
+        "write_weights",
+        lambda folder, weights, dtype: write_weights(folder, list(before.items()), dtype),
     )
     assert "those of the weights before the last update" in refused(pushed)
 
@@ -130,10 +130,10 @@ SHORT_TOKENS = 4
 
 
 def watched(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    said, sampled = Watched(), engine.fleet.sampled
+    said, sampled = Watched(), engine.fleet.sample
 
     async def noting(server: Server, wanted: WantedSample) -> Answer:
-        one = server.line.address, wanted.seed, wanted.max_tokens
+        one = server.client.address, wanted.seed, wanted.max_tokens
         of_a_step = wanted.sampling.temperature == LONG.temperature
         if of_a_step:
             said.asked.append(one)
@@ -142,7 +142,7 @@ def watched(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> Watched:
             said.answered.append(one)
         return answer
 
-    monkeypatch.setattr(engine.fleet, "sampled", noting)
+    monkeypatch.setattr(engine.fleet, "sample", noting)
     return said
 
 
@@ -167,9 +167,9 @@ def test_the_first_answers_come_while_the_others_are_generated(
         made = []
         for one in engine.generate(mixed(), LONG):
             if not made:
-                line = engine.fleet.servers[0].line
-                engine.dialect.pause(line)
-                engine.dialect.resume(line)
+                client = engine.fleet.servers[0].client
+                engine.server_adapter.pause(client)
+                engine.server_adapter.resume(client)
             made.append(one)
     assert [len(one.ids) for one in whole] == [SHORT_TOKENS] * 6 + [LONG.max_tokens] * 6
     assert len(made[0].ids) == SHORT_TOKENS

@@ -16,10 +16,10 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.server import memory
-from lockstep.rollout.server.dialect import Placed
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.memory import SharedMemory
+from lockstep.rollout.servers import memory_transport as memory
+from lockstep.rollout.servers.adapter import Placed
+from lockstep.rollout.servers.memory_transport import SharedMemory
+from lockstep.rollout.servers.server_engine import ServerEngine
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
 
@@ -65,22 +65,22 @@ def test_three_pushes_are_opened_and_no_file_is_written(
     server, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = placing(monkeypatch, lambda placed: placed)
-    monkeypatch.setattr("lockstep.rollout.server.handover.written_weights", None)
+    monkeypatch.setattr("lockstep.rollout.servers.weight_sync.write_weights", None)
     with opened(server.url, load(embedded), embedded, tmp_path, hand_over="memory") as engine:
         for update in range(3):
             move(engine.policy, by=10 ** -(1.5 + update), seed=update)
             sync(engine, update)
             assert_generates_with_the_weights(engine, embedded)
         print({part: round(seconds, 3) for part, seconds in engine.sync_parts.items()})
-        assert engine.told()["hand_over"] == "memory"
+        assert engine.metadata()["hand_over"] == "memory"
     assert len(said) == 4  # the first weights twice
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (left_out, "its log-probs of the probe differ from the trainer's"),
-        (elsewhere, f"are not what the run has, such as ['{LEFT_OUT}'"),
+        (left_out, "its log-probs of the weight check differ from the trainer's"),
+        (elsewhere, f"differ from those of the run, such as ['{LEFT_OUT}'"),
     ],
 )
 def test_a_tensor_left_out_or_out_of_place_is_caught(
@@ -113,7 +113,7 @@ def test_a_tensor_that_changes_on_its_way_is_caught(
             return places(file, [tensors[0] * 1.5, *tensors[1:]], dtype)
 
         monkeypatch.setattr(memory, "host_places", spoiled)
-        with pytest.raises(Refusal, match=r"are not what the run has, such as \['model.embed_tokens.weight'\]"):
+        with pytest.raises(Refusal, match=r"differ from those of the run, such as \['model.embed_tokens.weight'\]"):
             sync(engine, 1)
 
 
@@ -121,9 +121,9 @@ def test_where_it_was_not_asked_for_files_take_its_place_aloud(
     server, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(server.url, load(embedded), embedded, tmp_path) as engine:
-        engine.handover.by_memory = True  # as `auto` has it with CUDA devices
+        engine.weight_sync.by_memory = True  # as `auto` has it with CUDA devices
         placing(monkeypatch, elsewhere)
         with pytest.warns(UserWarning, match="weights go to vllm through files, which takes longer: .* not what the"):
             sync(engine)
-        assert engine.told()["hand_over"] == "files"
+        assert engine.metadata()["hand_over"] == "files"
         assert_generates_with_the_weights(engine, embedded)

@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from lockstep.rollout.server.dialect import prompt_digest
-from lockstep.rollout.server.server_client import ClientThread, ServerClient
-from lockstep.rollout.server.vllm import SAMPLES
+from lockstep.rollout.servers.adapter import prompt_digest
+from lockstep.rollout.servers.server_client import ClientThread, ServerClient
+from lockstep.rollout.servers.vllm import SAMPLES
 
 DATA = Path(__file__).parents[1] / "data" / "engines"
 _VERSION = re.compile(r"\b([0-9a-f]{8})-(\d+)\b")

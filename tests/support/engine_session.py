@@ -18,8 +18,8 @@ from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.vllm import Vllm
+from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.vllm import Vllm
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def slept(engine: ServerEngine) -> list[Completion]:
     """The same samples before and after the engine gave its memory back."""
     sync(engine)
     first = run(engine, requests(1), SAMPLED)
-    engine.free()
+    engine.release_memory()
     sync(engine)
     return first + run(engine, requests(1), SAMPLED)
 

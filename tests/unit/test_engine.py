@@ -278,8 +278,8 @@ def test_the_device_goes_on_while_the_host_reads(
 ) -> None:
     """No round is given in vain at the end: all that is given before a look is read."""
     given, read = [], []
-    go_on, read_round = Runner.go_on, Round.read
-    monkeypatch.setattr(Runner, "go_on", lambda *args: given.append(go_on(*args)) or given[-1])
+    schedule_ahead, read_round = Runner.schedule_ahead, Round.read
+    monkeypatch.setattr(Runner, "schedule_ahead", lambda *args: given.append(schedule_ahead(*args)) or given[-1])
     monkeypatch.setattr(Round, "read", lambda self: read.append(self) or read_round(self))
     assert_same(run(NativeEngine(policy, Recorder(), RolloutSettings(), lambda ids: ""), requests, SAMPLING), usual)
     ahead = [one for one in given if one is not None]

@@ -32,8 +32,8 @@ from lockstep.masking import (
 from lockstep.parity.compare.run_setup import _unlike
 from lockstep.recipe import load_recipe
 from lockstep.reward.remote import RemotePart
-from lockstep.rollout.server.process import ServerProcess
-from lockstep.rollout.server.server_client import is_address
+from lockstep.rollout.servers.server_client import is_address
+from lockstep.rollout.servers.server_process import ServerProcess
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, describe_environment
 from lockstep.run.output import ONLINE_COLUMNS, write
@@ -204,7 +204,7 @@ def test_endpoints_get_their_secrets_and_failures_do_not_tell_them(monkeypatch: 
 
 def test_started_processes_show_no_arguments(tmp_path: Path) -> None:
     """Everybody on the machine can read the command line of a process."""
-    process = FunctionProcess("lockstep.rollout.server.entry:serve", (["sleep", "60"], {"VLLM_API_KEY": SECRET}))
+    process = FunctionProcess("lockstep.rollout.servers.entry:serve", (["sleep", "60"], {"VLLM_API_KEY": SECRET}))
     try:
         line = b""
         while not line and process.alive:  # empty for a moment while the program is being loaded

@@ -125,7 +125,7 @@ def test_validation_questions_that_would_move_positions_are_refused_before_train
         assert run("train", recipe, "run.name=long", "val.max_new_tokens=6") == 2
     said = told(capsys)
     assert "val.max_new_tokens" in said
-    assert f"keep prompt and val.max_new_tokens within {ORIGINAL} together" in said
+    assert f"keep the sum of prompt and val.max_new_tokens within {ORIGINAL}" in said
     assert not trained(tmp_path / "long")
     assert run("train", recipe, "run.name=short", "val.max_new_tokens=5") == 0
     assert trained(tmp_path / "short")
@@ -142,5 +142,5 @@ def test_answers_that_would_move_positions_are_refused_by_option(
         unread.delattr("lockstep.rollout.generator.load_policy")
         assert run(*words, "--max-new-tokens", 6) == 2
     said = told(capsys)
-    assert f"keep prompt and --max-new-tokens within {ORIGINAL} together" in said
+    assert f"keep the sum of prompt and --max-new-tokens within {ORIGINAL}" in said
     assert run(*words, "--max-new-tokens", 5) == 0

@@ -211,7 +211,7 @@ def test_stop_ids_outside_of_the_vocabulary_are_refused(online_file: Path, engin
     with pytest.raises(Refusal) as refusal:
         prepare_online(load_recipe(str(online_file), words), Cpu(), 1, Console.silent())
     (problem,) = [one for one in refusal.value.problems if one.where == "rollout.stop_ids"]
-    assert problem.why.startswith("99999, 259: not among the model's tokens, which are 0 to 258")
+    assert problem.why.startswith("99999, 259: not in the vocabulary of the model (0 to 258)")
     prepare_online(load_recipe(str(online_file), ["rollout.stop_ids=[258]"]), Cpu(), 1, Console.silent())
 
 

@@ -93,7 +93,7 @@ def test_nothing_written_earns_nothing_and_the_placeholder_itself_is_a_failure(f
     empty, cheat = settled(ProcessPart(str(folder), "\n", CPU), " \n", "2+3=5~")
     assert empty == {"process": 0.0}
     assert isinstance(cheat, Failure)
-    assert "'~' stands in the text" in cheat.why
+    assert "contains the placeholder '~'" in cheat.why
 
 
 def test_a_text_over_the_context_is_a_failure(folder: Path) -> None:

@@ -201,7 +201,7 @@ def returning(value: Any) -> Callable[..., Any]:
         (lambda ids: (3, [1]), "returned ids as a int, not a list"),
         (lambda ids: ([50, *ids], [1] * (len(ids) + 1)), "marks token 0 of the response as the policy's"),
         (lambda ids: ([50, *ids], [0] + [1] * len(ids)), "marks token 1 of the response as the policy's"),
-        (lambda ids: ([*ids, 50], [1] * (len(ids) + 1)), "as the policy's, and generate never wrote it"),
+        (lambda ids: ([*ids, 50], [1] * (len(ids) + 1)), "as the policy's, but generate never returned it"),
     ],
 )
 def test_what_a_function_returns_is_held_to_what_was_drawn(
@@ -242,7 +242,7 @@ def test_generate_continues_the_prompt_and_nothing_else(engine: Engine, requests
     def mine(prompt: Prompt, generate: Generate) -> Any:
         return generate([1, 2, 3])
 
-    with pytest.raises(Refusal, match="do not begin with the prompt's"):
+    with pytest.raises(Refusal, match="do not start with the prompt"):
         run(by(mine, engine, tolerant=False), requests[:1], SAMPLING)
 
 
@@ -333,13 +333,13 @@ def test_an_environment_that_never_answers_fails_by_name(
             generate([*prompt.ids, *turn.ids])
         return turn.ids, [1] * len(turn.ids)
 
-    before, said = set(threading.enumerate()), "said nothing for 0.2 s"
+    before, said = set(threading.enumerate()), "did not respond for 0.2 s"
     stalling = by(stalls, engine, 0.2, tolerant=tolerant)
     if tolerant:
         made = run(stalling, requests, SAMPLING)
         assert {(one.request, said in one.failure) for one in made} == {(r, r == 2) for r in range(5)}
     else:
-        with pytest.raises(Refusal, match=r"said nothing for 0\.2 s, for rows\.jsonl row 2") as refused:
+        with pytest.raises(Refusal, match=r"did not respond for 0\.2 s, for rows\.jsonl row 2") as refused:
             run(stalling, requests, SAMPLING)
         assert refused.value.problems[0].where.startswith("rollout.function")
         assert "rollout.function_limit" in refused.value.problems[0].remedy

@@ -207,7 +207,7 @@ def test_weights_come_through_a_collective_and_are_probed(
 def test_a_worker_killed_before_a_collective_hand_over_is_told(worker: WorkerEngine) -> None:
     worker.hand_over(next(VERSIONS), [], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
-    with pytest.raises(LostProcess, match=r"the process that generates was killed \(SIGKILL\)"):
+    with pytest.raises(LostProcess, match=r"the rollout process was killed \(SIGKILL\)"):
         worker.hand_over(next(VERSIONS), [], SAMPLING)
 
 
@@ -224,7 +224,7 @@ def test_a_killed_worker_ends_the_run_with_a_message_and_leaves_nobody(worker: W
     long = Request([8, 9], 4, 8)
     worker.hand_over(next(VERSIONS), [long], SAMPLING)
     os.kill(child_of(worker), signal.SIGKILL)
-    with pytest.raises(LostProcess, match=r"the process that generates was killed \(SIGKILL\)"):
+    with pytest.raises(LostProcess, match=r"the rollout process was killed \(SIGKILL\)"):
         list(worker.generate([long], SAMPLING))
     assert living(worker) == []
 
@@ -235,7 +235,7 @@ def test_a_worker_that_hangs_is_not_waited_for(worker: WorkerEngine, monkeypatch
     worker.hand_over(next(VERSIONS), [long], SAMPLING)
     os.kill(child_of(worker), signal.SIGSTOP)
     monkeypatch.setattr(engine_module, "SILENT_SECONDS", 0.5)
-    with pytest.raises(LostProcess, match=r"has said nothing for 0\.5 s"):
+    with pytest.raises(LostProcess, match=r"has not responded for 0\.5 s"):
         list(worker.generate([long], SAMPLING))
     worker.process.kill()
     assert living(worker) == []
@@ -277,13 +277,13 @@ def test_a_slow_prompt_is_never_starved_by_those_of_later_steps(recipe: Recipe) 
         requests = {100 * step + i: Request([5, 6, 7 + i], 100 * step + i, max_tokens=3) for i in range(1, 9)}
         if step == 0:
             requests = {slow: Request([8, 9], 0, max_tokens=60), **requests}
-        worker._hear(HandOver(step, Ask(requests, SAMPLING)))
+        worker._handle(HandOver(step, Ask(requests, SAMPLING)))
         if step == 2:
             # What the trainer waits for goes before all others, and no further.
             waited_for = [1000, 1001, 1002]
-            worker._hear(Ask({n: Request([3, 4], n, max_tokens=2) for n in waited_for}, SAMPLING, first=True))
+            worker._handle(Ask({n: Request([3, 4], n, max_tokens=2) for n in waited_for}, SAMPLING, first=True))
         worker.engine.pause = (lambda rounds: lambda: next(rounds) == 8)(count())  # type: ignore[attr-defined]
-        worker._generate(worker._together())
+        worker._generate(worker._same_sampling())
         heard()
         if slow in answered:
             break

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.rollout.native.scheduler import BlockPool, Prefix, Sample, Scheduler, Stretch, Work
+from lockstep.rollout.native.scheduler import BlockPool, CachedSpan, Scheduler, SequenceState, SharedPrompt, Work
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Pretender:
     """Plays the runner: writes down what each slot of the cache holds and checks what is read."""
 
     scheduler: Scheduler
-    prefixes: list[Prefix]
-    samples: list[Sample]
+    prefixes: list[SharedPrompt]
+    samples: list[SequenceState]
     lengths: dict[tuple[int, int], int]
     passes: int
     slots: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Pretender:
         for sample in work.decode:
             self.decode(sample)
 
-    def write(self, part: Stretch, start: int, stop: int) -> None:
+    def write(self, part: CachedSpan, start: int, stop: int) -> None:
         """A token's keys stand for everything before it, so a slot holds the whole history of its token."""
         block = self.scheduler.block
         for place in range(stop):
@@ -76,7 +76,7 @@ class Pretender:
                 self.slots[slot] = history
             assert self.slots.get(slot) == history, "another sequence wrote here"
 
-    def decode(self, sample: Sample) -> None:
+    def decode(self, sample: SequenceState) -> None:
         assert sample in self.scheduler.running
         for _ in range(self.passes):
             assert sample.ready
@@ -108,9 +108,11 @@ def pretend(jobs: list[Job], *, blocks: int, block: int, rows: int, budget: int,
     prefixes, samples, lengths = [], [], {}
     for request, job in enumerate(jobs):
         tokens = [1000 * (request + 1) + i for i in range(job.prompt)]
-        prefixes.append(Prefix(tokens[:-1]))
+        prefixes.append(SharedPrompt(tokens[:-1]))
         for number, length in enumerate(job.lengths):
-            samples.append(Sample(list(tokens), request=request, number=number, prompt=job.prompt, limit=job.limit))
+            samples.append(
+                SequenceState(list(tokens), request=request, number=number, prompt=job.prompt, limit=job.limit)
+            )
             lengths[request, number] = length
     scheduler = Scheduler(prefixes, samples, blocks=blocks, block=block, rows=rows, budget=budget)
     return Pretender(scheduler, prefixes, samples, lengths, passes)
@@ -226,7 +228,7 @@ def going_on(limits: list[int], blocks: int, rows: int = 8) -> tuple[list[int], 
     """Who goes on after a round of 8 passes, how many blocks each then has, and how many are free."""
     played = pretend([Job(1, [limit], limit) for limit in limits], blocks=blocks, block=4, rows=rows, budget=100)
     assert len(played.scheduler.next(8).decode) == min(rows, len(limits))
-    staying = [sample.request for sample in played.scheduler.go_on(8).decode]
+    staying = [sample.request for sample in played.scheduler.schedule_ahead(8).decode]
     return staying, [len(sample.blocks) for sample in played.samples], played.scheduler.pool.free
 
 
@@ -250,7 +252,7 @@ def test_nobody_goes_on_where_a_look_may_change_who_runs() -> None:
     # The second's prompt of two tokens is not computed: its row is free, and it cannot come.
     played = pretend([Job(1, [9], 9), Job(2, [9], 9)], blocks=20, block=4, rows=1, budget=100)
     assert len(played.scheduler.next(8).decode) == 1
-    assert played.scheduler.go_on(8).decode == []
+    assert played.scheduler.schedule_ahead(8).decode == []
     # Two blocks each and two more each: eight, and there are seven.
     assert going_on([40, 40], blocks=7) == ([], [2, 2], 3)
     assert going_on([40, 40], blocks=8) == ([0, 1], [4, 4], 0)
@@ -294,5 +296,5 @@ def test_a_pool_counts_its_readers() -> None:
 
 def test_a_pool_too_small_for_one_sample_is_noticed() -> None:
     played = pretend([Job(2, [18], 18)], blocks=3, block=4, rows=2, budget=100)
-    with pytest.raises(AssertionError, match="holds one whole sample"):
+    with pytest.raises(AssertionError, match="holds at least one full sequence"):
         played.run()

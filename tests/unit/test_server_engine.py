@@ -23,9 +23,9 @@ from lockstep.errors import LostProcess, Refusal
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.world import World
-from lockstep.rollout.server.life import STARTS
-from lockstep.rollout.server.process import ServerProcess
-from lockstep.rollout.server.server_client import ClientThread, HealthCheck
+from lockstep.rollout.servers.server_client import ClientThread, HealthCheck
+from lockstep.rollout.servers.server_manager import STARTS
+from lockstep.rollout.servers.server_process import ServerProcess
 
 GENERATE = "/lockstep/samples"
 
@@ -107,7 +107,7 @@ def test_raw_log_probs_are_refused_by_the_probe(policy: Policy, embedded: Path, 
         return 200, answer
 
     with replaying("vllm", fault) as server:
-        assert "its log-probs of the probe differ" in refused(server.address, policy, embedded, tmp_path)
+        assert "its log-probs of the weight check differ" in refused(server.address, policy, embedded, tmp_path)
 
 
 @torch.no_grad()
@@ -124,17 +124,21 @@ def raw_scores(policy: Policy, prompt: list[int], ids: list[int]) -> list[float]
     ("method", "change", "why"),
     [
         ("lockstep_facts", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode is raw_logprobs"),
-        ("lockstep_facts", {"vocabulary": 300}, "a vocabulary of 300 tokens, the model of the run one of 259"),
+        ("lockstep_facts", {"vocabulary": 300}, "its vocabulary has 300 tokens, that of the run"),
         ("lockstep_facts", {"dtype": "bfloat16"}, "it computes in bfloat16, the trainer in float32"),
         ("lockstep_facts", {"quantization": "fp8"}, "its weights are quantized (fp8)"),
         (
             "lockstep_facts",
             {"device": "cuda"},
-            "it would give no memory back (rollout.sleep): start it with --enable-sl",
+            "it cannot release memory (rollout.sleep): start it with --enable-sl",
         ),
-        ("lockstep_facts", {"error": "AttributeError: x"}, "AttributeError: x; it was not started for lockstep"),
-        ("lockstep_load", {"error": "ValueError: missing"}, "did not take the weights after 0 updates: "),
-        ("lockstep_version", {"version": "as started"}, "says that it has as started"),
+        (
+            "lockstep_facts",
+            {"error": "AttributeError: x"},
+            "AttributeError: x; the server was not started for lockstep",
+        ),
+        ("lockstep_load", {"error": "ValueError: missing"}, "did not load the weights after 0 updates: "),
+        ("lockstep_version", {"version": "as started"}, "reports version as started"),
     ],
 )
 def test_what_a_server_says_of_itself(
@@ -260,11 +264,17 @@ def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_
     ("change", "why"),
     [
         (lambda answer: answer.update(token_ids=answer["token_ids"][:-1]), "tokens and"),
-        (lambda answer: answer.update(finish_reason="stop", stop_reason=None, token_ids=[1] * 12), "not asked for"),
-        (lambda answer: answer.pop("logprobs"), "of another form than asked for"),
+        (
+            lambda answer: answer.update(finish_reason="stop", stop_reason=None, token_ids=[1] * 12),
+            "unexpected reason: stop",
+        ),
+        (lambda answer: answer.pop("logprobs"), "malformed answer"),
         (lambda answer: answer.update(prompt="fedcba9876543210"), "an answer to another prompt"),
-        (lambda answer: answer.pop("prompt"), "of another form than asked for: KeyError\\('prompt'\\)"),
-        (lambda answer: answer.update(token_ids=[1] * 36, logprobs=[-1.0] * 36), "an answer of 36 tokens, and 1 to 12"),
+        (lambda answer: answer.pop("prompt"), "malformed answer: KeyError\\('prompt'\\)"),
+        (
+            lambda answer: answer.update(token_ids=[1] * 36, logprobs=[-1.0] * 36),
+            "an answer of 36 tokens; the request allows 1 to 12",
+        ),
         (lambda answer: answer.update(token_ids=[259, *answer["token_ids"][1:]]), "token 0 of an answer is 259"),
     ],
 )
@@ -389,14 +399,14 @@ def test_a_response_that_is_lost_with_every_server_may_be_had_after_a_restart(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server comes back each time, and is lost under the response again."""
-    monkeypatch.setattr("lockstep.rollout.server.fleet._HEALTH_PAUSE", 0.01)
+    monkeypatch.setattr("lockstep.rollout.servers.fleet._HEALTH_PAUSE", 0.01)
 
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any] | None:
         return None if generated(path, body) else (200, answer)
 
     with replaying("vllm", fault) as server, opened(server.address, policy, embedded, tmp_path) as engine:
         sync(engine)
-        with pytest.raises(LostProcess, match="was asked for 6 times in vain"):
+        with pytest.raises(LostProcess, match="was requested 6 times without success"):
             run(engine, requests(), SAMPLED)
 
 
@@ -414,7 +424,7 @@ def test_a_server_that_breaks_in_a_push_may_take_it_after_a_restart_if_it_ever_d
             sync(engine)
             broken[:] = [True]
             move(policy)
-        with pytest.raises(Refusal, match="did not take the weights after 1 updates") as caught:
+        with pytest.raises(Refusal, match="did not load the weights after 1 updates") as caught:
             sync(engine, 1)
     assert type(caught.value) is kind
 
@@ -485,11 +495,11 @@ def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None
                 # The server is rank 0's to push to; by now it has gone on to the third push.
                 if number == 0:
                     assert len(run(engine, requests(), SAMPLED)) == 6
-                assert engine.handover.pushes == (2 if number == 0 else 0)
+                assert engine.weight_sync.pushes == (2 if number == 0 else 0)
                 assert engine.fleet.version.endswith("-2")
                 # What rank 0 is refused ends all, and what it lost.
                 move(engine.policy, by=0.5)
-                with pytest.raises(Refusal, match="log-probs of the probe") as caught:
+                with pytest.raises(Refusal, match="log-probs of the weight check") as caught:
                     sync(engine, 1)
                 assert type(caught.value) is Refusal
                 cut.gone = True
@@ -507,7 +517,7 @@ def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server is looked at all the time, and given up after a moment."""
     for name, seconds in {"LOOK_SECONDS": 0.05, "TELL_SECONDS": 0.05, "GONE_SECONDS": 0.2}.items():
-        monkeypatch.setattr(f"lockstep.rollout.server.server_client.{name}", seconds)
+        monkeypatch.setattr(f"lockstep.rollout.servers.server_client.{name}", seconds)
 
 
 @dataclass
@@ -600,8 +610,8 @@ def test_a_run_starts_with_the_servers_that_answer(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One of two is dead, and comes later."""
-    monkeypatch.setattr("lockstep.rollout.server.life.OTHERS_SECONDS", 0.0)
-    monkeypatch.setattr("lockstep.rollout.server.life.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("lockstep.rollout.servers.server_manager.OTHERS_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.rollout.servers.server_manager.POLL_SECONDS", 0.01)
     cut = CutOff(gone=True)
     with (
         replaying("vllm") as one,
@@ -610,22 +620,22 @@ def test_a_run_starts_with_the_servers_that_answer(
     ):
         told = capfd.readouterr().err
         assert "warning: 1 of 2 servers of rollout.url did not answer" in told
-        assert f"The run starts with 1 and gives the others weights when they answer: {other.address}:" in told
+        assert f"The run starts with 1 servers; the others get weights when they respond: {other.address}:" in told
         sync(engine)
         assert len(run(engine, requests(), SAMPLED)) == 6
         assert [server.up for server in engine.fleet.servers] == [False, True]
         assert not any(generated(*request) for request in other.asked)
         cut.gone = False
-        engine.handover.bring_up(engine.fleet.servers[0])
+        engine.weight_sync.bring_up(engine.fleet.servers[0])
         assert [server.up for server in engine.fleet.servers] == [True, True]
-        assert len(engine.life.engines) == 2
+        assert len(engine.manager.engines) == 2
 
 
 def test_a_server_that_comes_late_and_does_not_fit_is_left_out(
     policy: Policy, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lockstep.rollout.server.life.OTHERS_SECONDS", 0.0)
-    monkeypatch.setattr("lockstep.rollout.server.life.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("lockstep.rollout.servers.server_manager.OTHERS_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.rollout.servers.server_manager.POLL_SECONDS", 0.01)
     gone = [True]
 
     def fault(path: str, body: Any, number: int, answer: Any) -> tuple[int, Any] | None:
@@ -641,11 +651,11 @@ def test_a_server_that_comes_late_and_does_not_fit_is_left_out(
         sync(engine)
         gone[0] = False
         late = engine.fleet.servers[1]
-        engine.handover.bring_up(late)
+        engine.weight_sync.bring_up(late)
         assert (late.up, late.left_out) == (False, True)
         assert len(run(engine, requests(), SAMPLED)) == 6
         move(policy)
         sync(engine, 1)
         assert not pushes(other)
     told = capfd.readouterr().err
-    assert f"{other.address} is left out of the run: it computes in bfloat16, the trainer in float32" in told
+    assert f"{other.address} is excluded from the run: it computes in bfloat16, the trainer in float32" in told

@@ -25,11 +25,10 @@ from lockstep.preflight.batch_plan import logprob_limit
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.server import probe
-from lockstep.rollout.server.dialect import Answer, WantedSample, checked_answer
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.sglang import Sglang
+from lockstep.rollout.servers import weight_check as probe
+from lockstep.rollout.servers.adapter import Answer, ServerFailed, WantedSample, checked_answer
+from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.sglang import Sglang
 from lockstep.run.metrics import read_metrics
 from lockstep.train.start import train
 from lockstep.types import Request, Sampling
@@ -61,15 +60,15 @@ def server(tiny_folder: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (faulty_proxy.three_times_too_long, "an answer of 18 tokens, and 1 to 6 were asked for"),
+        (faulty_proxy.three_times_too_long, "an answer of 18 tokens; the request allows 1 to 6"),
         (faulty_proxy.answer_of_another_prompt, "an answer to another prompt"),
         (faulty_proxy.outside_the_vocabulary, "token 0 of an answer is 100000: the vocabulary has 259 tokens"),
         (faulty_proxy.negative_token, "token 0 of an answer is -1"),
         (faulty_proxy.fractional_token, r"token 0 of an answer is 1\.5"),
         (faulty_proxy.one_logprob_too_few, "log-probs of"),
         (faulty_proxy.positive_logprob, r"the log-prob of token 0 of an answer is 2\.0"),
-        (faulty_proxy.infinite_logprob, "no number"),
-        (faulty_proxy.goes_on_after_its_end, "goes on after its end token 9 at place 0"),
+        (faulty_proxy.infinite_logprob, "not a finite number"),
+        (faulty_proxy.goes_on_after_its_end, "continues after its end token 9 at position 0"),
         (faulty_proxy.no_token, "an answer of 0 tokens"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -110,7 +109,7 @@ def test_an_answer_that_can_be_a_response_is_taken(answer: Answer, ended: str) -
 
 
 def test_an_end_that_was_not_asked_for_is_refused() -> None:
-    with pytest.raises(ServerFailed, match="no end token of the run"):
+    with pytest.raises(ServerFailed, match="not an end token of the run"):
         checked_answer(Answer([4], [-1.0], "token"), WANTED, 8)
     plain = replace(WANTED, sampling=Sampling(max_tokens=3))
     with pytest.raises(ServerFailed, match="a stop text"):

@@ -20,15 +20,21 @@ from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.server import process
-from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart, WantedSample
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.probe import Bounds, ProbeResult, calibrated, repeat_noise, why_refused
-from lockstep.rollout.server.process import machine_of, refuse_absent, served_host, start_server
-from lockstep.rollout.server.server_client import KEY_VARIABLE, ClientThread, ServerClient
-from lockstep.rollout.server.sglang import Sglang
-from lockstep.rollout.server.vllm import PLUGIN, Vllm
-from lockstep.rollout.server.weights import fingerprint, travelling, written_weights
+from lockstep.rollout.servers import server_process as process
+from lockstep.rollout.servers.adapter import ServerAdapter, ServerFailed, ServerNeeds, ServerStart, WantedSample
+from lockstep.rollout.servers.file_transport import transfer_folder, write_weights
+from lockstep.rollout.servers.server_client import KEY_VARIABLE, ClientThread, ServerClient
+from lockstep.rollout.servers.server_process import machine_of, refuse_absent, served_host, start_server
+from lockstep.rollout.servers.sglang import Sglang
+from lockstep.rollout.servers.vllm import PLUGIN, Vllm
+from lockstep.rollout.servers.weight_check import (
+    Bounds,
+    CheckResult,
+    calibrated,
+    fingerprint,
+    repeat_noise,
+    why_rejected,
+)
 from lockstep.types import Sampling
 from recipe_files import keys, refused, write
 
@@ -36,8 +42,8 @@ IDS = [[1, 2], [3, 4]]
 BOUNDS = Bounds(0.02, 0.05)
 
 
-def said(engine: list[float], trainer: list[float], ids: list[list[int]] = IDS) -> ProbeResult:
-    return ProbeResult(ids, torch.tensor(engine), torch.tensor(trainer))
+def said(engine: list[float], trainer: list[float], ids: list[list[int]] = IDS) -> CheckResult:
+    return CheckResult(ids, torch.tensor(engine), torch.tensor(trainer))
 
 
 # -- the probe
@@ -46,30 +52,30 @@ def said(engine: list[float], trainer: list[float], ids: list[list[int]] = IDS) 
 def test_bounds_are_for_the_mean_and_for_the_largest_difference() -> None:
     now = said([-1.0, -2.0, -3.0, -4.0], [-1.01, -2.0, -3.04, -4.0])
     assert (now.off.mean, now.off.largest) == (pytest.approx(0.0125), pytest.approx(0.04))
-    assert why_refused(now, None, BOUNDS, 0.0) is None
-    largest = why_refused(now, None, Bounds(0.02, 0.03), 0.0)
+    assert why_rejected(now, None, BOUNDS, 0.0) is None
+    largest = why_rejected(now, None, Bounds(0.02, 0.03), 0.0)
     assert largest is not None
     assert "by 0.0125 on average and 0.04 at most (bounds 0.02 and 0.03): token 2 has log-prob -3 in" in largest
-    assert why_refused(now, None, Bounds(0.01, 0.05), 0.0) is not None
+    assert why_rejected(now, None, Bounds(0.01, 0.05), 0.0) is not None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_is_no_agreement(bad: float) -> None:
-    assert why_refused(said([-1.0, bad, -1.0, -1.0], [-1.0] * 4), None, BOUNDS, 0.0) is not None
+    assert why_rejected(said([-1.0, bad, -1.0, -1.0], [-1.0] * 4), None, BOUNDS, 0.0) is not None
 
 
 def test_an_engine_that_stands_still_has_the_weights_of_before() -> None:
     before = said([-1.0, -2.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -4.0])
     still = said([-1.0, -2.0, -3.0, -4.0], [-1.001, -2.0, -3.0, -4.0])
-    told = why_refused(still, before, BOUNDS, noise=0.0001)
+    told = why_rejected(still, before, BOUNDS, noise=0.0001)
     assert told is not None
     assert "those of the weights before the last update" in told
     moved = said([-1.001, -2.0, -3.0, -4.0], [-1.001, -2.0, -3.0, -4.0])
-    assert why_refused(moved, before, BOUNDS, noise=0.0001) is None
+    assert why_rejected(moved, before, BOUNDS, noise=0.0001) is None
     # What moves by no more than rounding does tells nothing; nor do other tokens.
-    assert why_refused(still, before, BOUNDS, noise=0.001) is None
+    assert why_rejected(still, before, BOUNDS, noise=0.001) is None
     others = said([-1.0, -2.0, -3.0, -4.0], [-1.001, -2.0, -3.0, -4.0], [[1, 2], [3, 5]])
-    assert why_refused(others, before, BOUNDS, noise=0.0001) is None
+    assert why_rejected(others, before, BOUNDS, noise=0.0001) is None
 
 
 def test_bounds_are_measured_within_limits() -> None:
@@ -103,9 +109,9 @@ def test_files_hold_what_was_written_and_are_gone_afterwards(tmp_path: Path) -> 
     weights = [("a", torch.randn(3, 2)), ("b.c", torch.randn(4))]
     left = tmp_path / "lockstep-weights-999999999-x"  # of a run that was killed in a push
     left.mkdir()
-    with travelling(str(tmp_path)) as folder:
+    with transfer_folder(str(tmp_path)) as folder:
         assert not left.exists()
-        pushed = written_weights(folder, weights, torch.bfloat16)
+        pushed = write_weights(folder, weights, torch.bfloat16)
         (file,) = pushed.files
         read = load_file(file)
         assert list(pushed.names) == ["a", "b.c"]
@@ -159,9 +165,9 @@ def test_a_reload_that_raised_in_vllms_worker_is_closed(monkeypatch: pytest.Monk
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "0.weight", torch.zeros(1)
-        raise ValueError("1.weight in the files is not what the run has written")
+        raise ValueError("1.weight in the files differs from what the run wrote")
 
-    with pytest.raises(ValueError, match="not what the run has written"):
+    with pytest.raises(ValueError, match="differs from what the run wrote"):
         _load(worker, broken())
     assert closed == [[OpenLayer()] * 3]
     assert worker._lockstep_version == "incomplete"
@@ -172,24 +178,24 @@ def test_a_bit_that_is_lost_on_the_way_is_found_by_the_servers_end(
 ) -> None:
     """What the plugin does with the files in vLLM's workers, which take the tensors one by one."""
     monkeypatch.syspath_prepend(str(PLUGIN))
-    from lockstep_vllm import _as_written, _tensors
+    from lockstep_vllm import _tensors, _verified
 
-    pushed = written_weights(tmp_path, [("a", torch.randn(3, 2)), ("b.c", torch.randn(4))], torch.bfloat16)
+    pushed = write_weights(tmp_path, [("a", torch.randn(3, 2)), ("b.c", torch.randn(4))], torch.bfloat16)
     (file,), sums = pushed.files, dict(zip(pushed.names, pushed.sums, strict=True))
-    assert [name for name, _ in _as_written(_tensors([str(file)]), sums)] == ["a", "b.c"]
+    assert [name for name, _ in _verified(_tensors([str(file)]), sums)] == ["a", "b.c"]
     whole = bytearray(file.read_bytes())
     whole[-1] ^= 1  # of the tensor that was written last
     file.write_bytes(whole)
-    arriving = _as_written(_tensors([str(file)]), sums)
+    arriving = _verified(_tensors([str(file)]), sums)
     assert next(arriving)[0] == "a"
-    with pytest.raises(ValueError, match=r"b\.c in the files is not what the run has written"):
+    with pytest.raises(ValueError, match=r"b\.c in the files differs from what the run wrote"):
         next(arriving)
 
 
 def test_another_runs_folder_may_go_while_it_is_looked_at(tmp_path: Path) -> None:
     gone = tmp_path / "lockstep-weights-999999999-y"
     gone.symlink_to(tmp_path / "removed meanwhile")  # listed, and not there when it is asked about
-    with travelling(str(tmp_path)) as folder:
+    with transfer_folder(str(tmp_path)) as folder:
         assert folder.is_dir()
 
 
@@ -198,11 +204,11 @@ def test_a_folder_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=7))
-    with pytest.raises(Refusal, match=r"rollout.server.folder"), travelling(str(tmp_path)) as folder:
-        written_weights(folder, [("a", torch.zeros(2))], torch.float32)
+    with pytest.raises(Refusal, match=r"rollout.server.folder"), transfer_folder(str(tmp_path)) as folder:
+        write_weights(folder, [("a", torch.zeros(2))], torch.float32)
 
 
-# -- vLLM's dialect
+# -- the adapter of vLLM
 
 
 def test_a_request_leaves_nothing_to_the_servers_defaults() -> None:
@@ -254,20 +260,20 @@ def test_the_server_sees_the_plugin_and_the_flags() -> None:
 @pytest.mark.parametrize("device", ["cuda", "npu", "cpu"])
 @pytest.mark.parametrize("sleep", [False, True])
 @pytest.mark.parametrize("rank", [None, 8])
-@pytest.mark.parametrize("dialect", [Vllm(), Sglang()], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("server_adapter", [Vllm(), Sglang()], ids=lambda adapter: adapter.name)
 def test_a_server_of_a_user_is_told_every_flag_that_one_of_ours_has(
-    dialect: Dialect, device: str, sleep: bool, rank: int | None
+    server_adapter: ServerAdapter, device: str, sleep: bool, rank: int | None
 ) -> None:
     """The line that a refusal names: for this run, with its adapter and its sleep."""
     needs = ServerNeeds(device, sleep, rank)
-    told = dialect.started_by_hand(needs).split()
+    told = server_adapter.started_by_hand(needs).split()
     assert ("--enable-lora" in told) == (rank is not None)
     assert "8" in told[told.index("--max-lora-rank") :][:2] if rank else "--max-lora-rank" not in told
     # vLLM for CPUs refuses the flag.
-    saves = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[dialect.name]
-    assert (saves in told) == (sleep and (device != "cpu" or dialect.name == "sglang"))
-    ours = dialect.command(ServerStart("python", "folder", "bf16", "127.0.0.1", 8000, 1, needs))
-    assert all(word in ours for flag in dialect.settings(needs) for word in flag.split())
+    saves = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[server_adapter.name]
+    assert (saves in told) == (sleep and (device != "cpu" or server_adapter.name == "sglang"))
+    ours = server_adapter.command(ServerStart("python", "folder", "bf16", "127.0.0.1", 8000, 1, needs))
+    assert all(word in ours for flag in server_adapter.settings(needs) for word in flag.split())
 
 
 # -- a server that ranks on other machines ask
@@ -289,7 +295,7 @@ def test_a_server_is_announced_to_other_machines_by_the_address_that_they_reach(
     assert served_host([(own, "192.0.2.1"), (own, "192.0.2.1"), (other, "192.0.2.9")]) == "192.0.2.1"
     assert served_host([(own, "192.0.2.1"), (other, "2001:db8::9")]) == "192.0.2.1"
     assert asked[-2:] == ["http://192.0.2.9:1", "http://[2001:db8::9]:1"]
-    with pytest.raises(Refusal, match="no address of this machine is known"):
+    with pytest.raises(Refusal, match="no address of this machine is reachable"):
         served_host([(own, ""), (other, "")])
 
 
@@ -333,7 +339,7 @@ def test_sglang_reads_the_key_from_a_file_of_its_user(monkeypatch: pytest.Monkey
     started.remove_key()
     assert not file.parent.exists()
     own = RolloutSettings(engine="sglang", server={"args": ["--config", "mine.yaml"]})
-    with pytest.raises(Refusal, match=r"rollout\.server\.args: --config is lockstep's own"):
+    with pytest.raises(Refusal, match=r"rollout\.server\.args: --config is reserved"):
         start_server(Sglang(), own, Cpu(), str(tmp_path), "fp32", None, tmp_path / "sglang.log")
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.rollout.server import dialect, server_client
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.request_batcher import RequestBatcher, _AnswerLines, _Waiting
-from lockstep.rollout.server.vllm import PLUGIN, SAMPLES
+from lockstep.rollout.servers import adapter as server_adapter
+from lockstep.rollout.servers import server_client
+from lockstep.rollout.servers.adapter import ServerFailed
+from lockstep.rollout.servers.request_batcher import RequestBatcher, _AnswerLines, _Waiting
+from lockstep.rollout.servers.vllm import PLUGIN, SAMPLES
 
 sys.path.append(str(PLUGIN))
 from lockstep_samples import KEY_VARIABLE, PATH, SampleRoute, prompt_digest  # type: ignore[import-not-found]
@@ -77,7 +78,7 @@ def test_every_route_of_the_server_asks_for_the_key(
 
 def test_both_ends_name_a_prompt_alike() -> None:
     """The digest is the beginning of the SHA-256 of `[1,23]`."""
-    assert prompt_digest([1, 23]) == dialect.prompt_digest((1, 23)) == "c0cb3dde31baa48b"
+    assert prompt_digest([1, 23]) == server_adapter.prompt_digest((1, 23)) == "c0cb3dde31baa48b"
 
 
 # -- the run's end
@@ -253,4 +254,4 @@ def test_what_was_aborted_is_forgotten() -> None:
     scheduler.update_from_output()
     del scheduler.requests[f"{SAMPLE}1"]
     scheduler.update_from_output()
-    assert list(scheduler._held) == [f"{SAMPLE}2"]
+    assert list(scheduler._buffers) == [f"{SAMPLE}2"]

@@ -1,4 +1,4 @@
-"""SGLang's dialect, against a server that speaks the schema of its source (`tests/support/sglang_server.py`)."""
+"""The adapter of SGLang, against a server with the schema of its source (`tests/support/sglang_server.py`)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora
 from lockstep.rollout.engine import RunPlace
-from lockstep.rollout.server import probe
-from lockstep.rollout.server.dialect import (
+from lockstep.rollout.servers import weight_check as probe
+from lockstep.rollout.servers.adapter import (
     Answer,
     PushedWeights,
+    ServerFailed,
     ServerNeeds,
     ServerStart,
     WantedSample,
     prompt_digest,
 )
-from lockstep.rollout.server.engine import ServerEngine
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.server_client import KEY_VARIABLE
-from lockstep.rollout.server.sglang import Sglang
+from lockstep.rollout.servers.server_client import KEY_VARIABLE
+from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.sglang import Sglang
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 from sglang_schema import FORMS
 from sglang_server import Server, parser, serving
@@ -95,12 +95,12 @@ def requests() -> list[Request]:
 
 @contextmanager
 def engine_at(
-    policy: Policy, folder: Path, *servers: Server, dialect: Sglang | None = None, **settings: Any
+    policy: Policy, folder: Path, *servers: Server, server_adapter: Sglang | None = None, **settings: Any
 ) -> Iterator[ServerEngine]:
     """An engine over running servers, with the policy's weights."""
     told = RolloutSettings(engine="sglang", url=[server.url for server in servers], **settings)
     place = RunPlace(World(), str(folder), folder)
-    engine = ServerEngine(dialect or Sglang(), policy, Cpu(), told, load_tokenizer(str(folder)), place)
+    engine = ServerEngine(server_adapter or Sglang(), policy, Cpu(), told, load_tokenizer(str(folder)), place)
     try:
         engine.sync(policy.stored.named_parameters())
         yield engine
@@ -231,12 +231,15 @@ def test_a_request_that_is_aborted_in_the_queue_is_asked_again() -> None:
         (answered([4, 5], {"type": "stop", "matched": "NaN happened"}), "NaN happened"),
         (answered([4, 5], {"type": "length", "length": 2}), "cut after 2 of 3"),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[-0.5, 5, None]]), "log-probs of"),
-        (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[None, 4, None]]), "no number"),
+        (
+            answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[[None, 4, None]]),
+            "not a finite number",
+        ),
         (answered([4], {"type": "stop", "matched": END}, output_token_logprobs=[]), "log-probs of"),
         (answered([END], {"type": "stop", "matched": END}, id="fedcba9876543210-1"), "another prompt"),
         (answered([END], {"type": "stop", "matched": END}, prompt_tokens=3), "a prompt of 3 tokens"),
-        ({"text": "hello", "meta_info": {}}, "another form"),
-        ([answered([END], {"type": "stop", "matched": END})], "another form"),
+        ({"text": "hello", "meta_info": {}}, "malformed answer"),
+        ([answered([END], {"type": "stop", "matched": END})], "malformed answer"),
     ],
 )
 def test_an_answer_that_was_not_asked_for_is_refused(said: Any, why: str) -> None:
@@ -290,7 +293,7 @@ def test_a_server_whose_log_probs_are_from_before_the_temperature_is_refused(
     policy: Policy, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
-    differ = pytest.raises(Refusal, match="log-probs of the probe differ")
+    differ = pytest.raises(Refusal, match="log-probs of the weight check differ")
     with serving(folder, *FLAGS) as server, differ, engine_at(policy, folder, server):
         pass
 
@@ -418,9 +421,9 @@ def test_keys_and_values_of_earlier_weights_are_found_by_the_probe(policy: Polic
         def flush(self, line: Any) -> None:
             """Forgotten."""
 
-    with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, dialect=Forgetful()) as engine:
+    with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, server_adapter=Forgetful()) as engine:
         moved(policy)
-        with pytest.raises(Refusal, match="log-probs of the probe differ"):
+        with pytest.raises(Refusal, match="log-probs of the weight check differ"):
             engine.sync(policy.stored.named_parameters())
 
 
@@ -461,7 +464,7 @@ def test_files_that_do_not_hold_what_was_announced_are_not_pushed(policy: Policy
     with pytest.raises(ServerFailed, match=r"missing \['b'\]"):
         Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a", "b"], [0, 0]))  # type: ignore[arg-type]
     save_file({"c": torch.zeros(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(ServerFailed, match="not this push alone"):
+    with pytest.raises(ServerFailed, match="has files of another push"):
         Sglang().push(None, PushedWeights([tmp_path / "model.safetensors"], ["a"], [0]))  # type: ignore[arg-type]
 
 
@@ -491,7 +494,7 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
     saver = serving(folder, *FLAGS, "--enable-memory-saver")
     with saver as server, engine_at(policy, folder, server, sleep=True) as engine:
         before = run(engine, requests, GREEDY)
-        engine.free()
+        engine.release_memory()
         assert server.engine.released == {"weights", "kv_cache"}
         engine.sync(policy.stored.named_parameters())
         assert not server.engine.released
@@ -501,7 +504,7 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
 @pytest.mark.parametrize(
     ("flags", "rank", "why"),
     [
-        ((), None, "it gives no memory back: start it with --enable-memory-saver"),
+        ((), None, "it cannot release memory: start it with --enable-memory-saver"),
         (("--enable-memory-saver",), 4, "it takes no adapters, and the run's has rank 4"),
         (
             ("--enable-memory-saver", "--enable-lora"),

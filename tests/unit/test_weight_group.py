@@ -18,13 +18,12 @@ from hang import HANG
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.server import collective
-from lockstep.rollout.server.collective import WeightLink, own_address, refuse_shared_device
-from lockstep.rollout.server.dialect import Announced, Channel, GroupMeeting
-from lockstep.rollout.server.entry import _without_rank
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.plugin.lockstep_group import bit_sum
-from lockstep.rollout.server.vllm import PLUGIN
+from lockstep.rollout.servers import collective_transport as collective
+from lockstep.rollout.servers.adapter import Announced, Channel, GroupMeeting, ServerFailed
+from lockstep.rollout.servers.collective_transport import WeightLink, own_address, refuse_shared_device
+from lockstep.rollout.servers.entry import _without_rank
+from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
+from lockstep.rollout.servers.vllm import PLUGIN
 
 # A worker as a server has them: it reads verbs, and answers each with a line.
 WORKER = """
@@ -61,7 +60,7 @@ for line in sys.stdin:
 
 @dataclass
 class Worker:
-    """The process, and the verbs of a dialect that reach it; `hold` is called before each."""
+    """The process, and the operations of a server adapter that reach it; `hold` is called before each."""
 
     process: subprocess.Popen[str]
     name: str = "worker"
@@ -186,11 +185,11 @@ def test_a_worker_that_cannot_join_says_why_at_once(worker: Worker) -> None:
 
 
 def test_a_side_that_does_not_come_is_named(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr(collective, "_GRACE_SECONDS", 0.1)
     over = threading.Event()
     late = Worker(worker.process, hold=lambda verb: over.wait() and None)  # type: ignore[func-returns-value]
     try:
-        with pytest.raises(ServerFailed, match=r"the 1 workers of the server did not come in 0\.2 s") as caught:
+        with pytest.raises(ServerFailed, match=r"the 1 workers of the server did not complete within 0\.2 s") as caught:
             linked(late, limit=0.2)
         assert caught.value.lost
     finally:
@@ -205,7 +204,7 @@ def test_a_server_that_dies_in_the_middle_of_a_push_is_lost() -> None:
         with pytest.raises(ServerFailed) as caught:
             link.give([("a", torch.zeros(4_000_000))], torch.float32)
         assert caught.value.lost
-        link.close(told=False)
+        link.close(notify=False)
 
 
 def test_the_own_address_is_one_that_the_server_can_reach() -> None:

@@ -112,7 +112,7 @@ class Conversation:
         # Each reply has a separate random stream.
         self.replies += 1
         stream = TextStream(lambda some: str(self.tokenizer.decode(some, skip_special_tokens=True)))
-        self.engine.heard = lambda token: hear(stream.push(token))
+        self.engine.on_token = lambda token: hear(stream.push(token))
         try:
             (completion,) = self.engine.generate([Request(ids, key=self.replies)], sampling)
             hear(stream.end())
@@ -122,7 +122,7 @@ class Conversation:
                 raise
             return stream.text
         finally:
-            self.engine.heard = None
+            self.engine.on_token = None
         return str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
 
 

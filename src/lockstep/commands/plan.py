@@ -29,10 +29,10 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES
-from lockstep.rollout.server.collective import by_collective
-from lockstep.rollout.server.dialect import ServerNeeds
-from lockstep.rollout.server.memory import by_memory
-from lockstep.rollout.server.process import dialect_of
+from lockstep.rollout.servers.adapter import ServerNeeds
+from lockstep.rollout.servers.collective_transport import by_collective
+from lockstep.rollout.servers.memory_transport import by_memory
+from lockstep.rollout.servers.server_process import server_adapter_of
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 
@@ -75,7 +75,7 @@ def _weight_sync(recipe: Recipe, device: Device) -> str:
     rollout, files = recipe.rollout, "through files"
     if by_collective(rollout):
         return f"by {device.collective}"
-    if by_memory(rollout, dialect_of(rollout), device, 1, adapter=recipe.model.lora is not None):
+    if by_memory(rollout, server_adapter_of(rollout), device, 1, adapter=recipe.model.lora is not None):
         memory = "through the run's device memory"
         return memory if rollout.hand_over == "memory" else f"{memory}, otherwise {files}"
     return files
@@ -85,7 +85,7 @@ def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
     rollout, lora = recipe.rollout, recipe.model.lora
     needs = ServerNeeds(device.name, rollout.sleep, None if lora is None else lora.rank)
     settings = [
-        *dialect_of(rollout).settings(needs).items(),
+        *server_adapter_of(rollout).settings(needs).items(),
         *serving_on(device.name, rollout.engine).settings(sleep=rollout.sleep),
     ]
     lines = [("engine setting", f"{what}: {why}") for what, why in settings]

@@ -111,7 +111,7 @@ def gathered(root: nn.Module) -> Iterator[None]:
             module.set_reshard_after_forward(module is not root, recurse=False)
 
 
-def let_go(root: nn.Module) -> None:
+def reshard(root: nn.Module) -> None:
     """Reshard full parameters that a forward pass left at the root: they would hide writes to the shards."""
     for module in _sharded(root):
         module.reshard()

@@ -55,8 +55,8 @@ from lockstep.rollout.engine import refuse_unknown_ids
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.limits import prefill_budget, refuse_moving_positions
 from lockstep.rollout.questions import asked_as, encode_questions
-from lockstep.rollout.server.collective import refuse_shared_device
-from lockstep.rollout.server.process import refuse_absent
+from lockstep.rollout.servers.collective_transport import refuse_shared_device
+from lockstep.rollout.servers.server_process import refuse_absent
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.trackers.base import open_sinks

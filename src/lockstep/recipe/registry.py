@@ -58,9 +58,10 @@ class EngineRow:
     positions change with the length are rejected beyond the cacheable length."""
     divided: bool = False
     """Supports tensor parallelism (`parallel.tensor`)."""
-    dialect: str = ""
-    """For a serving engine, which holds separate weights behind HTTP: `package.module:name` of its `Dialect`
-    (`rollout/server/`). `rollout.server` starts it, or `rollout.url` names a running one."""
+    server_adapter: str = ""
+    """Serving engines only (weights in another process, reached over HTTP): `package.module:name` of the
+    `ServerAdapter` (`rollout/servers/`). `rollout.server` and `rollout.url` start or locate the server. Its
+    `open_engine` also gets the `RunPlace`."""
     scored: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
     )
@@ -69,7 +70,7 @@ class EngineRow:
 
     @property
     def served(self) -> bool:
-        return bool(self.dialect)
+        return bool(self.server_adapter)
 
 
 _BOUNDS = {"low": "clip_low", "high": "clip_high"}
@@ -110,13 +111,13 @@ ENGINES: dict[str, EngineRow] = {
     "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True, divided=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
-        "lockstep.rollout.server.engine:open_engine",
-        dialect="lockstep.rollout.server.vllm:Vllm",
+        "lockstep.rollout.servers.server_engine:open_engine",
+        server_adapter="lockstep.rollout.servers.vllm:Vllm",
         scored={"mask": ("top_p", "top_k", "min_p")},
     ),
     "sglang": EngineRow(
-        "lockstep.rollout.server.engine:open_engine",
-        dialect="lockstep.rollout.server.sglang:Sglang",
+        "lockstep.rollout.servers.server_engine:open_engine",
+        server_adapter="lockstep.rollout.servers.sglang:Sglang",
         scored={"mask": ("top_k",), "ignore": ("top_p", "top_k")},
     ),
 }

@@ -1,1 +1,1 @@
-"""What scores a response: rules, a function, models, a remote endpoint. For `methods`, `train` and all above."""
+"""Rewards: rules, a function, models, a remote endpoint. For `methods`, `train` and all above."""

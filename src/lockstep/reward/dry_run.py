@@ -1,4 +1,4 @@
-"""Before the first step: can the rewards tell a right answer from none? One that cannot may train nothing."""
+"""Dry run of the rewards before the first step: do they distinguish a correct answer from an empty one?"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lockstep.types import Failure, Question
 
 # Rows of each data source that are tried.
 ROWS = 3
-# Rewards that are given the ground truth: what they say of it is what they say of a right answer.
+# Parts that get the ground truth, so their score of it is the score of a correct answer.
 KNOWING = ("rule", "function", "remote")
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One row as one part scored it: the empty answer, and each answer that may be right."""
+    """The scores of one part for one row: the empty answer, and each candidate of a correct answer."""
 
     question: Question
     tried: list[str]
@@ -27,16 +27,16 @@ class _Trial:
     right: list[Future[PartOutcome]]
 
     def scores(self, name: str) -> tuple[float, dict[str, float]]:
-        """Of the empty answer, and by text of the others; once all are there and none has failed."""
+        """The score of the empty answer, and the other scores by text. Waits for the results."""
         empty, *right = [future.result() for future in (self.empty, *self.right)]
         assert not isinstance(empty, Failure)
-        found = {text: score[name] for text, score in zip(self.tried, right, strict=True) if isinstance(score, dict)}
-        return empty[name], found
+        by_text = {text: score[name] for text, score in zip(self.tried, right, strict=True) if isinstance(score, dict)}
+        return empty[name], by_text
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What the dry run has to say, and what it warns of."""
+    """Summary lines and warnings of the dry run."""
 
     lines: list[str]
     warnings: list[str]
@@ -48,11 +48,11 @@ def dry_run(
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
 ) -> Tried:
-    """A line for each part and data source; refuses what cannot work: an exception, or a score that is no number.
+    """One line per part and data source. Refuses exceptions and scores that are not finite numbers.
 
-    Every ground truth is looked at where the rule counts. The answers tried are those of `right_answers`. A warning
-    where a part scores right and empty answers alike (it may read a form that is not among them), and where the parts
-    that know the ground truth score the empty answer, by their weights, above all right ones.
+    With a rule every ground truth is checked. The candidates are those of `right_answers`. Warns if a part gives equal
+    scores to correct and empty answers (its format may be missing), and if the weighted score of the empty answer is
+    above that of all candidates.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):
@@ -65,30 +65,30 @@ def dry_run(
             trials[part.name, source] = [_try(part, row, rule_of(source)) for row in rows]
     for part in parts:
         part.flush()
-    lines, alike = [], []
+    lines, warnings = [], []
     for (name, source), tried in trials.items():
         failed = _first_failure(name, tried)
         if failed is not None:
             problems.append(failed)
             continue
-        line, warning = _judged(name, source, tried, say_source=len(sources) > 1)
+        line, warning = _summary(name, source, tried, say_source=len(sources) > 1)
         lines.append(line)
-        alike += [warning] if warning else []
+        warnings += [warning] if warning else []
     refuse_all(problems)
     counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
-    said = [_upside_down(source, [trials[name, source] for name in counting], counting) for source in sources]
-    return Tried(lines, alike + [warning for warning in said if warning])
+    inverted = [_inverted_warning(source, [trials[name, source] for name in counting], counting) for source in sources]
+    return Tried(lines, warnings + [warning for warning in inverted if warning])
 
 
 def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:
-    """Whatever may be a right answer: the bare truth, the forms that rules and common reward functions read, and the
-    worked answer that some data sets carry. For the rule, its own form first."""
+    """Candidates of a correct answer: the plain ground truth, the formats of rules and common reward functions, and the
+    worked answer of the data set. For the rule its format comes first."""
     truth = question.ground_truth
     worked = question.extra_info.get("answer")
     boxed = boxed_example(truth)
-    known = [truth, f"#### {truth}", boxed]
+    candidates = [truth, f"#### {truth}", boxed]
     if part in KNOWING:
-        known += [
+        candidates += [
             f"<answer>{truth}</answer>",
             f"<think>\nso\n</think>\n<answer>\n{truth}\n</answer>",
             f"<think>\nso\n</think>\n{boxed}",
@@ -96,9 +96,9 @@ def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]
             f"Answer: {truth}",
             f"The answer is {truth}.",
         ]
-    known += [worked] if isinstance(worked, str) and worked else []
-    own = [rule.example(truth)] if part == "rule" and rule is not None else []
-    return list(dict.fromkeys([*own, *known]))
+    candidates += [worked] if isinstance(worked, str) and worked else []
+    rule_example = [rule.example(truth)] if part == "rule" and rule is not None else []
+    return list(dict.fromkeys([*rule_example, *candidates]))
 
 
 def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | None]) -> list[Problem]:
@@ -107,7 +107,7 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
         rule = rule_of(question.data_source)
         why = rule.truth_problem(question.ground_truth) if rule else None
         if rule and why:
-            problems.append(Problem(str(question.origin), f"ground truth {why}", f"mend the row: rule {rule.name}"))
+            problems.append(Problem(str(question.origin), f"ground truth {why}", f"fix the row: rule {rule.name}"))
     return shortened(problems, "rows")
 
 
@@ -121,37 +121,37 @@ def _first_failure(name: str, trials: Sequence[_Trial]) -> Problem | None:
         outcomes = [future.result() for future in (trial.empty, *trial.right)]
         for text, outcome in zip(["", *trial.tried], outcomes, strict=True):
             if isinstance(outcome, Failure):
-                return _failed(name, trial.question, text, outcome)
+                return _failure_problem(name, trial.question, text, outcome)
     return None
 
 
-def _judged(name: str, source: str, trials: Sequence[_Trial], *, say_source: bool) -> tuple[str, str | None]:
-    """What a part said of a source, in a line, and a warning where it cannot tell right from empty answers."""
+def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bool) -> tuple[str, str | None]:
+    """The summary line of a part and source, and a warning if it does not distinguish correct from empty answers."""
     where = f"reward {name}" + (f" ({source})" if say_source else "")
     shown: tuple[float, float] | None = None
-    apart = False
+    distinct = False
     for trial in trials:
         empty, scores = trial.scores(name)
-        # The rule is held to its own form, which comes first: another one is right only by accident.
+        # For the rule only its format counts, which comes first.
         right = list(scores.values())[: 1 if name == "rule" else None]
         better = [score for score in right if score != empty]
-        if shown is None or (better and not apart):
+        if shown is None or (better and not distinct):
             shown = (better or right)[0], empty
-        apart = apart or bool(better)
+        distinct = distinct or bool(better)
     if shown is None:
         return f"{where}: no rows to try", None
     if name != "rule" and not any(trial.question.ground_truth for trial in trials):
         return f"{where}: empty answer {shown[1]:g}; no ground truth to try a right one with", None
     line = f"{where}: right answer {shown[0]:g}, empty answer {shown[1]:g}"
-    return line, None if apart or name == "format" else _blind(name, source, trials, shown[1])
+    return line, None if distinct or name == "format" else _indistinct_warning(name, source, trials, shown[1])
 
 
-def _upside_down(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapping[str, float]) -> str | None:
-    """A warning of rows whose empty answer earns more than every answer that may be right."""
+def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapping[str, float]) -> str | None:
+    """A warning if the empty answer scores higher than every candidate."""
     worse: list[tuple[Question, str, float, float]] = []
     for row in zip(*by_part, strict=True):
         if row and not row[0].question.ground_truth:
-            continue  # nothing that was tried is a right answer
+            continue  # no candidate is a correct answer
         scored = [trial.scores(name) for trial, name in zip(row, weights, strict=True)]
         parts = list(zip(scored, weights.values(), strict=True))
         empty = sum(weight * score for (score, _), weight in parts)
@@ -171,16 +171,16 @@ def _upside_down(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapp
     )
 
 
-def _failed(name: str, question: Question, text: str, failure: Failure) -> Problem:
+def _failure_problem(name: str, question: Question, text: str, failure: Failure) -> Problem:
     return Problem(
         f"reward.{'rules' if name == 'rule' else name}",
         f"tried on {question.origin} (data source {question.data_source}), the answer {text[:60]!r} could not be "
         f"scored: {failure.told}",
-        "mend it before training: a failure is never scored 0",
+        "fix it before training: a failure is never scored 0",
     )
 
 
-def _blind(name: str, source: str, trials: Sequence[_Trial], score: float) -> str:
+def _indistinct_warning(name: str, source: str, trials: Sequence[_Trial], score: float) -> str:
     tried = ", ".join(repr(text[:60]) for text in trials[0].tried[: 1 if name == "rule" else None])
     remedy = (
         "Check the rule of this data source and its ground truths"

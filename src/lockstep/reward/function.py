@@ -1,4 +1,4 @@
-"""The part `function`: a user's own function, run in processes that can be killed."""
+"""The reward part `function`: a user's function in killable processes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lockstep.errors import Refusal, with_secrets
 from lockstep.functions import Unloadable, located, only_here
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.function_pool import LocalCalls, Pool, Target
-from lockstep.reward.function_worker import CALL, Given, Raised, in_either_form, prompt_text
+from lockstep.reward.function_worker import CALL, Given, Raised, as_reward_function, prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
 from lockstep.types import Failure, Question
 
 
 class FunctionPart(RewardPart):
-    """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response, in processes; or, where
-    that is what it takes, `f(queries=, prompts=, labels=)` with lists of one.
+    """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response in worker processes, or
+    `f(queries=, prompts=, labels=)` with lists of one if that is its signature.
 
-    `name` is the part that the scores and failures count for; `reference` is `path/to/file.py:name`, named by `key`.
-    The last lines that process N prints are kept in `output`-N.log, once the folder above is there. A function that
-    only this process has (`only_here`) is called in it.
+    `name` is the part of scores and failures; `reference` is `path/to/file.py:name` from the setting `key`.
+    `output`-N.log keeps the last output lines of process N, if the parent folder exists. A function that only exists in
+    this process (`only_here`) is called in it.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FunctionPart(RewardPart):
         output: Path | None = None,
     ):
         self.name = name
-        # Those of the recipe are for the user's function, not for a judge of ours that runs in the same way.
+        # The arguments of the recipe are for the user's function, not for built-in rules.
         arguments = settings.arguments if key == "reward.function" else {}
         self._arguments = {
             name: with_secrets(value, f"reward.arguments.{name}") if isinstance(value, str) else value
@@ -46,9 +46,9 @@ class FunctionPart(RewardPart):
         if function is not None:
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
             self.note = (
-                f"reward {name}: {reference} is defined in this script or notebook and runs in its process: no limit "
-                "of memory, and a call over reward.time_limit fails but keeps its thread. A function in a file of its "
-                "own has both limits"
+                f"reward {name}: {reference} is defined in this script or notebook and runs in its process: no memory "
+                "limit, and a call over reward.time_limit fails but keeps its thread. A function in a separate file "
+                "has both limits"
             )
             return
         path, word = located(reference, key)
@@ -82,7 +82,7 @@ def _local_calls(
 ) -> LocalCalls:
     file, _, name = reference.rpartition(":")
     try:
-        usable = in_either_form(function, name, (*CALL, *extra))
+        usable = as_reward_function(function, name, (*CALL, *extra))
     except Unloadable as error:
         raise Refusal.at(f"{key} {reference}", error.why, error.remedy) from error
     return LocalCalls(usable, file, settings.time_limit)

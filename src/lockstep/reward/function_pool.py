@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # a class of its own before Python 3.11
+from concurrent.futures import TimeoutError as FutureTimeout  # a separate class before Python 3.11
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,36 +29,35 @@ from lockstep.reward.function_worker import (
     read_line,
 )
 
-# A worker as the run sees it: started, asked, killed. What it sends is read with limits of time and size, as text.
-
 
 @dataclass(frozen=True)
 class Target:
-    """The function to call and what a call may take. `key` is the setting that named it."""
+    """The function to call and its limits. `key` is its setting."""
 
     path: str
     name: str
     time_limit: float
     memory_limit_gb: float
     output: Path | None = None
-    """The last lines that worker N prints are kept in OUTPUT-N.log; without this they are thrown away."""
+    """OUTPUT-N.log keeps the last output lines of worker N; None drops them."""
     key: str = "reward.function"
     extra: tuple[str, ...] = ()
-    """Names of arguments that a call has besides."""
+    """Names of additional arguments."""
 
     def log(self, index: int) -> Path | None:
         return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
 
 
 class WorkerProcess:
-    """One process and the connection to it. One thread asks; any may kill."""
+    """One worker process and its connection. Replies are read as text with limits of time and size. One thread calls;
+    any thread can kill."""
 
     def __init__(self, target: Target, index: int):
         self._target = target
         self._calls = LOADING
         self._unread = b""
         self.disturbed = False
-        """Whether the last answer is missing because somebody has killed or stopped the process."""
+        """Whether the last reply is missing because the process was killed or stopped from outside."""
         arguments = (target.path, target.name, int(target.memory_limit_gb * 2**30), target.extra)
         self._process = FunctionProcess("lockstep.reward.function_worker:serve", arguments, target.log(index))
         self._connection = self._process.connection
@@ -84,22 +83,22 @@ class WorkerProcess:
         reply = self._reply(
             self._target.time_limit, "reward.time_limit", HEADER.pack(self._calls, len(pickled)) + pickled
         )
-        return reply if isinstance(reply, Given | Raised) else self._garbage()
+        return reply if isinstance(reply, Given | Raised) else self._invalid_reply()
 
     def release(self) -> None:
-        """Ask for the end, without waiting for it."""
+        """Requests the end of the process without waiting."""
         self._process.release()
 
     def kill(self) -> None:
-        """End the process and everything it started. Safe to call twice, and from another thread."""
+        """Kills the process and its children. Can be called twice, and from another thread."""
         self._process.kill()
 
     def disconnect(self) -> None:
-        """Give back the connection of a process that is gone, when nobody asks it any more."""
+        """Closes the connection of an ended process."""
         self._connection.close()
 
     def _reply(self, seconds: float, limit: str, call: bytes = b"") -> Reply:
-        """The answer to the call that is under way. Answers to earlier ones come from copies of the process."""
+        """The reply to the current call. Replies to earlier calls come from forked copies and are ignored."""
         deadline = time.monotonic() + seconds
         try:
             self._connection.settimeout(seconds)
@@ -109,7 +108,7 @@ class WorkerProcess:
                 if number == self._calls:
                     return reply
                 if number > self._calls:
-                    return self._garbage()
+                    return self._invalid_reply()
         except TimeoutError:
             self.disturbed = self._process.disturbed
             return Raised(f"gave nothing in {seconds:g} s ({limit})", spent=True)
@@ -118,7 +117,7 @@ class WorkerProcess:
             self.disturbed = self._process.disturbed
             return Raised(f"its process {how} before it gave a score", spent=True)
         except ValueError:
-            return self._garbage()
+            return self._invalid_reply()
 
     def _line(self, deadline: float) -> bytes:
         while b"\n" not in self._unread:
@@ -135,14 +134,12 @@ class WorkerProcess:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
-    def _garbage(self) -> Raised:
+    def _invalid_reply(self) -> Raised:
         return Raised("wrote something else than its answer to the connection of its process", spent=True)
 
 
-# Processes that call a user's function: each can be killed and replaced without the others noticing.
-#
-# They are started as fresh interpreters, not by `multiprocessing.Process`: that would run the main script of the
-# parent again in each (and import torch with it), and its processes may not have children of their own.
+# Workers are started as new interpreters, not by `multiprocessing.Process`: that would run the main script of the
+# parent in each (and import torch), and its daemon processes cannot have children.
 
 
 @dataclass(frozen=True)
@@ -152,19 +149,19 @@ class _Job:
 
 
 class Pool:
-    """Calls wait in one line; a thread for each process takes them from it and watches the clock."""
+    """A queue of calls, with one worker process and one supervising thread per slot."""
 
     def __init__(self, target: Target, workers: int):
         """Starts the processes. Refuses a function that cannot be loaded or called.
 
-        A process that was killed or stopped twice while it loaded is `LostProcess`: a restart may mend it."""
+        A process that was killed or stopped twice while loading raises `LostProcess`: a restart may help."""
         self._target = target
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        # A call is either in the line before the pool closes, or answered by `submit`.
-        self._entering = threading.Lock()
+        # A call is either queued before the pool closes, or answered by `submit`.
+        self._submit_lock = threading.Lock()
         self._closing = threading.Event()
         self._workers: list[WorkerProcess | None] = [None] * workers
-        # The first is waited for alone: a file that cannot be used is then told once, not by each.
+        # Wait for the first worker alone, so that an unusable file is reported once.
         try:
             self._start(0)
         except LostProcess:
@@ -179,7 +176,7 @@ class Pool:
     def submit(self, call: dict[str, Any]) -> Future[Given | Raised]:
         """Returns at once. The future never raises and cannot be cancelled."""
         future = _promised()
-        with self._entering:
+        with self._submit_lock:
             if not self._closing.is_set():
                 self._jobs.put(_Job(call, future))
                 return future
@@ -187,12 +184,12 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """Kill every process; calls that wait or run are answered with a failure."""
-        with self._entering:
+        """Kills all processes; waiting and running calls fail."""
+        with self._submit_lock:
             self._closing.set()
             for _ in self._threads:
                 self._jobs.put(None)
-        # One that is being started meanwhile is killed where it is started.
+        # A process that is being started is killed in `_start`.
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.release()
@@ -205,7 +202,7 @@ class Pool:
                 gone.disconnect()
 
     def _start(self, index: int) -> None:
-        """A new process at this index, ready for calls."""
+        """Starts a process at this index and waits until it is loaded."""
         before = self._workers[index]
         worker = WorkerProcess(self._target, index)
         self._workers[index] = worker
@@ -215,32 +212,31 @@ class Pool:
         if self._closing.is_set():
             worker.kill()
         try:
-            trouble = worker.wait_loaded()
+            problem = worker.wait_loaded()
         except BaseException:
             worker.kill()
             raise
-        if trouble is not None:
+        if problem is not None:
             worker.kill()
             where = f"{self._target.key} {self._target.path}:{self._target.name}"
             if worker.disturbed:
-                remedy = "find out what killed or stopped it: a machine that runs out of memory does so; then try again"
-                raise LostProcess.at(where, trouble.why, remedy)
-            raise Refusal.at(where, trouble.why, trouble.remedy)
+                remedy = "find out what killed or stopped it, for example a lack of memory; then try again"
+                raise LostProcess.at(where, problem.why, remedy)
+            raise Refusal.at(where, problem.why, problem.remedy)
 
     def _supervise(self, index: int) -> None:
-        # A process that cannot be started now is tried again when there is something to do.
+        # A failed start is retried at the next call.
         self._ready(index)
         while (job := self._jobs.get()) is not None:
             job.future.set_result(self._answer(index, job.call))
 
     def _answer(self, index: int, call: dict[str, Any]) -> Given | Raised:
-        """Whatever happens, there is one: a call that nobody answers would hold up the run for ever."""
-        answer = self._asked(index, call)
+        """Always returns an outcome: a call without one would block the run forever."""
+        answer = self._call_worker(index, call)
         worker = self._workers[index]
         if worker is not None and worker.disturbed and not self._closing.is_set():
-            # A score that is lost to a kill from outside would change what is learned; a function that ends itself so
-            # does it again.
-            answer = self._asked(index, call)
+            # Retry once after a kill from outside, so that it does not change the training.
+            answer = self._call_worker(index, call)
         if self._closing.is_set():
             return _CLOSED
         log = self._target.log(index)
@@ -248,17 +244,17 @@ class Pool:
             return replace(answer, log=str(log))
         return answer
 
-    def _asked(self, index: int, call: dict[str, Any]) -> Given | Raised:
-        trouble = self._ready(index)
-        if trouble is not None:
-            return trouble
+    def _call_worker(self, index: int, call: dict[str, Any]) -> Given | Raised:
+        problem = self._ready(index)
+        if problem is not None:
+            return problem
         try:
             return self._run(index, call)
-        except Exception as error:  # noqa: BLE001 - told as the reason
-            return Raised(f"its process could not be asked: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - reported as the reason
+            return Raised(f"its process could not be called: {type(error).__name__}: {error}")
 
     def _ready(self, index: int) -> Raised | None:
-        """See that a living process is at this index, or say why there is none."""
+        """Ensures a running process at this index; returns the reason if there is none."""
         if self._closing.is_set():
             return _CLOSED
         worker = self._workers[index]
@@ -267,7 +263,7 @@ class Pool:
                 self._start(index)
             except Refusal as refusal:
                 return Raised(f"its process could not be started: {refusal.problems[0].why}")
-            except Exception as error:  # noqa: BLE001 - no memory or no process to be had: the next call may find some
+            except Exception as error:  # noqa: BLE001 - out of memory or processes: the next call may succeed
                 return Raised(f"its process could not be started: {type(error).__name__}: {error}")
         return None
 
@@ -285,23 +281,23 @@ class Pool:
 
 
 class LocalCalls:
-    """As `Pool`, for a function that only this process has: calls run one after another in a thread of this process. A
-    thread cannot be killed: one that is over the time limit is left behind, and the next call gets another.
+    """Like `Pool`, for a function that exists only in this process: calls run one by one in a thread. A thread over the
+    time limit cannot be killed; it is abandoned, and the next call gets a new one.
     """
 
     def __init__(self, function: Callable[..., Any], path: str, seconds: float):
         self._function, self._path, self._seconds = function, path, seconds
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self._entering, self._closing = threading.Lock(), False
+        self._submit_lock, self._closing = threading.Lock(), False
         self._calls: queue.SimpleQueue[_Job | None] | None = None
-        """Those of the thread that calls the function; None ends it."""
+        """Queue of the calling thread; None ends the thread."""
         self._supervisor = threading.Thread(target=self._supervise, name="reward-calls", daemon=True)
         self._supervisor.start()
 
     def submit(self, call: dict[str, Any]) -> Future[Given | Raised]:
         """Returns at once. The future never raises and cannot be cancelled."""
         job = _Job(call, _promised())
-        with self._entering:
+        with self._submit_lock:
             if not self._closing:
                 self._jobs.put(job)
                 return job.future
@@ -309,8 +305,8 @@ class LocalCalls:
         return job.future
 
     def close(self) -> None:
-        """Calls that wait are answered with a failure; the one that runs is waited for within its limit."""
-        with self._entering:
+        """Fails waiting calls; waits for the running one within its time limit."""
+        with self._submit_lock:
             self._closing = True
             self._jobs.put(None)
         self._supervisor.join()
@@ -340,7 +336,7 @@ class LocalCalls:
 
     def _called(self, call: dict[str, Any]) -> Given | Raised:
         try:
-            # A copy, as another process would get: what the function changes in it must not change the row.
+            # A copy, as in another process: the function must not change the row.
             copied = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
             return Raised(f"the row cannot be copied for it: {error}")

@@ -26,25 +26,23 @@ if TYPE_CHECKING:
     from lockstep.types import Message
 
 
-# What the process of a user's function may answer, and how it is written: a line of JSON with the number of the call.
-#
-# The function is not trusted with more than its score, so nothing that it sends is ever unpickled; what is no answer
-# in this form is garbage.
+# Replies are lines of JSON with the number of the call. The function is not trusted, so its replies are never
+# unpickled.
 
-# Of one line. A score with thousands of further numbers fits.
+# Maximum length of a line: enough for a score with thousands of further numbers.
 LONGEST_LINE = 2**20
-# The answer to loading the function; calls count from 1.
+# Call number of the reply to loading; calls start at 1.
 LOADING = 0
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The function is there and can be called."""
+    """The function is loaded."""
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """The function cannot be called at all."""
+    """The function cannot be called."""
 
     why: str
     remedy: str = ""
@@ -52,7 +50,7 @@ class Unusable:
 
 @dataclass(frozen=True)
 class Given:
-    """What a call gave: its score, and the further numbers of a dict by name."""
+    """The result of a call: the score, and further numbers by name."""
 
     score: float
     more: dict[str, float] = field(default_factory=dict)
@@ -60,7 +58,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Raised:
-    """A call that gave no score. `spent`: the process cannot be used any more. `log`: where its last lines are kept."""
+    """A call without a score. `spent`: the process must be replaced. `log`: the file with its last output."""
 
     why: str
     spent: bool = False
@@ -71,7 +69,7 @@ Reply = Loaded | Unusable | Given | Raised
 
 
 def line_of(call: int, reply: Reply) -> bytes:
-    """What `read_line` reads."""
+    """Encodes a reply for `read_line`."""
     fields: dict[str, Any] = {"call": call, "kind": type(reply).__name__, **vars(reply)}
     line = json.dumps(fields, allow_nan=False).encode() + b"\n"
     if len(line) > LONGEST_LINE:
@@ -80,7 +78,7 @@ def line_of(call: int, reply: Reply) -> bytes:
 
 
 def read_line(line: bytes) -> tuple[int, Reply]:
-    """The number of the call and the answer to it; ValueError for what is no such line."""
+    """The call number and the reply; ValueError for an invalid line."""
     try:
         fields = json.loads(line)
         call, kind = fields.pop("call"), fields.pop("kind")
@@ -93,7 +91,7 @@ def read_line(line: bytes) -> tuple[int, Reply]:
 
 
 def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
-    """The reply, or None where a field is not what it should be."""
+    """The reply; None if a field is invalid."""
     reply: Reply
     if kind == "Given":
         reply = Given(fields["score"], fields["more"])
@@ -111,7 +109,7 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
 
 
 def number(value: Any) -> float | None:
-    """As a plain float; None for what is no finite number. Text is no number."""
+    """The value as a float; None for text and for what is not a finite number."""
     if not isinstance(value, SupportsFloat):
         return None
     try:
@@ -121,14 +119,11 @@ def number(value: Any) -> float | None:
     return plain if math.isfinite(plain) else None
 
 
-# What a user's function gives, where it is `async` too.
-
-
 def awaited(value: Any) -> Any:
-    """The value itself, or that of an awaitable."""
+    """The value, or the result of an awaitable."""
     if not inspect.isawaitable(value):
         return value
-    # Importing it takes nearly as long as all else that a process needs to call functions, and few of them need it.
+    # The import takes nearly as long as the rest of the start, and few functions need it.
     import asyncio
 
     async def wait() -> Any:
@@ -137,16 +132,16 @@ def awaited(value: Any) -> Any:
     return asyncio.run(wait())
 
 
-# Reward functions of OpenRLHF's form: `reward_func(queries, prompts, labels)` over a batch, asked for one response.
-
+# Arguments of OpenRLHF's batch form.
 BATCH_CALL = ("queries", "prompts", "labels")
 
 
 class BatchFunction:
-    """Calls the function with lists of one. A query is the prompt's text and the response; no chat template is in it.
+    """A reward function in OpenRLHF's form, called with lists of one. A query is prompt and response without chat
+    template.
 
-    It returns a list, array or tensor of one number, or a dict of these: `rewards` is the score, the rest is logged.
-    """
+    It returns a list, array or tensor of one number, or a dict of these: `rewards` is the score, other entries are
+    logged."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
@@ -154,21 +149,21 @@ class BatchFunction:
     def __call__(self, prompt: str, solution_str: str, ground_truth: str, **unread: Any) -> dict[str, Any]:
         value = awaited(self._function(queries=[prompt + solution_str], prompts=[prompt], labels=[ground_truth]))
         if not isinstance(value, dict):
-            return {"score": _only(value)}
+            return {"score": _single_value(value)}
         if "rewards" not in value:
             raise ValueError(f"the dict returned has no rewards, only {', '.join(map(str, value))}")
         logged = value.get("extra_logs")
-        more = {key: _only(entry) for key, entry in logged.items()} if isinstance(logged, dict) else {}
-        return {**more, "score": _only(value["rewards"])}
+        more = {key: _single_value(entry) for key, entry in logged.items()} if isinstance(logged, dict) else {}
+        return {**more, "score": _single_value(value["rewards"])}
 
 
 def prompt_text(prompt: list[Message]) -> str:
-    """The contents of a chat, a line break after each."""
+    """The contents of a chat, each followed by a line break."""
     return "".join(f"{message.get('content')}\n" for message in prompt)
 
 
-def _only(value: Any) -> Any:
-    """The one entry of a list, array or tensor; a plain number is itself."""
+def _single_value(value: Any) -> Any:
+    """The single entry of a list, array or tensor, or the number itself."""
     entries = value.tolist() if hasattr(value, "tolist") else value
     while isinstance(entries, list | tuple):
         if len(entries) != 1:
@@ -177,27 +172,23 @@ def _only(value: Any) -> Any:
     return entries
 
 
-# The process that calls a user's function. It imports nothing heavy of its own: it must start in a moment.
-#
-# It reads calls from one connection, each with its number, and writes an answer to each (`answers.py`); the first one
-# says whether the function could be loaded.
-
+# Arguments of a reward function.
 CALL = ("data_source", "solution_str", "ground_truth", "extra_info")
-# Before each pickled call: its number and its length.
+# Header of a pickled call: its number and length.
 HEADER = struct.Struct(">QQ")
 
 
 def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple[str, ...] = ()) -> None:
-    """Load the function, then answer calls until the other end of the connection is gone."""
+    """Loads the function, then answers calls until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The function's own children must not hold the connection open.
+    # Children of the function must not keep the connection open.
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     me = os.getpid()
     calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
-    function = _loaded(Path(path), name, (*CALL, *extra))
-    _end_copies(me)
+    function = _load(Path(path), name, (*CALL, *extra))
+    _exit_if_forked(me)
     if isinstance(function, Unusable):
         connection.sendall(line_of(LOADING, function))
         return
@@ -206,38 +197,38 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple
     while True:
         number_of_call, call = calls.get()
         reply = answer(function, call, path)
-        _end_copies(me)
+        _exit_if_forked(me)
         connection.sendall(line_of(number_of_call, reply))
 
 
-def _end_copies(me: int) -> None:
-    """A process that the function forked, and that returned from it like its parent, has nothing to say here."""
+def _exit_if_forked(me: int) -> None:
+    """Exits in a process that the function forked and that returned from it."""
     if os.getpid() != me:
         os._exit(0)
 
 
 def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, bytes]]) -> None:
-    """Read in a thread of its own, so that the end of the parent is noticed in the middle of a call too."""
+    """Reads calls in a separate thread, to detect the end of the parent during a call."""
     try:
         with connection.makefile("rb") as stream:
             while len(header := stream.read(HEADER.size)) == HEADER.size:
                 number_of_call, length = HEADER.unpack(header)
                 calls.put((number_of_call, stream.read(length)))
     finally:
-        # At once, in the middle of a call; the supervisor ends what the function has started.
+        # Exit immediately; the supervisor kills the children of the function.
         os._exit(0)
 
 
-def _loaded(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
-    """The function, or why it cannot be had."""
+def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
+    """Loads the function, or returns why it cannot be loaded."""
     try:
-        return in_either_form(function_of(run_file(path), name, call, path), name, call)
+        return as_reward_function(function_of(run_file(path), name, call, path), name, call)
     except Unloadable as error:
         return Unusable(error.why, error.remedy)
 
 
-def in_either_form(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
-    """A function that takes `call` by name, or lists of the batch form; `Unloadable` where it takes neither."""
+def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
+    """The function with arguments `call`, wrapped if it has the batch form; `Unloadable` for other signatures."""
     try:
         refuse_signature(function, name, call, by_name=True)
     except Unloadable:
@@ -249,7 +240,7 @@ def in_either_form(function: Callable[..., Any], name: str, call: tuple[str, ...
 
 
 def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Raised:
-    """One call. Whatever it raises or returns, it is answered."""
+    """Runs one call; always returns an outcome."""
     try:
         arguments = pickle.loads(call)
     except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
@@ -260,7 +251,7 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
         return checked(awaited(function(**arguments)))
     except MemoryError as error:
         why = told(error, path)
-        # What the call had gathered must go before anything else can be done.
+        # Free the memory of the call first.
         traceback.clear_frames(error.__traceback__)
         return Raised(f"{why}: over reward.memory_limit_gb", spent=True)
     except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the reason
@@ -268,7 +259,8 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
 
 
 def checked(value: Any) -> Given | Raised:
-    """A finite number, or a dict whose `score` is one; its other finite numbers go along, the rest does not."""
+    """Validates a return value: a finite number, or a dict with `score`. Other finite numbers of the dict are
+    logged."""
     entries = value if isinstance(value, dict) else {"score": value}
     if "score" not in entries:
         names = ", ".join(_shown(name) for name in list(entries)[:20])
@@ -281,6 +273,6 @@ def checked(value: Any) -> Given | Raised:
 
 
 def _shown(value: Any) -> str:
-    """Its beginning; of a long text no second copy is made."""
+    """The start of the value's repr, without copying a long text."""
     text = repr(value[:80] if isinstance(value, str | bytes) else value)
     return text[:80] + ("..." if len(text) > 80 or (isinstance(value, str | bytes) and len(value) > 80) else "")

@@ -1,6 +1,7 @@
-"""What a process that judges mathematics loads: math-verify is imported here once, outside of any call's time limit.
+"""The reward function of the rule `math` for worker processes. It loads math-verify once, outside the time limit of
+calls.
 
-Nothing else imports this file.
+No other file imports this one.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from typing import Any
 
 from lockstep.reward.rules import math_score
 
-# Two spellings of one term: only comparing them as mathematics loads everything that a call needs.
+# A symbolic comparison loads all modules that a call needs.
 math_score(r"\boxed{1+x}", "x+1")
 
 
 def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """`math_score` in the form of a reward function."""
+    """`math_score` as a reward function."""
     return math_score(solution_str, ground_truth)

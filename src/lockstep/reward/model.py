@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Rewards that a model on this device gives: responses wait until they can be run together, padded on the right.
-
-# Tokens of one padded batch. Scores do not depend on it.
+# Tokens of one right-padded batch. Scores do not depend on it.
 BATCH_TOKENS = 16384
 
 T = TypeVar("T")
@@ -37,15 +35,15 @@ TokenRows = Sequence[Sequence[int]]
 
 
 def in_batches(rows: TokenRows, run: Callable[[TokenRows], Sequence[T]]) -> list[T]:
-    """What `run` gives for each row, in the order of the rows; rows of like length are run together."""
-    found: dict[int, T] = {}
+    """Runs rows in batches of similar length; returns the results in row order."""
+    results: dict[int, T] = {}
     for members in batches([len(row) for row in rows], BATCH_TOKENS):
-        found.update(zip(members, run([rows[i] for i in members]), strict=True))
-    return [found[i] for i in range(len(rows))]
+        results.update(zip(members, run([rows[i] for i in members]), strict=True))
+    return [results[i] for i in range(len(rows))]
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Rows by length, as many at once as fit when padded to the longest; a longer row goes alone."""
+    """Batches of row indices sorted by length, within a budget of padded tokens; a longer row is a batch alone."""
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if members and lengths[i] * (len(members) + 1) > tokens:
@@ -58,7 +56,7 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 @contextmanager
 def padded(model: Any, rows: TokenRows, padding: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """The rows as a model's inputs, for calls inside the block."""
+    """The padded rows as model inputs, valid inside the block."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
@@ -68,7 +66,7 @@ def padded(model: Any, rows: TokenRows, padding: int, device: torch.device) -> I
 
 @dataclass(frozen=True)
 class Waiting:
-    """An encoded response, and where its steps end in the text."""
+    """An encoded response, and the ends of its steps in the text."""
 
     ids: Sequence[int]
     ends: Sequence[int]
@@ -76,7 +74,7 @@ class Waiting:
 
 
 class BatchedPart(RewardPart):
-    """Responses wait until `flush`, which scores them all in the caller's thread. `context`: the model's, in tokens."""
+    """Collects responses until `flush` scores them in the caller's thread. `context`: context length of the model."""
 
     def __init__(self, context: int | None):
         self._context = context
@@ -84,7 +82,7 @@ class BatchedPart(RewardPart):
         self._waiting: list[Waiting] = []
 
     def outcomes(self, waiting: Sequence[Waiting]) -> Sequence[PartOutcome]:
-        """What each of them earned."""
+        """The outcome of each response."""
         raise NotImplementedError
 
     def wait(self, ids: Sequence[int], ends: Sequence[int] = ()) -> Future[PartOutcome]:
@@ -110,14 +108,14 @@ class BatchedPart(RewardPart):
         return waiting
 
 
-# The part `model`: a sequence classification model with one label, its own tokenizer and its own chat template.
-
+# File in the model folder with mean and standard deviation of scores.
 STATS = "score_stats.json"
 
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A loaded reward model. Its scores are `(raw - mean) / std`."""
+    """A sequence classification model with one label, with its tokenizer and chat template. Scores are
+    `(raw - mean) / std`."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -127,10 +125,10 @@ class RewardModel:
     std: float = 1.0
 
     def encode(self, question: Question, answer: str) -> list[int]:
-        """The chat with the answer as its last turn, in the reward model's own template.
+        """The chat with the answer as last turn, in the chat template of the reward model.
 
-        A tokenizer without a template gets the contents of the prompt and the answer, a line break between each,
-        with the special tokens that it adds by itself.
+        Without a template: the contents of the prompt and the answer joined by line breaks, with the tokenizer's
+        special tokens.
         """
         if self.tokenizer.chat_template:
             chat = [*question.prompt, {"role": "assistant", "content": answer}]
@@ -141,7 +139,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Scores of encoded rows in their order."""
+        """The scores of encoded rows."""
         with resident(self.model):
             return [(score - self.mean) / self.std for score in in_batches(rows, self._forward)]
 
@@ -149,7 +147,7 @@ class RewardModel:
         text_config = self.model.config.get_text_config()
         padding = text_config.pad_token_id
         if padding is None:
-            # The model finds the end of a row by the padding token, so it must be one that ends none of them.
+            # The model finds the end of a row by the padding token, so no row may end with it.
             ends = {row[-1] for row in rows}
             padding = next(token for token in range(len(ends) + 1) if token not in ends)
         stored = text_config.pad_token_id
@@ -163,7 +161,7 @@ class RewardModel:
 
 
 def load_reward_model(path: str, device: torch.device) -> RewardModel:
-    """The folder's model in the precision it is stored in; refused unless it gives one score for a whole text."""
+    """Loads the model in its stored precision; refuses models that do not give one score per text."""
     where = f"reward.model {path}"
     folder = model_folder(path, "reward.model")
     from transformers import AutoModelForSequenceClassification
@@ -188,7 +186,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
 
 
 def reward_config(path: str) -> Any:
-    """Of the folder's model; refused unless it gives one score for a whole text."""
+    """The config of the model; refuses models that do not give one score per text."""
     from transformers import AutoConfig
 
     where = f"reward.model {path}"
@@ -198,15 +196,13 @@ def reward_config(path: str) -> Any:
 
 
 def normalized_by_config(model: RewardModel) -> RewardModel:
-    """Its scores by `mean` and `std` of its config.json, where OpenRLHF writes them; else as the folder says."""
+    """Uses `mean` and `std` of config.json, where OpenRLHF writes them, if present."""
     config = model.model.config
     if not hasattr(config, "mean"):
         return model
     mean, std = float(config.mean), float(getattr(config, "std", 1.0))
     if not (abs(mean) < float("inf") and 0 < std < float("inf")):
-        raise Refusal.at(
-            "config.json", f"mean {mean} and std {std} cannot normalise a score", "mend the model's folder"
-        )
+        raise Refusal.at("config.json", f"mean {mean} and std {std} cannot normalise a score", "fix the model's folder")
     return replace(model, mean=mean, std=std)
 
 
@@ -223,7 +219,7 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
 
 
 def _statistics(file: Path) -> tuple[float, float]:
-    """Mean and deviation that scores are normalised by; 0 and 1 where the folder says nothing."""
+    """Mean and standard deviation for normalisation; 0 and 1 without a file."""
     if not file.is_file():
         return 0.0, 1.0
     try:
@@ -238,6 +234,8 @@ def _statistics(file: Path) -> tuple[float, float]:
 
 
 class ModelPart(BatchedPart):
+    """Scores responses with one reward model."""
+
     name = "model"
 
     def __init__(self, path: str, device: torch.device, *, offload: bool = False):
@@ -260,11 +258,8 @@ class ModelPart(BatchedPart):
         ]
 
 
-# The part `model` where the recipe names several reward models: their weighted sum.
-
-
 class ModelsPart(RewardPart):
-    """Each model's own score is logged as `model/1`, `model/2`, ... in the order of the recipe."""
+    """The weighted sum of several reward models. Their scores are logged as `model/1`, `model/2`, ..."""
 
     name = "model"
 

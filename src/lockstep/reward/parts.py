@@ -1,4 +1,4 @@
-"""The parts that a reward is made of share one face."""
+"""`RewardPart`: the interface of the parts whose weighted sum is the reward."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from lockstep.types import Failure, Question
 
 PartOutcome = dict[str, float] | Failure
-"""What a part gave for one response: its score under its own name, with further numbers to log; or no score."""
+"""The outcome of a part for one response: its score under its name and further numbers to log; or a failure."""
 
 
 class StepOutcome(dict[str, float]):
-    """An outcome whose score was earned step by step: (end of the step in the text, its share)."""
+    """An outcome with a score per step: (end of the step in the text, its share)."""
 
     def __init__(self, parts: dict[str, float], steps: Sequence[tuple[int, float]]):
         super().__init__(parts)
@@ -22,39 +22,39 @@ class StepOutcome(dict[str, float]):
 
 
 class RewardPart(ABC):
-    """One of the rewards that are added up."""
+    """One summand of the reward."""
 
     name: str
     note: str = ""
-    """What the user should know of how it runs."""
+    """A note for the user."""
 
     @abstractmethod
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         """Returns at once. The future never raises."""
 
-    def flush(self) -> None:  # noqa: B027 - most parts make nothing wait
-        """Send or score everything that waits for company."""
+    def flush(self) -> None:  # noqa: B027 - most parts do not batch
+        """Scores all waiting responses."""
 
-    def close(self) -> None:  # noqa: B027 - some parts hold nothing
-        """Give back what the part holds; what was not scored becomes a failure."""
+    def close(self) -> None:  # noqa: B027 - some parts have no resources
+        """Frees all resources; unscored responses become failures."""
 
 
 def promised() -> Future[PartOutcome]:
-    """A future that cannot be cancelled: whoever made the promise keeps it."""
+    """A future that cannot be cancelled."""
     future: Future[PartOutcome] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def settled(outcome: PartOutcome) -> Future[PartOutcome]:
-    """A future that is over already."""
+    """A future with a result."""
     future: Future[PartOutcome] = Future()
     future.set_result(outcome)
     return future
 
 
 class Countdown:
-    """Calls `then` in the thread that finishes last."""
+    """Calls `then` after `count` futures, in the thread of the last one."""
 
     def __init__(self, count: int, then: Callable[[], None]):
         self._left = count

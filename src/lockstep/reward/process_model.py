@@ -1,7 +1,7 @@
-"""The part `process`: a process reward model judges each step of a response.
+"""The reward part `process`: a process reward model scores each step of a response.
 
-A response is split into steps by a text. Each step earns its probability of being good over the number of steps, so
-that a response earns the mean, and more steps are not worth more by themselves. A response without a step earns 0.
+A separator splits the response into steps. The score of a step is its probability of being good divided by the number
+of steps, so the response gets the mean. A response without steps gets 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.reward.model import BatchedPart, Waiting, in_batches, padded
 from lockstep.reward.parts import PartOutcome, StepOutcome, settled
 from lockstep.types import Failure, Question
 
-# Beside the weights of a process reward model: the tokens it judges with.
+# File in the model folder with the placeholder and judging tokens.
 PROCESS = "process_reward.json"
 
 
@@ -42,7 +42,7 @@ class ProcessModel:
 
     @torch.no_grad()
     def judge(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each encoded row the probability that each of its steps is good, in order."""
+        """The probability of being good for each step of each encoded row."""
         with resident(self.model):
             return in_batches(rows, self._forward)
 
@@ -50,7 +50,7 @@ class ProcessModel:
         with padded(self.model, rows, 0, self.device) as inputs:
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state
         head, judging = output_head(self.model), torch.tensor(self.writer.marks.token_ids, device=self.device)
-        # Only the judging tokens compete, so only their rows of the head are needed.
+        # Only the logits of the judging tokens are needed.
         bias = None if head.bias_V is None else head.bias_V[judging]
         head = head._replace(weight_VH=head.weight_VH[judging], bias_V=bias)
         verdicts = []
@@ -61,12 +61,12 @@ class ProcessModel:
 
 
 def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
-    """The folder's model in the precision it is stored in, with the tokens that it judges with."""
+    """Loads the model in its stored precision, with its judging tokens."""
     where, folder = f"{key} {path}", Path(model_folder(path, key))
     if not (folder / PROCESS).is_file():
         raise Refusal.at(
             where,
-            f"is no process reward model: it has no {PROCESS}",
+            f"is not a process reward model: it has no {PROCESS}",
             'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
         )
     from transformers import AutoModelForCausalLM
@@ -83,14 +83,14 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
 
 
 def process_config(path: str) -> Any:
-    """Of the folder's model."""
+    """The config of the model."""
     from transformers import AutoConfig
 
     return pretrained(AutoConfig, model_folder(path, "reward.process"), f"reward.process {path}", "its config.json")
 
 
 def read_judging(folder: Path) -> dict[str, Any]:
-    """What a process reward model was trained with: its `placeholder`, and its judging `tokens`."""
+    """Reads the `placeholder` and judging `tokens` of a process reward model."""
     file, remedy = folder / PROCESS, 'it holds {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
     try:
         trained_with: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -103,7 +103,7 @@ def read_judging(folder: Path) -> dict[str, Any]:
 
 
 def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
-    """The steps of a response, each with its end in the text. Blank ones are none."""
+    """The non-blank steps of a response, each with its end in the text."""
     steps, start = [], 0
     for piece in text.split(separator):
         if piece.strip():
@@ -113,6 +113,8 @@ def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
 
 
 class ProcessPart(BatchedPart):
+    """Scores responses with a process reward model."""
+
     name = "process"
 
     def __init__(self, path: str, separator: str, device: torch.device, *, offload: bool = False):
@@ -133,17 +135,21 @@ class ProcessPart(BatchedPart):
         except Refusal as refusal:
             return settled(Failure(self.name, str(refusal.problems[0])))
         if len(writer.positions(ids)) != len(steps):
-            why = f"the placeholder {writer.marks.placeholder!r} stands in the text itself"
+            why = f"the text contains the placeholder {writer.marks.placeholder!r}"
             return settled(Failure(self.name, why))
         return self.wait(ids, [end for _, end in steps])
 
     def outcomes(self, waiting: Sequence[Waiting]) -> list[PartOutcome]:
         verdicts = self._model.judge([entry.ids for entry in waiting])
-        return [self._outcome(entry.ends, found) for entry, found in zip(waiting, verdicts, strict=True)]
+        return [
+            self._outcome(entry.ends, probabilities) for entry, probabilities in zip(waiting, verdicts, strict=True)
+        ]
 
-    def _outcome(self, ends: Sequence[int], found: Sequence[float]) -> PartOutcome:
-        mean = sum(found) / len(found)
+    def _outcome(self, ends: Sequence[int], probabilities: Sequence[float]) -> PartOutcome:
+        mean = sum(probabilities) / len(probabilities)
         if not math.isfinite(mean):
             return Failure(self.name, f"the score is {mean}")
-        shares = [probability / len(found) for probability in found]
-        return StepOutcome({self.name: mean, f"{self.name}_worst": min(found)}, list(zip(ends, shares, strict=True)))
+        shares = [probability / len(probabilities) for probability in probabilities]
+        return StepOutcome(
+            {self.name: mean, f"{self.name}_worst": min(probabilities)}, list(zip(ends, shares, strict=True))
+        )

@@ -353,17 +353,17 @@ def _refused(answer: HttpResponse) -> str:
 
 
 def _checked(addresses: str | Sequence[str]) -> list[str]:
-    found = list(dict.fromkeys([addresses] if isinstance(addresses, str) else addresses))
+    unique = list(dict.fromkeys([addresses] if isinstance(addresses, str) else addresses))
     problems = [
         Problem("reward.remote", f"{address!r} is not an HTTP address", "write http://host:port/path")
-        for address in found
+        for address in unique
         if not _is_http(address)
     ]
-    if not found:
+    if not unique:
         problems.append(Problem("reward.remote", "names no endpoint", "write http://host:port/path"))
-    problems += [Problem("reward.remote", why, remedy) for _, why, remedy in secrets_in(found, "reward.remote")]
+    problems += [Problem("reward.remote", why, remedy) for _, why, remedy in secrets_in(unique, "reward.remote")]
     refuse_all(problems)
-    return found
+    return unique
 
 
 def _is_http(address: str) -> bool:

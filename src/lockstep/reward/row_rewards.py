@@ -1,4 +1,4 @@
-"""What the rewards of a run read from a row, scoring by rules alone, and length penalties."""
+"""Columns that the rewards read, rule-based scoring for validation, and reward shaping."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from lockstep.reward.rules import any_isolated, rule_for
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.types import Failure, Question, Rollout, Score
 
-# Judging by the rules of data sources alone: for validation of offline runs and `lockstep eval`.
-
 
 class RuleJudge:
-    """By the built-in rules, at once: for those that always end."""
+    """Scores with built-in rules that always terminate, for validation of offline runs and `lockstep eval`."""
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]:
         rule = rule_for(question.data_source)
@@ -36,7 +34,7 @@ class RuleJudge:
         return future
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: responses are scored on submit."""
 
     def answer_of(self, question: Question, text: str) -> str | None:
         return rule_for(question.data_source).answer(text)
@@ -44,7 +42,7 @@ class RuleJudge:
 
 @contextmanager
 def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.device) -> Iterator[RuleJudge | Scorer]:
-    """By these rules too, where some are named: one that may never end is checked in a process that can be killed."""
+    """A judge for these rules; checks that may hang run in a killable process."""
     sources = list(sources)
     if not rules and not any_isolated(sources):
         yield RuleJudge()
@@ -53,18 +51,17 @@ def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.de
         yield scorer
 
 
-# What of a question the rewards of a run read: rows are asked for that, and for nothing else.
-
+# Columns that the rewards can read; rows need only those that are read.
 EVERYTHING = frozenset({"ground_truth", "data_source"})
-# The names under which a function may take them.
+# Argument names of functions for them.
 _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source": "data_source"}
 
 
 def read_by_rewards(settings: Reward) -> frozenset[str]:
-    """Those of `ground_truth` and `data_source` that the rule or the function reads. An endpoint and a reward model
-    are sent what there is."""
+    """Which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models get what
+    exists."""
     weights, _ = active_weights(settings)
-    if weights.get("rule"):  # with a weight of 0 it measures what it can, and is left out elsewhere
+    if weights.get("rule"):  # with weight 0 it is optional
         return EVERYTHING
     if settings.function is None:
         return frozenset()
@@ -74,20 +71,20 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
     try:
         file, name = located(settings.function, "reward.function")
     except Refusal:
-        return EVERYTHING  # told by whoever opens the function
+        return EVERYTHING  # reported when the function is opened
     return _read_by(file, name)
 
 
 def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
-    """By the names that its code loads: a notebook cell has no file."""
+    """Reads the names from the bytecode: a notebook cell has no file."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__"):
         return EVERYTHING
     used: set[str] = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith(("LOAD", "STORE_FAST_LOAD", "MAKE_CELL")):
-            found = instruction.argval
-            used |= {found} if isinstance(found, str) else set(found) if isinstance(found, tuple) else set()
+            names = instruction.argval
+            used |= {names} if isinstance(names, str) else set(names) if isinstance(names, tuple) else set()
     counted = code.co_argcount + code.co_kwonlyargcount
     if "locals" in used:
         return EVERYTHING
@@ -99,17 +96,17 @@ def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _read_by(file: Path, name: str) -> frozenset[str]:
-    """By the function's text, which is not run here. What cannot be told is taken as read."""
+    """Reads the names from the source without running it. In doubt everything counts as read."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return EVERYTHING
-    found = [
+    definitions = [
         node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
     ]
-    if len(found) != 1 or found[0].decorator_list:
+    if len(definitions) != 1 or definitions[0].decorator_list:
         return EVERYTHING
-    function = found[0]
+    function = definitions[0]
     used = {node.id for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)}
     arguments = function.args
     rest = arguments.kwarg
@@ -119,13 +116,10 @@ def _read_by(file: Path, name: str) -> frozenset[str]:
     return frozenset(_NAMES[name] for name in taken & used & set(_NAMES))
 
 
-# What is added to a reward for the shape of a response.
-
-
 def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, eq. 13), scaled by `factor`.
 
-    0 up to `limit - buffer` tokens, then a straight line down to `-factor` at the limit and beyond.
+    0 up to `limit - buffer` tokens, then linear down to `-factor` at the limit and beyond.
     A buffer of 0 is off.
     """
     over = length - (limit - buffer)
@@ -135,7 +129,7 @@ def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> flo
 
 
 def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
-    """Its score within the recipe's bounds, less what the recipe takes off for length."""
+    """Applies clipping, the score of truncated responses, and the overlong penalty."""
     settings, bounds = recipe.algorithm.overlong, recipe.reward.clip
     if isinstance(rollout.score, Failure) or not (settings.buffer or bounds or settings.cut is not None):
         return rollout
@@ -153,7 +147,7 @@ def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
 
 
 def rescored(rollouts: Sequence[Rollout], scorer: Scorer, recipe: Recipe) -> list[Score | Failure]:
-    """What responses are worth by this run's rewards, however they came about."""
+    """Scores existing responses with the rewards of this run."""
     waiting = [scorer.submit(rollout.prompt.question, rollout.text) for rollout in rollouts]
     scorer.flush()
     pairs = zip(rollouts, waiting, strict=True)

@@ -17,7 +17,7 @@ from lockstep.types import Failure, Question
 
 
 class RulePart(RewardPart):
-    """Each response is checked by the rule of its data source: at once, or in a process where a check may hang."""
+    """Scores each response with the rule of its data source: directly, or in a process if the check may hang."""
 
     name = "rule"
 
@@ -48,7 +48,7 @@ class RulePart(RewardPart):
         try:
             return settled({self.name: rule(text, question.ground_truth)})
         except Refusal as refusal:
-            # The row is at fault (a ground truth that no answer can match), not the response.
+            # The ground truth of the row is invalid.
             return settled(Failure(self.name, f"{question.origin}: {refusal.problems[0]}"))
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class RulePart(RewardPart):
 
 
 class FormatPart(RewardPart):
-    """1 where the whole response matches the expression (a point matches line breaks too), else 0."""
+    """1 if the full response matches the expression (`.` also matches line breaks), else 0."""
 
     name = "format"
 
@@ -76,7 +76,7 @@ class FormatPart(RewardPart):
         except re.error as error:
             where = "" if error.pos is None else f" at character {error.pos + 1}"
             raise Refusal.at(
-                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{where}", "mend it"
+                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{where}", "fix it"
             ) from error
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:

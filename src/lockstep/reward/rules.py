@@ -19,15 +19,15 @@ from lockstep.errors import Problem, Refusal, missing_extra
 
 # The rule `math`: the last `\boxed{...}` of a text, compared as mathematics by the package math-verify.
 #
-# Nothing here is limited in time: an answer can be built to keep the comparison busy for ever. The scorer therefore
-# compares in a process that it can kill (`math_judge.py`).
+# There is no time limit here, and a comparison can run forever. The scorer therefore uses a killable process
+# (`math_judge.py`).
 
 _LATEX_NUMBER = re.compile(
     r"([-+]?)(?:(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?|(\d+)/0*([1-9]\d*)|\\frac\{(\d+)\}\{0*([1-9]\d*)\})"
 )
-# A longer answer is compared by its letters alone when votes are counted.
+# A longer answer is compared as text when votes are counted.
 _LONGEST_VOTE = 1000
-# What math-verify raises when two things have no comparison (a matrix with an interval ...): they are not equal.
+# Raised by math-verify if two terms cannot be compared (a matrix with an interval ...): they are not equal.
 _NOT_COMPARABLE = (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError, KeyError, IndexError)
 
 
@@ -36,9 +36,9 @@ def boxed_example(ground_truth: str) -> str:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The boxed answer in one spelling: numbers as fractions, other terms as sympy orders them.
+    """The normalised boxed answer: numbers as fractions, other terms in sympy order.
 
-    Equal terms that need working out (`2x` and `x+x`) stay apart.
+    Equal terms that need simplification (`2x` and `x+x`) remain different.
     """
     boxed = last_boxed(text)
     if boxed is None:
@@ -56,15 +56,15 @@ def boxed_answer(text: str) -> str | None:
 
 
 def math_score(text: str, ground_truth: str) -> float:
-    r"""1.0 when the last `\boxed{...}` equals the ground truth as mathematics, else 0.0. Words are compared as words.
+    r"""1.0 if the last `\boxed{...}` is mathematically equal to the ground truth, else 0.0. Words are compared as text.
 
-    The ground truth may stand in a box or in dollars, or bare.
+    The ground truth may be boxed, in dollars, or plain.
     """
     from math_verify import verify
 
     truth = last_boxed(ground_truth) or _bare(ground_truth)
     if not truth:
-        raise Refusal.at("ground_truth", "is empty", "mend the row")
+        raise Refusal.at("ground_truth", "is empty", "fix the row")
     answer = last_boxed(text)
     if answer is None:
         return 0.0
@@ -79,7 +79,7 @@ def math_score(text: str, ground_truth: str) -> float:
 def _parse(latex: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    # It warns that no time limit is set; the limit is the process's.
+    # Silences its warning about the missing time limit: the process has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     boxed = rf"\boxed{{{latex}}}"
     return parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True)
@@ -90,56 +90,54 @@ def _bare(latex: str) -> str:
 
 
 def _plain(latex: str) -> str:
-    """Without what only changes the looks."""
+    """Removes formatting commands and spaces."""
     looks = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|\\[,;:!$ ]|\s+", "", latex)
     return _bare(re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", looks)).rstrip(".")
 
 
 def _as_number(latex: str) -> str | None:
-    """A whole number, a decimal or a fraction as a fraction in lowest terms; None for anything else."""
+    """An integer, decimal or fraction as a reduced fraction; None for other terms."""
     match = _LATEX_NUMBER.fullmatch(_plain(latex))
     if not match or not any(match.groups()[1:]):
         return None
-    sign, whole, decimals, *ratio = match.groups()
+    sign, integer, decimals, *ratio = match.groups()
     top, bottom = (ratio[0] or ratio[2], ratio[1] or ratio[3])
-    size = Fraction(int(top), int(bottom)) if top else Fraction((whole or "0").replace(",", "") + (decimals or ""))
+    size = Fraction(int(top), int(bottom)) if top else Fraction((integer or "0").replace(",", "") + (decimals or ""))
     return str(-size if sign == "-" else size)
 
 
-# Rules that check an answer: pure text in, a score out. Which rule checks a row is said by its `data_source`.
-
 # A number as people write it: sign, currency, thousands separators, decimals. A trailing point is punctuation.
 _NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
-# After the mark comes one number and then, at most, words: an expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
-# 1,00,000 is no final number. Markdown stars around the number are let through.
+# The mark is followed by one number and optional words: an expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
+# 1,00,000 is not a final number. Markdown stars around the number are accepted.
 _MARKED = re.compile(rf"(?<!#)####(?!#)\s*\**\s*({_NUMBER})(?![\d/^=]|[eE][-+]?\d|,\d|\s*[-+*/=]\s*[\d$])")
 # In running text a minus right after a digit or a space between numbers is an operator, not a sign.
 _ANY = re.compile(r"(?<![\d.,])(?:(?<!\d\s)(?<!\d\s\s)[-+]\s?)?\$?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
 
 
 def extract_answer(text: str, *, strict: bool = True) -> str | None:
-    """The final number as plain digits: what follows the last `####`, or (flexible) the last number of all.
+    """The final number as plain digits: the number after the last `####`, or (flexible) the last number of the text.
 
-    `#### $1,234.`, `#### 1234 apples` and `####1234` all give `1234`. None when there is no such number.
+    `#### $1,234.`, `#### 1234 apples` and `####1234` all give `1234`. None if there is no such number.
     """
-    found = (_MARKED if strict else _ANY).findall(text)
-    return re.sub(r"[\s$,]", "", found[-1]).removeprefix("+") if found else None
+    matches = (_MARKED if strict else _ANY).findall(text)
+    return re.sub(r"[\s$,]", "", matches[-1]).removeprefix("+") if matches else None
 
 
 def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> float:
-    """1.0 when the final number equals the ground truth as a number ('18.0' is '18'), else 0.0.
+    """1.0 if the final number equals the ground truth as a number ('18.0' is '18'), else 0.0.
 
-    A ground truth that is no number is an error of the data, not a wrong answer.
+    A ground truth that is not a number is an error in the data.
     """
     truth = _truth(ground_truth)
     if truth is None:
-        raise Refusal.at("ground_truth", _not_a_number(ground_truth) or "", "mend the row")
+        raise Refusal.at("ground_truth", _not_a_number(ground_truth) or "", "fix the row")
     answer = extract_answer(solution, strict=strict)
     return 1.0 if answer is not None and _value(answer) == truth else 0.0
 
 
 def _truth(ground_truth: str) -> Decimal | None:
-    """The number of a ground truth, which may be a worked answer: then what follows its last `####`."""
+    """The number of a ground truth; of a worked answer the number after the last `####`."""
     return _value(re.sub(r"[\s$,]", "", ground_truth.rpartition("####")[2]))
 
 
@@ -152,13 +150,13 @@ def _value(text: str) -> Decimal | None:
 
 
 def _gsm8k_answer(text: str, *, strict: bool = True) -> str | None:
-    """The final number in one spelling: no needless zeros, no sign on zero."""
-    found = extract_answer(text, strict=strict)
-    if found is None:
+    """The normalised final number: no redundant zeros, no sign on zero."""
+    answer = extract_answer(text, strict=strict)
+    if answer is None:
         return None
-    whole, _, fraction = found.removeprefix("-").partition(".")
-    size = (whole.lstrip("0") or "0") + ("." + fraction.rstrip("0")).rstrip(".")
-    return "-" + size if found.startswith("-") and size != "0" else size
+    integer, _, fraction = answer.removeprefix("-").partition(".")
+    size = (integer.lstrip("0") or "0") + ("." + fraction.rstrip("0")).rstrip(".")
+    return "-" + size if answer.startswith("-") and size != "0" else size
 
 
 def _gsm8k_example(ground_truth: str) -> str:
@@ -170,7 +168,7 @@ def _not_a_number(ground_truth: str) -> str | None:
 
 
 def exact_score(text: str, ground_truth: str) -> float:
-    """1.0 when the two texts are equal but for space around them, else 0.0."""
+    """1.0 if the texts are equal without surrounding space, else 0.0."""
     return 1.0 if text.strip() == ground_truth.strip() else 0.0
 
 
@@ -184,25 +182,25 @@ def _empty(ground_truth: str) -> str | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """How the answers of a data source are checked."""
+    """A rule that scores the answers of a data source."""
 
     name: str
     score: Callable[[str, str], float]
     """(text, ground truth) -> score."""
     answer: Callable[[str], str | None]
-    """The final answer of a text, spelled so that equal answers are equal strings; for votes."""
+    """The normalised final answer of a text, for votes."""
     example: Callable[[str], str]
-    """A right answer in the form that the rule reads."""
+    """A correct answer in the format of the rule."""
     truth_problem: Callable[[str], str | None] = _empty
-    """What is wrong with a ground truth that no answer could match, or None."""
+    """Why a ground truth is invalid; None if it is valid."""
     isolated: str | None = None
-    """`file.py:name` of the same check for a process that can be killed, where a check may take for ever."""
+    """`file.py:name` of the same check for a killable process, if the check may hang."""
 
     def __call__(self, text: str, ground_truth: str) -> float:
         return self.score(text, ground_truth)
 
 
-# Named, not imported: importing it loads math-verify.
+# Not imported, because the import loads math-verify.
 _MATH_JUDGE = Path(__file__).with_name("math_judge.py")
 RULES: dict[str, Rule] = {
     rule.name: rule
@@ -229,7 +227,7 @@ DEFAULT_RULES: dict[str, str] = {
 
 
 def rules_at_hand(rules: Mapping[str, str]) -> dict[str, str]:
-    """Rule by data source: those of the setting, and the built-in ones whose package is installed."""
+    """Rules by data source: those of the setting, and built-in ones whose package is installed."""
     return {source: name for source, name in DEFAULT_RULES.items() if _is_installed(name)} | dict(rules)
 
 
@@ -238,12 +236,12 @@ def _is_installed(name: str) -> bool:
 
 
 def any_isolated(sources: Iterable[str], rules: Mapping[str, str] | None = None) -> bool:
-    """Whether answers to questions of these data sources are checked in a process that can be killed."""
+    """Whether a rule of these data sources needs a killable process."""
     return any(rule_for(source, rules).isolated for source in sources)
 
 
 def rule_named(name: str, where: str) -> Rule:
-    """The rule of this name; `where` is the key that asked for it."""
+    """The rule of this name; `where` is the key for error messages."""
     if name not in RULES:
         near = difflib.get_close_matches(name, RULES, n=1)
         raise Refusal.at(
@@ -257,13 +255,13 @@ def rule_named(name: str, where: str) -> Rule:
 
 
 def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str = "reward.rules") -> list[Problem]:
-    """Entries that are nearly the name of a data source that has none: its rows would be judged by another rule. Other
-    entries that no row needs do no harm: recipes of several datasets share them."""
-    alone = [source for source in sources if source not in rules]
+    """Problems with entries that look like a misspelt data source: its rows would use another rule. Other unused
+    entries are allowed, because recipes share them."""
+    without_rule = [source for source in sources if source not in rules]
     problems = []
     for name in rules:
-        near = difflib.get_close_matches(name, alone, n=1, cutoff=0.8) if name not in sources else []
-        # `aime24` beside `aime25`, `MATH-Hard` beside `MATH`: another dataset, not a misspelt one.
+        near = difflib.get_close_matches(name, without_rule, n=1, cutoff=0.8) if name not in sources else []
+        # `aime24` and `aime25`, `MATH-Hard` and `MATH` are different datasets, not misspelt.
         near = [one for one in near if _numbers(one) == _numbers(name) and not _is_part(one, name)]
         if near:
             why = f"no row has the data source {name!r}"
@@ -272,7 +270,7 @@ def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str
 
 
 def _is_part(one: str, other: str) -> bool:
-    """Whether one is the other and a word more: `MATH` and `MATH-Hard`."""
+    """Whether one name is the other plus a word: `MATH` and `MATH-Hard`."""
     short, long = sorted((one, other), key=len)
     return long.startswith(short) and not long[len(short)].isalnum()
 
@@ -282,19 +280,19 @@ def _numbers(name: str) -> list[str]:
 
 
 def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str = "reward.rules") -> Rule:
-    """The rule of a data source: of the setting `key`, or else a built-in one.
+    """The rule of a data source: from the setting `key`, or a built-in one.
 
-    A source without a rule is refused: it must not score 0.
+    A source without a rule is an error: it must not score 0.
     """
-    known = {**DEFAULT_RULES, **(rules or {})}
-    if data_source in known:
-        return rule_named(known[data_source], f"{key}.{data_source}")
-    near = difflib.get_close_matches(data_source, known, n=1)
-    # An option of a command is written otherwise than a key of a recipe.
+    available = {**DEFAULT_RULES, **(rules or {})}
+    if data_source in available:
+        return rule_named(available[data_source], f"{key}.{data_source}")
+    near = difflib.get_close_matches(data_source, available, n=1)
+    # Command options and recipe keys have different syntax.
     other = f"{key} {data_source}=RULE" if key.startswith("-") else f"{key}: {{{data_source}: RULE}}"
     raise Refusal.at(
         f"data_source {data_source!r}",
         "has no rule",
         (f"did you mean {near[0]}? " if near else "")
-        + f"rules exist for {', '.join(known)}; for another source: {other}, RULE being {', '.join(RULES)}",
+        + f"rules exist for {', '.join(available)}; for another source: {other}, RULE being {', '.join(RULES)}",
     )

@@ -1,4 +1,4 @@
-"""The face of all rewards: responses go in one by one, weighted sums of their parts come out as futures."""
+"""`Scorer`: scores responses with all reward parts and returns futures of their weighted sums."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = ("rule", "function", "model", "process", "remote", "format")
 
 
 class Scorer:
-    """Scores responses. Nothing depends on how fast a part answers or on how many processes there are."""
+    """Scores responses. Results do not depend on timing or on the number of processes."""
 
     def __init__(self, parts: Sequence[RewardPart], weights: Mapping[str, float], rules: Mapping[str, str]):
         self._parts = list(parts)
@@ -43,17 +43,17 @@ class Scorer:
         output: Path | None = None,
         offload: bool = False,
     ) -> Scorer:
-        """Start everything that the settings name, for rows of these data sources.
+        """Creates the parts of the settings, for rows of these data sources.
 
-        Refuses with all that is wrong at once. The last lines that a function's process N prints are kept in
-        `output`-N.log, once the folder above is there; without `output` they are thrown away. With `offload` the
-        weights of reward models are on the device during their passes only.
+        Reports all problems at once. `output`-N.log keeps the last output lines of function process N, if the parent
+        folder exists; without `output` they are dropped. With `offload` the weights of reward models are on the device
+        only during their passes.
         """
         sources = list(sources)
         weights, problems = active_weights(settings)
-        known = rules_at_hand(settings.rules)
-        if weights.get("rule") == 0 and not all(source in known for source in sources):
-            del weights["rule"]  # it would only look on, and some rows have none
+        available = rules_at_hand(settings.rules)
+        if weights.get("rule") == 0 and not all(source in available for source in sources):
+            del weights["rule"]  # it would only be logged, and some rows have no rule
         problems += _unknown_rules(settings.rules)
         makers: dict[str, Callable[[], RewardPart]] = {
             "rule": lambda: RulePart(settings, sources, output=output),
@@ -91,12 +91,12 @@ class Scorer:
         return future
 
     def flush(self) -> None:
-        """Send and score what waits for company: call it when the last response of a step is submitted."""
+        """Scores all waiting responses. Call it after the last response of a step."""
         for part in self._parts:
             part.flush()
 
     def dry_run(self, questions: Sequence[Question]) -> Tried:
-        """Score right and empty answers to some of the questions; warns of a reward that cannot tell them apart."""
+        """Scores correct and empty answers to some questions; warns if a reward does not distinguish them."""
         tried = dry_run(self._parts, questions, self.rule_of, self._weights)
         tried.lines.extend(part.note for part in self._parts if part.note)
         if self._rules and "rule" not in self._weights:
@@ -106,16 +106,16 @@ class Scorer:
         return tried
 
     def rule_of(self, source: str) -> Rule | None:
-        """The rule of a data source, whether it counts as a reward or not; None where there is none."""
+        """The rule of a data source, even without weight; None if there is none."""
         return rule_for(source, self._rules) if source in rules_at_hand(self._rules) else None
 
     def answer_of(self, question: Question, text: str) -> str | None:
-        """The final answer as the rule of the question's data source reads it; equal answers are equal strings."""
+        """The final answer as extracted by the rule of the data source; equal answers are equal strings."""
         rule = self.rule_of(question.data_source)
         return rule.answer(text) if rule else None
 
     def close(self) -> None:
-        """End all processes and requests; what was not scored becomes a failure."""
+        """Ends all processes and requests; unscored responses become failures."""
         for part in self._parts:
             part.close()
 
@@ -150,7 +150,7 @@ def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart
 
 
 def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
-    """Weight of each part that counts, in the order of PARTS; and the weights of parts that are not set."""
+    """The weights of the active parts in the order of PARTS, and problems with weights of parts that are not set."""
     is_set = {name: getattr(settings, name) is not None for name in PARTS if name != "rule"}
     is_set["rule"] = "rule" in settings.weights or not any(is_set.values())
     problems = [
@@ -158,8 +158,8 @@ def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
         for name in settings.weights
         if not is_set[name]
     ]
-    given: Mapping[str, float] = {str(name): weight for name, weight in settings.weights.items()}
-    return {name: given.get(name, 1.0) for name in PARTS if is_set[name]}, problems
+    configured: Mapping[str, float] = {str(name): weight for name, weight in settings.weights.items()}
+    return {name: configured.get(name, 1.0) for name in PARTS if is_set[name]}, problems
 
 
 def _unknown_rules(rules: Mapping[str, str]) -> list[Problem]:

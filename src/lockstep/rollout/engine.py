@@ -22,31 +22,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Who and where the run is that an engine generates for: what a serving engine must know besides the model.
-
-
 @dataclass(frozen=True)
 class RunPlace:
-    """The ranks, the model's folder (or hub name), and a folder that logs may be written to."""
+    """What a serving engine needs besides the policy: the ranks, the model folder or hub name, and a folder for
+    logs."""
 
     world: World
     model: str
     folder: Path
 
 
-# When a response ends.
-
-
 def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Callable[[list[int]], str]) -> str:
-    """`token`, `string` or `length` when the last token ends the response, else nothing.
+    """`token`, `string` or `length` if the last token ends the response, else an empty string.
 
-    The response is what follows the first `prompt` tokens.
+    The response starts after the first `prompt` tokens.
     """
     if tokens[-1] in sampling.stop_ids:
         return "token"
     if sampling.stop_strings:
-        # The last token may complete a text that began some tokens before it. A token is at least a byte and a
-        # character at most four, so this reaches far enough back.
+        # A stop text may span several tokens. A token is at least one byte and a character at most four, so this
+        # covers the longest text.
         back = max(len(text) for text in sampling.stop_strings) * 4
         tail = decode(list(tokens[max(prompt, len(tokens) - back) :]))
         if any(text in tail for text in sampling.stop_strings):
@@ -55,25 +50,22 @@ def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Ca
 
 
 def refuse_unknown_ids(stop_ids: Sequence[int], vocabulary: int, key: str = "rollout.stop_ids") -> None:
-    """Tokens that the model cannot produce would never end a response."""
-    unknown = [token for token in stop_ids if not 0 <= token < vocabulary]
-    if unknown:
+    """Refuses end tokens that the model cannot produce."""
+    invalid = [token for token in stop_ids if not 0 <= token < vocabulary]
+    if invalid:
         raise Refusal.at(
             key,
-            f"{', '.join(map(str, unknown[:8]))}: not among the model's tokens, which are 0 to {vocabulary - 1}, so it "
+            f"{', '.join(map(str, invalid[:8]))}: not in the vocabulary of the model (0 to {vocabulary - 1}), so it "
             "would never end a response",
-            "take ids from this model's tokenizer, or remove them",
+            "use ids of this model's tokenizer, or remove them",
         )
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a generation: the model's own and the tokenizer's."""
-    own = model.generation_config.eos_token_id if model.generation_config else None
-    ids = own if isinstance(own, list) else [] if own is None else [own]
+    """End tokens of the model and of the tokenizer."""
+    model_ids = model.generation_config.eos_token_id if model.generation_config else None
+    ids = model_ids if isinstance(model_ids, list) else [] if model_ids is None else [model_ids]
     return sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
-
-
-# How a recipe samples: for training, and for validation.
 
 
 def training_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
@@ -103,77 +95,71 @@ def validation_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
     )
 
 
-# What an engine must do: continue prompts, and say how likely each token was.
-
-
 class Engine(Protocol):
-    """A file with `open_engine(policy, device, settings, tokenizer)`, and an entry of `recipe/registry.py` that
-    names it and states its properties before it is opened."""
+    """Generates completions with log-probs. An engine module has `open_engine(policy, device, settings, tokenizer)` and
+    an entry with its properties in `recipe/registry.py`."""
 
     instead: str
-    """What to do about a model that this engine does not generate from as the trainer scores it."""
+    """The remedy for a model whose generation with this engine does not match the trainer's scores."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
-        """Every completion of every request, each as soon as it is finished.
+        """Yields every completion of every request as soon as it is finished.
 
-        Its log-probs are those of the distribution that was sampled from: temperature applied, left-out tokens left
-        out.
+        Log-probs are those of the sampling distribution, after temperature and truncation.
         """
         ...
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take the policy's weights as they are now. Called before prompts are generated from."""
+        """Takes the current weights of the policy. Called before generation."""
         ...
 
-    def free(self) -> None:
-        """Give back the memory that only generation needs."""
+    def release_memory(self) -> None:
+        """Releases memory that only generation needs."""
         ...
 
     def close(self) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
         ...
 
 
 @runtime_checkable
 class OtherProgram(Protocol):
-    """An engine that is another program, and says which."""
+    """An engine that is an external program and has metadata about it."""
 
-    def told(self) -> dict[str, Any]:
-        """Plain values for the run's record: `version` of the program, and what else tells it apart."""
+    def metadata(self) -> dict[str, Any]:
+        """Plain values for the run's record, with the `version` of the program."""
         ...
 
 
 class Further(Protocol):
-    """Requests that an engine may go on with once it has room for them."""
+    """A source of more requests for an engine with free rows."""
 
     longest_prompt: int
     """In tokens."""
 
     def take(self, room: int) -> Sequence[Request]:
-        """Some for at most `room` more responses; none where there is none left."""
+        """Requests for at most `room` more responses; empty if none are left."""
         ...
 
 
 class SharedWeights:
-    """For engines that run the trained modules themselves: there is no second copy to bring up to date."""
+    """Base of engines that use the trained modules: no weight sync is needed."""
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Nothing to do: what was trained is what generates."""
+        """Does nothing: the engine uses the trained modules."""
 
-    def free(self) -> None:
-        """Nothing is held between two calls."""
+    def release_memory(self) -> None:
+        """Does nothing: no memory is kept between calls."""
 
     def close(self) -> None:
-        self.free()
-
-
-# The engine that a recipe names. The rows are in `recipe/registry.py`: where each engine's `open_engine` is.
+        self.release_memory()
 
 
 def engine_of(
     settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase, place: RunPlace
 ) -> Engine:
+    """Opens the engine of the recipe."""
     row = ENGINES[settings.engine]
-    told = (place,) if row.served else ()
-    engine: Engine = imported(row.opener)(policy, device, settings, tokenizer, *told)
+    extra = (place,) if row.served else ()
+    engine: Engine = imported(row.opener)(policy, device, settings, tokenizer, *extra)
     return engine

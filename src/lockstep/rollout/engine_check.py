@@ -30,15 +30,15 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.engine import NativeEngine
 from lockstep.types import Example, Origin, Request, Sampling
 
-# Is the built-in engine what transformers would generate? Tried on a miniature of the architecture, in fp32.
-
-# One prompt within every limit and one past a window; with their responses both are.
+# Check against transformers, on a miniature of the architecture in fp32: one prompt shorter than every window, one
+# longer; their responses extend both.
 PROMPTS = (3, LIMIT + 3)
 LONGEST = ORIGINAL_LENGTH + LIMIT
 
 
 def check_engine_architecture(config: Any, kernel: str, device: Device, torch_device: torch.device) -> None:
-    """`Unfit` where the built-in engine would generate other than transformers; needs no weights, and is remembered."""
+    """Raises `Unfit` if the native engine generates differently from transformers. Needs no weights; the result is
+    cached."""
     key = fingerprint(config, "engine", kernel, *hardware(torch_device))
     if not is_verified(key):
         try_engine(build_miniature(config, kernel, torch_device), device)
@@ -46,12 +46,12 @@ def check_engine_architecture(config: Any, kernel: str, device: Device, torch_de
 
 
 def try_engine(miniature: Miniature, device: Device) -> None:
-    """Hold greedy tokens and their log-probs against transformers' own, with prompts whole and in pieces."""
+    """Compares greedy tokens and their log-probs with those of transformers, with and without chunked prefill."""
     policy = miniature.policy
-    fixed = fixed_length(policy.causal_lm.config.get_text_config())
-    longest = min(LONGEST, fixed or LONGEST)
+    max_length = fixed_length(policy.causal_lm.config.get_text_config())
+    longest = min(LONGEST, max_length or LONGEST)
     prompts = [tokens(length, VOCABULARY) for length in PROMPTS]
-    theirs = [_greedy(policy.causal_lm, ids, longest - max(PROMPTS)) for ids in prompts]
+    expected = [_greedy(policy.causal_lm, ids, longest - max(PROMPTS)) for ids in prompts]
     for settings in (
         RolloutSettings(block_tokens=4),
         RolloutSettings(block_tokens=4, prefill_tokens=3, max_sequences=1),
@@ -59,22 +59,24 @@ def try_engine(miniature: Miniature, device: Device) -> None:
         engine = NativeEngine(policy, device, settings, lambda ids: "")
         requests = [Request(ids, key) for key, ids in enumerate(prompts)]
         try:
-            made = list(engine.generate(requests, Sampling(max_tokens=longest - max(PROMPTS), temperature=0)))
+            completions = list(engine.generate(requests, Sampling(max_tokens=longest - max(PROMPTS), temperature=0)))
         except RUN_ERRORS as error:
             refuse_trouble(error, next(policy.parameters()).device)
             raise Unfit(f"the engine cannot run it: {first_line(error)}") from error
-        for one, (ids, logprobs) in zip(sorted(made, key=lambda c: c.request), theirs, strict=True):
-            ours = torch.tensor(one.logprobs)
-            difference = float((ours - logprobs).abs().max()) if one.ids == ids else float("inf")
+        for completion, (ids, logprobs) in zip(sorted(completions, key=lambda c: c.request), expected, strict=True):
+            logprobs_engine = torch.tensor(completion.logprobs)
+            difference = float((logprobs_engine - logprobs).abs().max()) if completion.ids == ids else float("inf")
             if not difference <= LOGPROB_ERROR:
-                token = next((i for i, pair in enumerate(zip(one.ids, ids, strict=True)) if pair[0] != pair[1]), None)
-                what = f"differ by {difference:.2g}" if token is None else f"part at token {token} of a response"
-                raise Unfit(f"the engine's greedy tokens or log-probs and transformers' own {what}")
+                token = next(
+                    (i for i, pair in enumerate(zip(completion.ids, ids, strict=True)) if pair[0] != pair[1]), None
+                )
+                what = f"differ by {difference:.2g}" if token is None else f"diverge at token {token} of a response"
+                raise Unfit(f"the greedy tokens or log-probs of the engine and of transformers {what}")
 
 
 @torch.no_grad()
 def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """The plainest way to generate: the whole sequence anew for every token."""
+    """Reference: recomputes the full sequence for every token."""
     device = model.get_input_embeddings().weight.device
     ids, logprobs = list(prompt), []
     model.set_attn_implementation("eager")
@@ -88,49 +90,49 @@ def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch
     return ids[len(prompt) :], torch.tensor(logprobs)
 
 
-# Does the engine generate from the distribution that the trainer scores? Tried on the loaded model.
-
-# What the check of a loaded model generates: prompts of one token and of what is left of the longest sequence.
+# Check against the trainer, on the loaded model: one prompt of one token and one of the remaining length.
 LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 
 
 @torch.no_grad()
 def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str, *, paged_on: Device | None) -> None:
-    """Refuse a model whose generation the trainer would score differently.
+    """Refuses a model whose log-probs differ between engine and trainer.
 
-    Catches layers that keep a state of their own besides keys and values, and attention beyond the usual. `paged_on` is
-    the device of an engine whose row says `paged`: the architecture is tried there first.
+    This detects layers with other state than keys and values, and unusual attention. `paged_on` is the device of an
+    engine with `paged` in the registry: the architecture is checked there first.
     """
     name, remedy = type(policy.causal_lm).__name__, engine.instead
     try:
         if paged_on is not None:
             check_engine_architecture(policy.causal_lm.config, policy.kernel, paged_on, device)
-        ours, trainers = _two_scores(engine, policy, device)
+        engine_logprobs, trainer_logprobs = _two_scores(engine, policy, device)
     except Unfit as unfit:
-        # A replay goes on and judges what is generated: where the tape was recorded, this check passed.
+        # A replay continues and compares the generated tokens: the check passed when the tape was recorded.
         refuse_unless_replayed(Problem(f"model.path {path}", f"{name}: {unfit}", remedy))
         return
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Refusal.at(f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy) from error
-    difference = (trainers - ours).abs().max().item()
+    difference = (trainer_logprobs - engine_logprobs).abs().max().item()
     if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
         why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
         refuse_unless_replayed(Problem(f"model.path {path}", why, remedy))
 
 
 def _two_scores(engine: Engine, policy: Policy, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a few sampled tokens: as the engine gave them, and as the policy scores them."""
+    """Log-probs of a few sampled tokens, from the engine and from the policy."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
-    fixed = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LONGEST_TRIED
-    lengths = (1, min(LONGEST_TRIED, fixed) - NEW_TOKENS_TRIED)
+    max_length = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LONGEST_TRIED
+    lengths = (1, min(LONGEST_TRIED, max_length) - NEW_TOKENS_TRIED)
     prompts = [[(5 * i + 2) % vocabulary for i in range(n)] for n in lengths]
     requests = [Request(ids, key) for key, ids in enumerate(prompts)]
-    made = sorted(engine.generate(requests, Sampling(max_tokens=NEW_TOKENS_TRIED, seed=1)), key=lambda c: c.request)
+    completions = sorted(
+        engine.generate(requests, Sampling(max_tokens=NEW_TOKENS_TRIED, seed=1)), key=lambda c: c.request
+    )
     rows = [
         Example(ids + c.ids, [0] * len(ids) + [1] * len(c.ids), Origin("check", 0))
-        for ids, c in zip(prompts, made, strict=True)
+        for ids, c in zip(prompts, completions, strict=True)
     ]
     before = policy.scoring, policy.training
     policy.scoring = Scoring()
@@ -140,4 +142,4 @@ def _two_scores(engine: Engine, policy: Policy, device: torch.device) -> tuple[t
     finally:
         policy.scoring = before[0]
         policy.train(before[1])
-    return torch.tensor([score for c in made for score in c.logprobs], device=device), scores
+    return torch.tensor([score for c in completions for score in c.logprobs], device=device), scores

@@ -1,13 +1,13 @@
-"""Responses by a function of the user's own: turns of the policy, and between them whatever an environment says.
+"""Rollout functions of the user: multi-turn responses with turns of the policy and of an environment.
 
-`rollout(prompt, generate)` is called once for each response and returns `(ids, trained)`: the tokens of the response
-and a mask, 1 where the policy wrote the token and 0 where an environment did. `generate(ids)` continues token ids with
-the policy. Functions run side by side in threads, and those that wait for the policy are answered together; the noise
-of a turn depends on prompt, sample and turn alone, so which thread is first changes nothing.
+`rollout(prompt, generate)` is called once per response and returns `(ids, trained)`: the tokens of the response and a
+loss mask, 1 for tokens of the policy and 0 for tokens of the environment. `generate(ids)` continues token ids with the
+policy. Functions run concurrently in threads, and waiting turns are generated as one batch. The noise of a turn depends
+on prompt, sample and turn only, so thread timing has no effect.
 
 A response is truncated (stop reason `length`) when it reached `rollout.max_tokens`, or when the function returns
 `(ids, trained, True)`. A smaller `max_tokens` of one `generate` call does not make it truncated. A function that
-raises, stalls or returns something invalid fails its own response only; the others continue.
+raises, stalls or returns something invalid fails only its response.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ RETURN = (
     "return (ids, trained): the response's token ids, and for each 1 (the policy wrote it) or 0 (it did not); "
     "optionally a third value, True where the response is truncated"
 )
-# Functions that run at the same time.
+# Maximum number of concurrent functions.
 SIDE_BY_SIDE = 256
 
 
 @dataclass(frozen=True)
 class Written:
-    """What the policy wrote in one turn. Empty, with `stop` "length", where the response had no room left."""
+    """One turn of the policy. Empty with `stop` "length" if the response has no tokens left."""
 
     ids: list[int]
     logprobs: list[float]
@@ -47,12 +47,12 @@ class Written:
 
 
 class _Over(BaseException):
-    """Ends a function that nobody waits for any more. No `except Exception` of the user's keeps it."""
+    """Ends a function whose response is no longer needed. A BaseException, so `except Exception` does not catch it."""
 
 
 @dataclass
-class _Ask:
-    """A turn that a function waits for."""
+class _Turn:
+    """A pending turn of a function."""
 
     response: _Response
     request: Request
@@ -70,21 +70,21 @@ class _Done:
 
 
 class Generate:
-    """What a function asks the policy with: `generate(ids)`, and the tokenizer's `encode` and `decode`."""
+    """The `generate` argument of a rollout function, with `encode` and `decode` of the tokenizer."""
 
     def __init__(self, response: _Response, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]):
         self._response = response
         self.encode, self.decode = encode, decode
 
     def __call__(self, ids: Sequence[int], *, max_tokens: int | None = None) -> Written:
-        """Continue `ids`, which begin with the prompt's, by at most `max_tokens` (and what the response has left)."""
+        """Continues `ids`, which start with the prompt, by at most `max_tokens` and the remaining length."""
         completion = self._response.ask(list(ids), max_tokens)
         text = self.decode(completion.ids)
         return Written(list(completion.ids), list(completion.logprobs), text, completion.stop)
 
 
 class _Response:
-    """One response in the making: its thread, and the turns that the policy wrote for it."""
+    """One running response with its generated turns."""
 
     def __init__(self, number: int, request: Request, sample: int, limit: int, inbox: queue.SimpleQueue[Any]):
         assert request.question is not None
@@ -95,24 +95,24 @@ class _Response:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place among all responses, whichever thread was first."""
+        """Its position among all responses, independent of threads."""
         return self.number, self.sample
 
     def end(self) -> None:
-        """Nobody waits for it any more: its next question ends the function."""
+        """Cancels the response: the next call of `generate` ends the function."""
         with self._lock:
             self._over = True
 
     def ask(self, ids: list[int], max_tokens: int | None) -> Completion:
         before = list(self.request.ids)
         if ids[: len(before)] != before:
-            raise ValueError("generate was given token ids that do not begin with the prompt's (prompt.ids)")
+            raise ValueError("generate was called with token ids that do not start with the prompt (prompt.ids)")
         room = self.limit - (len(ids) - len(before))
         room = room if max_tokens is None else min(room, max_tokens)
         if room <= 0:
             return Completion(0, self.sample, [], [], "length")
         key = _turn_key(self.request.key, len(self.turns))
-        ask = _Ask(self, Request(ids, key, first=self.sample, max_tokens=room))
+        ask = _Turn(self, Request(ids, key, first=self.sample, max_tokens=room))
         with self._lock:
             if self._over:
                 raise _Over
@@ -126,15 +126,15 @@ class _Response:
     def run(self, function: OwnFunction, generate: Generate) -> None:
         try:
             self._inbox.put(_Done(self, function(self.prompt, generate)))
-        except BaseException as error:  # noqa: BLE001 - told by the one who waits for the response
+        except BaseException as error:  # noqa: BLE001 - reported by the consumer
             self._inbox.put(_Done(self, error=error))
 
 
 class FunctionEngine:
-    """An engine whose responses are written by a function, which asks `inner` for the policy's turns.
+    """An engine that calls a rollout function per response; `inner` generates the turns of the policy.
 
-    A request without a question (an engine's own check) goes straight to `inner`. Where the function fails, the
-    completion carries the reason in `failure`; with `tolerant` False the first failure is a refusal instead.
+    A request without a question (from an engine check) goes directly to `inner`. If the function fails, the completion
+    has the reason in `failure`; with `tolerant` False the first failure raises.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class FunctionEngine:
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.inner.sync(weights)
 
-    def free(self) -> None:
-        self.inner.free()
+    def release_memory(self) -> None:
+        self.inner.release_memory()
 
     def close(self) -> None:
         self.inner.close()
@@ -166,72 +166,72 @@ class FunctionEngine:
         if any(request.question is None for request in requests):
             yield from self.inner.generate(requests, sampling)
             return
-        inbox: queue.SimpleQueue[_Ask | _Done] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[_Turn | _Done] = queue.SimpleQueue()
         waiting = [
             _Response(number, request, sample, sampling.max_tokens, inbox)
             for number, request in enumerate(requests)
             for sample in range(request.first, request.first + request.n)
         ]
         running: list[_Response] = []
-        asks: list[_Ask] = []
+        turns_waiting: list[_Turn] = []
         try:
             while waiting or running:
                 while waiting and len(running) < SIDE_BY_SIDE:
-                    running.append(self._started(waiting.pop(0)))
-                # Until every function either waits for the policy or is done: then they are answered together.
-                while len(asks) < len(running):
-                    said = self._next(inbox)
-                    if said is None:
-                        for response in _stalled(running, asks):
+                    running.append(self._start(waiting.pop(0)))
+                # Wait until every function is finished or waits for the policy, then generate one batch.
+                while len(turns_waiting) < len(running):
+                    message = self._next(inbox)
+                    if message is None:
+                        for response in _stalled(running, turns_waiting):
                             response.end()
                             running.remove(response)
-                            yield self._failed(response, self._silent(response))
-                    elif isinstance(said, _Ask) and said.response in running:
-                        asks.append(said)
-                    elif isinstance(said, _Ask):
-                        said.answered.set()  # a response that was given up: this ends its function
-                    elif said.response in running:
-                        running.remove(said.response)
-                        yield self._completion(said)
-                if asks:
-                    # In one order, so that the batch, and with it the rounding, is the same in every run.
-                    self._answer(sorted(asks, key=lambda ask: ask.response.order), sampling)
-                    asks = []
+                            yield self._failed(response, self._timed_out(response))
+                    elif isinstance(message, _Turn) and message.response in running:
+                        turns_waiting.append(message)
+                    elif isinstance(message, _Turn):
+                        message.answered.set()  # a cancelled response: this ends its function
+                    elif message.response in running:
+                        running.remove(message.response)
+                        yield self._completion(message)
+                if turns_waiting:
+                    # A fixed order makes the batch, and with it the rounding, reproducible.
+                    self._answer(sorted(turns_waiting, key=lambda turn: turn.response.order), sampling)
+                    turns_waiting = []
         finally:
             for response in running:
                 response.end()
             while not inbox.empty():
-                said = inbox.get()
-                asks += [said] if isinstance(said, _Ask) else []
-            for ask in asks:
-                ask.answered.set()
+                message = inbox.get()
+                turns_waiting += [message] if isinstance(message, _Turn) else []
+            for turn in turns_waiting:
+                turn.answered.set()
 
-    def _next(self, inbox: queue.SimpleQueue[_Ask | _Done]) -> _Ask | _Done | None:
-        """What the next function says; None after `seconds` without a word from any of them."""
+    def _next(self, inbox: queue.SimpleQueue[_Turn | _Done]) -> _Turn | _Done | None:
+        """The next message of a function; None after `seconds` without any."""
         try:
             return inbox.get(timeout=self.seconds)
         except queue.Empty:
             return None
 
-    def _silent(self, response: _Response) -> Refusal:
+    def _timed_out(self, response: _Response) -> Refusal:
         return self.function.refuse(
-            f"said nothing for {self.seconds:g} s, for {response.prompt.question.origin}",
-            "let it give up sooner, or raise rollout.function_limit; the last checkpoint is untouched",
+            f"did not respond for {self.seconds:g} s, for {response.prompt.question.origin}",
+            "add a timeout to it, or raise rollout.function_limit; the last checkpoint is untouched",
         )
 
-    def _started(self, response: _Response) -> _Response:
+    def _start(self, response: _Response) -> _Response:
         generate = Generate(response, self._encode, self._decode)
         threading.Thread(target=response.run, args=(self.function, generate), daemon=True).start()
         return response
 
-    def _answer(self, asks: Sequence[_Ask], sampling: Sampling) -> None:
-        for completion in self.inner.generate([ask.request for ask in asks], sampling):
-            asks[completion.request].completion = completion
-        for ask in asks:
-            ask.answered.set()
+    def _answer(self, turns: Sequence[_Turn], sampling: Sampling) -> None:
+        for completion in self.inner.generate([turn.request for turn in turns], sampling):
+            turns[completion.request].completion = completion
+        for turn in turns:
+            turn.answered.set()
 
     def _completion(self, done: _Done) -> Completion:
-        """The response that a function returned, or why there is none."""
+        """The completion of a function, or its failure."""
         response = done.response
         origin = response.prompt.question.origin
         if done.error is not None:
@@ -247,35 +247,35 @@ class FunctionEngine:
         return Completion(response.number, response.sample, ids, logprobs, stop, trained)
 
     def _raised(self, error: BaseException, origin: Origin) -> Refusal:
-        """What the function raised, with the row. `OwnFunction` has named file and line, where it could."""
+        """The exception of the function with the row. `OwnFunction` adds file and line."""
         if not isinstance(error, Refusal):
-            return self.function.refuse(f"raised {type(error).__name__}: {error}, for {origin}", "mend the function")
+            return self.function.refuse(f"raised {type(error).__name__}: {error}, for {origin}", "fix the function")
         problem = error.problems[0]
         return Refusal([Problem(problem.where, f"{problem.why}, for {origin}", problem.remedy)])
 
     def _failed(self, response: _Response, refusal: Refusal) -> Completion:
         if not self.tolerant:
             raise refusal
-        # Who reports the failure names the row.
+        # The report adds the row.
         why = refusal.problems[0].why.removesuffix(f", for {response.prompt.question.origin}")
         return Completion(response.number, response.sample, [], [], FAILED, failure=why)
 
 
-def _stalled(running: Sequence[_Response], asks: Sequence[_Ask]) -> list[_Response]:
-    """Responses whose function neither waits for the policy nor is done."""
-    asking = {ask.response.order for ask in asks}
+def _stalled(running: Sequence[_Response], turns: Sequence[_Turn]) -> list[_Response]:
+    """Responses whose function neither waits for the policy nor has returned."""
+    asking = {turn.response.order for turn in turns}
     return [response for response in running if response.order not in asking]
 
 
 def _turn_key(key: int, turn: int) -> int:
-    """The first turn draws what the engine alone would draw; the next ones have noise of their own."""
+    """The noise key of a turn. The first turn uses that of the request, as without a function."""
     if not turn:
         return key
     return int.from_bytes(sha256(f"{key}:{turn}".encode()).digest()[:7], "big")
 
 
 def _checked(returned: Any, limit: int, vocabulary: int) -> tuple[list[int], list[int], bool | None]:
-    """Token ids, mask, and whether the response is truncated where the function says so."""
+    """Validates the return value: token ids, mask, and the truncation flag if given."""
     if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
         what = f"{len(returned)} things" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
         raise ValueError(f"returned {what}, not two")
@@ -309,10 +309,10 @@ def _whole_numbers(part: Any, name: str) -> list[int]:
 
 
 def _provenance(ids: Sequence[int], trained: Sequence[int], response: _Response) -> tuple[list[float], str]:
-    """The engine's log-probability of each of the policy's tokens, 0 for the others; and why the response ended.
+    """The engine's log-prob of each policy token, 0 for other tokens; and the stop reason.
 
-    A token counts as the policy's only where the policy was asked to continue exactly what stands before it: any other
-    would be trained with the probability of something that was never drawn.
+    A token belongs to the policy only if the policy generated it after exactly the preceding tokens; otherwise its
+    log-prob would be wrong.
     """
     prompt = list(response.request.ids)
     logprobs, stop, position = [0.0] * len(ids), "environment", 0
@@ -326,8 +326,8 @@ def _provenance(ids: Sequence[int], trained: Sequence[int], response: _Response)
         ]
         if not drawn:
             raise ValueError(
-                f"marks token {position} of the response as the policy's, and generate never wrote it after what "
-                "stands before it"
+                f"marks token {position} of the response as the policy's, but generate never returned it after the "
+                "preceding tokens"
             )
         length, turn = max(
             ((_shared(turn.ids, ids[position:], trained[position:]), turn) for turn in drawn), key=_first
@@ -343,7 +343,7 @@ def _first(pair: tuple[int, Completion]) -> int:
 
 
 def _shared(written: Sequence[int], ids: Sequence[int], trained: Sequence[int]) -> int:
-    """How many tokens of a turn were kept, and are marked as the policy's."""
+    """How many leading tokens of a turn are kept and marked as the policy's."""
     length = 0
     for one, other, marked in zip(written, ids, trained, strict=False):
         if one != other or not marked:
@@ -353,7 +353,7 @@ def _shared(written: Sequence[int], ids: Sequence[int], trained: Sequence[int]) 
 
 
 class Canned(SharedWeights):
-    """An engine without a model, for the dry run: every turn is the same few tokens."""
+    """An engine without a model for dry runs: every turn has the same tokens."""
 
     instead = ""
 
@@ -378,7 +378,7 @@ def try_function(
     vocabulary: int,
     seconds: float,
 ) -> str:
-    """Call the function for a prompt, with a policy that always says `turn`; what it returned, in a line."""
+    """Calls the function once with a stub policy that always returns `turn`; returns a summary line."""
     engine = FunctionEngine(Canned(turn), function_path, encode, decode, vocabulary, seconds, tolerant=False)
     (made,) = engine.generate([Request(prompt.ids, 0, question=prompt.question)], Sampling(limit))
     seen = len(made.ids) - sum(made.trained)

@@ -1,4 +1,4 @@
-"""A policy and the engine that samples from it: prompts in, scored rollouts out. Whoever generates does it here."""
+"""`Generator`: a policy with its rollout engine. Prompts in, scored rollouts out."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Generator:
-    """`end_tokens` end a response besides the model's own and the tokenizer's; `path` names the model in refusals, and
-    to a server that is started. Its log goes to the folder `logs`."""
+    """`end_tokens` are added to those of model and tokenizer. `path` is the model path for error messages and for a
+    server. The server's log goes to the folder `logs`."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Generator:
         with self._closed_on_refusal(), self.whole_weights():
             self.engine.sync(self.policy.stored.named_parameters())
             check_engine(self.engine, policy, self.device, path, paged_on=paged_on)
-        self.responder: Engine = self.engine if settings.function is None else self._own(settings)
-        """Who writes whole responses: the engine, or a function of the user's that asks it."""
+        self.responder: Engine = self.engine if settings.function is None else self._function_engine(settings)
+        """The engine, or a user's rollout function that calls it."""
 
-    def _own(self, settings: RolloutSettings) -> FunctionEngine:
+    def _function_engine(self, settings: RolloutSettings) -> FunctionEngine:
         assert settings.function is not None
 
         def encode(text: str) -> list[int]:
@@ -79,14 +79,13 @@ class Generator:
         world: World,
         settings: RolloutSettings | None = None,
     ) -> Generator:
-        """A whole model on this rank's device, for commands that only generate."""
+        """Loads an unsharded model on this rank's device, for commands that only generate."""
         model = Model(path=folder, dtype=dtype)  # type: ignore[arg-type]
         policy = load_policy(model, device.torch_device(world.local_rank), device.attention, seed=0)
         return cls(policy, tokenizer, settings or RolloutSettings(), device, world, folder)
 
     def answered_by(self, engine: Engine, ahead: AskedAhead) -> Generator:
-        """As this one, with the responses of another engine, whose weights are its own affair, and of which some are
-        asked `ahead`."""
+        """A copy that uses another engine, which manages its weights; some requests are sent `ahead`."""
         other = copy(self)
         other.engine = other.responder = engine
         other._ahead = ahead
@@ -102,9 +101,9 @@ class Generator:
         phases: PhaseTimer = lambda phase: nullcontext(),
         advance: Callable[[int], None] = lambda done: None,
     ) -> list[Rollout]:
-        """`n` judged responses to each prompt, in order, the same on every rank. `keys` choose each prompt's noise."""
-        own = self.generate_here(prompts, keys, n, sampling, judge, phases, advance)
-        return everyone(own.rollouts, self.world)
+        """`n` scored responses per prompt, in order, the same on every rank. `keys` seed the noise of each prompt."""
+        local = self.generate_here(prompts, keys, n, sampling, judge, phases, advance)
+        return everyone(local.rollouts, self.world)
 
     def generate_here(
         self,
@@ -116,48 +115,60 @@ class Generator:
         phases: PhaseTimer = lambda phase: nullcontext(),
         advance: Callable[[int], None] = lambda done: None,
     ) -> Collected:
-        """Those of the responses that this rank generates: all `n` to a prompt, or none."""
+        """The responses that this rank generates: all `n` of a prompt, or none."""
         expected = self.lengths.of(prompts)
-        here = (self.responder, judge, prompts, keys, n, sampling, self.world, self.decode, phases, advance, expected)
+        arguments = (
+            self.responder,
+            judge,
+            prompts,
+            keys,
+            n,
+            sampling,
+            self.world,
+            self.decode,
+            phases,
+            advance,
+            expected,
+        )
         if self._ahead is not None:
-            return collect(*here, self._ahead.take(keys, n, sampling))
+            return collect(*arguments, self._ahead.take(keys, n, sampling))
         with self.whole_weights():
             with phases("sync") if self.served else nullcontext():
                 self.engine.sync(self.policy.stored.named_parameters())
-            return collect(*here)
+            return collect(*arguments)
 
     def after(self, updates: int) -> None:
-        """The weights have seen so many updates: told to an engine that has weights of its own."""
+        """Sets the number of updates of the weights, for a serving engine."""
         if self.served:
             self.engine.updates = updates  # type: ignore[attr-defined]
 
-    def facts(self) -> dict[str, Any]:
-        """Which engine generates, for the run's record."""
-        own = self.engine.told() if isinstance(self.engine, OtherProgram) else {}
-        return {"name": self.engine_name, **own}
+    def metadata(self) -> dict[str, Any]:
+        """Name and details of the engine, for the run's record."""
+        details = self.engine.metadata() if isinstance(self.engine, OtherProgram) else {}
+        return {"name": self.engine_name, **details}
 
     def proof(self) -> str:
-        """What the last probe of a serving engine found, as the end of a sentence; nothing for engines of ours."""
-        found = self.facts().get("probe")
-        return "" if found is None else f"; the probe of the push: {found}"
+        """The result of the last weight check, as the end of a sentence; empty for local engines."""
+        check = self.metadata().get("probe")
+        return "" if check is None else f"; weight check: {check}"
 
-    def rest(self) -> None:
-        """Nothing is generated while the run trains: a server may give its memory back."""
+    def sleep(self) -> None:
+        """Lets a server release its memory while the run trains."""
         if self.served:
-            self.engine.free()
+            self.engine.release_memory()
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Whole weights on every rank, so that each can generate by itself."""
-        # A sharded model must be entered through its root once; the engines enter below it.
+        """Gathers the full weights on every rank, so that each can generate."""
+        # A sharded model must be called through its root once; the engines call submodules.
         self._enter()
         with gathered(self.policy):
             yield
-            # Its backward pass gathers ahead what was run before, by the order in which that was: the last pass before
-            # training is the same on every rank, also on one that had nothing to generate.
+            # The backward pass prefetches in the order of the last forward pass, so that must be the same on every
+            # rank, also on a rank without prompts.
             self._enter()
 
     def _enter(self) -> None:

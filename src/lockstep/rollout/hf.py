@@ -1,6 +1,6 @@
-"""Generation by transformers' own `generate`: slow, and the oracle for faster engines.
+"""The engine that uses transformers' `generate`: slow, and the reference for faster engines.
 
-Tokens are chosen by the built-in sampler with the same noise, so the two engines give the same samples up to rounding.
+It uses the native engine's sampler with the same noise, so both engines give the same samples up to rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BATCH = 64
 
 
 class HfEngine(SharedWeights):
-    """`opened` gives the model ready for `generate`; `decode` turns token ids into text, for stop strings."""
+    """`opened` yields the model for `generate`; `decode` converts token ids to text for stop strings."""
 
     instead = "use another model: the trainer cannot score what this one generates"
 
@@ -40,8 +40,8 @@ class HfEngine(SharedWeights):
         self, opened: Callable[[], AbstractContextManager[PreTrainedModel]], decode: Callable[[list[int]], str]
     ):
         self.opened, self.decode = opened, decode
-        self.heard: Callable[[int], None] | None = None
-        """Told each token of a lone response as it is chosen."""
+        self.on_token: Callable[[int], None] | None = None
+        """Callback for each token of a single response."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         rows = [
@@ -52,16 +52,16 @@ class HfEngine(SharedWeights):
         for start in range(0, len(rows), BATCH):
             part = rows[start : start + BATCH]
             with self.opened() as model:
-                own = [requests[number] for number, _ in part]
-                heard = self.heard if len(part) == 1 else None
-                answers = _generate(model, own, [s for _, s in part], sampling, heard)
+                part_requests = [requests[number] for number, _ in part]
+                on_token = self.on_token if len(part) == 1 else None
+                answers = _generate(model, part_requests, [s for _, s in part], sampling, on_token)
             for (number, sample), (ids, logprobs) in zip(part, answers, strict=True):
                 most = requests[number].max_tokens
                 limited = sampling if most is None else replace(sampling, max_tokens=min(sampling.max_tokens, most))
                 yield self._cut(number, sample, ids, logprobs, limited)
 
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
-        """`generate` goes on to the end of the longest; a response ends where it ends."""
+        """Cuts a response at its end: `generate` runs until the longest one of the batch has ended."""
         for length in range(1, len(ids) + 1):
             why = why_ended(ids[:length], 0, sampling, self.decode)
             if why:
@@ -76,16 +76,16 @@ def open_engine(
 
 
 class _Choose(LogitsProcessor):
-    """Lets our sampler choose, and leaves greedy decoding nothing else."""
+    """Samples with our sampler and masks all other tokens, so that greedy decoding picks it."""
 
     def __init__(
         self,
         sampling: Sampling,
         keys_B2: torch.Tensor,
         mask_BT: torch.Tensor,
-        heard: Callable[[int], None] | None,
+        on_token: Callable[[int], None] | None,
     ):
-        self.sampling, self.keys_B2, self.mask_BT, self.heard = sampling, keys_B2, mask_BT, heard
+        self.sampling, self.keys_B2, self.mask_BT, self.on_token = sampling, keys_B2, mask_BT, on_token
         self.logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -93,8 +93,8 @@ class _Choose(LogitsProcessor):
         seen = self._seen(input_ids, scores) if self.sampling.repetition_penalty != 1 else None
         tokens, logprobs = choose(scores, self.sampling, self.keys_B2, position, seen)
         self.logprobs.append(logprobs)
-        if self.heard is not None:
-            self.heard(int(tokens[0]))
+        if self.on_token is not None:
+            self.on_token(int(tokens[0]))
         return torch.full_like(scores, -float("inf")).scatter_(-1, tokens[:, None], 0.0)
 
     def _seen(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -107,12 +107,12 @@ class _Choose(LogitsProcessor):
 
 @contextmanager
 def _without_defaults(model: PreTrainedModel) -> Iterator[None]:
-    """`generate` fills what we leave open from the model's folder: penalties and end tokens that nobody asked for."""
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    """Removes the defaults of the model folder (penalties, end tokens), which `generate` would use."""
+    original, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = original
 
 
 @torch.no_grad()
@@ -121,7 +121,7 @@ def _generate(
     requests: Sequence[Request],
     samples: Sequence[int],
     sampling: Sampling,
-    heard: Callable[[int], None] | None = None,
+    on_token: Callable[[int], None] | None = None,
 ) -> list[tuple[list[int], list[float]]]:
     width = max(len(request.ids) for request in requests)
     device = model.get_input_embeddings().weight.device
@@ -130,7 +130,7 @@ def _generate(
     ids = torch.tensor([[pad] * (width - len(r.ids)) + list(r.ids) for r in requests], device=device)
     mask = torch.tensor([[0] * (width - len(r.ids)) + [1] * len(r.ids) for r in requests], device=device)
     keys = [sequence_keys(sampling.seed, r.key, s) for r, s in zip(requests, samples, strict=True)]
-    processor = _Choose(sampling, torch.tensor(keys, dtype=torch.int32, device=device), mask, heard)
+    processor = _Choose(sampling, torch.tensor(keys, dtype=torch.int32, device=device), mask, on_token)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": sampling.max_tokens, "pad_token_id": pad}
     config = GenerationConfig(**settings, eos_token_id=list(sampling.stop_ids) or None)
     chosen = LogitsProcessorList([processor])

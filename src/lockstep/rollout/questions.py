@@ -1,4 +1,4 @@
-"""Questions of a validation as prompts, and who judges the answers."""
+"""Validation questions as prompts, and the judge protocol of their answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.types import Prompt, Question
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Validation draws its noise where no training prompt does.
+# Noise keys of validation do not overlap with those of training prompts.
 FIRST_KEY = 2**40
 
 
@@ -24,13 +24,13 @@ def validation_keys(count: int) -> list[int]:
 
 
 class Examiner(Judge, Protocol):
-    """A judge that can also read the final answer out of a response, for majority votes."""
+    """A judge that can also extract the final answer of a response, for majority votes."""
 
     def answer_of(self, question: Question, text: str) -> str | None: ...
 
 
 def asked_as(recipe: Recipe) -> Data | None:
-    """How questions are written: an online run asks them as it asks its prompts, an offline one as chats."""
+    """The prompt format: an online run uses that of its data, an offline run chats."""
     return recipe.data if recipe.method in ONLINE else None
 
 
@@ -40,8 +40,8 @@ def encode_questions(
     system: str | None = None,
     data: Data | None = None,
 ) -> list[Prompt]:
-    """`data` says whether a chat template writes the prompts; without it one does."""
+    """`data` decides whether a chat template is used; without it one is."""
     for question in questions:
         check_prompt(tokenizer, question, data)
-    asked = [with_format(with_system(question, system), data) for question in questions]
-    return [Prompt(question, prompt_ids(tokenizer, question, data)) for question in asked]
+    formatted = [with_format(with_system(question, system), data) for question in questions]
+    return [Prompt(question, prompt_ids(tokenizer, question, data)) for question in formatted]

@@ -113,7 +113,7 @@ def _language_model(
         raise _as_options(refusal) from refusal
     engine = generator.engine
     assert isinstance(engine, NativeEngine)
-    engine.free()
+    engine.release_memory()
     longest = _longest(serving, config, engine)
     vocabulary = generator.policy.causal_lm.get_input_embeddings().weight.shape[0]
     served = ServedModel(serving.names, tokenizer, vocabulary, generator.stop_ids, longest)

@@ -11,7 +11,7 @@ import torch
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.errors import Refusal
 from lockstep.model.weights import restore_weights, trained_weights
-from lockstep.parallel.sharding import fill, let_go
+from lockstep.parallel.sharding import fill, reshard
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_parallel import Tape
 from lockstep.tape.digest import on_host
@@ -240,7 +240,7 @@ def restore_learner(learner: Taped, weights: dict[str, torch.Tensor], where: str
     model, state = (below(weights, f"{learner.name}/{part}/") for part in ("model", "optimizer"))
     masters = below(state, "master/")
     module, optimizer = learner.module, learner.optimizer
-    let_go(module)
+    reshard(module)
     # Prefer the recorded master weights: this side's weights may have a finer dtype than the recorded ones.
     restore_weights(module.stored, {**model, **masters}, where)
     if any(name.startswith("exp_avg/") for name in state):

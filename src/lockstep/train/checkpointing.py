@@ -18,7 +18,7 @@ from lockstep.model.export_check import Verification, probe_of
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.weights import held_weights, restore_weights
-from lockstep.parallel.sharding import let_go
+from lockstep.parallel.sharding import reshard
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import resolved
 from lockstep.recipe.measure import best_measure
@@ -179,7 +179,7 @@ class Checkpointer:
     def _restore(self, found: checkpoints.Checkpoint) -> None:
         learner, critic = self.models.trained, self.models.critic
         for one in self.models.learners:
-            let_go(one.module)
+            reshard(one.module)
         restore_weights(_stored(learner.module), found.weights, str(found.path))
         learner.optimizer.restore(found.optimizer)
         learner.skipped = found.state.skipped
@@ -270,7 +270,7 @@ class Checkpointer:
         """By part, as this rank holds them; each rank adds its own random states."""
         learner, critic, rank = self.models.trained, self.models.critic, self.run.world.rank
         for one in self.models.learners:
-            let_go(one.module)
+            reshard(one.module)
         tensors = {
             checkpoints.MODEL: held_weights(_stored(learner.module)),
             checkpoints.OPTIMIZER: {**learner.optimizer.held(), **generator_states(self.run.device, rank)},

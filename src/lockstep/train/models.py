@@ -32,7 +32,7 @@ from lockstep.model.router import experts_of_token
 from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.context_split import Division, refuse_undivided
 from lockstep.parallel.offload import keep_on_host, resident
-from lockstep.parallel.sharding import let_go, sharding_of
+from lockstep.parallel.sharding import reshard, sharding_of
 from lockstep.parallel.world import World
 from lockstep.preflight.model_checks import has_critic, refuse_other_tokenizer, refuse_other_vocabulary
 from lockstep.recipe import Recipe
@@ -296,7 +296,7 @@ def _learner(
     offload: Offload,
 ) -> Learner:
     # The optimizer steps the slices, not what a pass over the model left whole.
-    let_go(module)
+    reshard(module)
     masters = bool(recipe.model.master_weights)
     optimizer: Optimizer
     how: dict[str, Any] = {"masters": masters, "fused": device.fused_optimizer, "kernel": device.adamw}

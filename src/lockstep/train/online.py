@@ -53,7 +53,7 @@ class Online:
         training, run = self.training, self.training.run
         position = int(training.carried["position"])
         rollouts = take_rollouts(self.loader, position, training.generator, self.scorer, run.recipe, run.phases)
-        training.generator.rest()
+        training.generator.sleep()
         return rollouts
 
 

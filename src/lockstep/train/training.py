@@ -176,7 +176,7 @@ class Training:
             self._generator.after(step)
         metrics, answers = self.validator.validate(step)
         if self._generator is not None:
-            self._generator.rest()
+            self._generator.sleep()
         self.run.store(step, "val", answers)
         return metrics
 
@@ -320,7 +320,7 @@ def _started(
             prepared.end_tokens,
             run.folder.path / "rollout",
         )
-        run.engine = generator.facts()
+        run.engine = generator.metadata()
     validator = Validator(recipe, world, prepared.questions, generator, judge)
     training = Training(run, models, generator, validator, checkpointer, interrupt, keeps=keeps)
     trained = {"model": models.learner, "critic": models.critic}

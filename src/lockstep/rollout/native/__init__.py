@@ -1,1 +1,1 @@
-"""The built-in engine: the policy itself over a paged KV cache. For `rollout` and all that may import that."""
+"""The native engine: the policy with a paged KV cache. For `rollout` and its importers."""

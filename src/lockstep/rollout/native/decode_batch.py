@@ -1,6 +1,6 @@
-"""The decoding batch as device tensors that keep their place between rounds; the host writes only what changed.
+"""The decode batch as persistent device tensors; the host writes changes only.
 
-B sequences of a pass, R rows of a board, M blocks of a sequence's table.
+B: sequences of a pass; M: blocks of a block table.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from lockstep.device.base import sent
-from lockstep.rollout.native.scheduler import Sample
+from lockstep.rollout.native.scheduler import SequenceState
 
 
 @dataclass
 class DecodeState:
-    """A decoding batch in device tensors: a pass reads and writes them, and the host need not look in between."""
+    """The state of a decode batch in device tensors. Passes update it without the host."""
 
     tokens_B: torch.Tensor
     positions_B: torch.Tensor
-    """Place of the token that is fed, in its sequence."""
+    """Position of the input token in its sequence."""
     prompts_B: torch.Tensor
     limits_B: torch.Tensor
     keys_B2: torch.Tensor
@@ -30,12 +30,13 @@ class DecodeState:
     logprobs_B: torch.Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], width: int, device: torch.device) -> DecodeState:
-        """The samples as they stand, each with a table of `width` blocks."""
+    def of(cls, sequences: Sequence[SequenceState], width: int, device: torch.device) -> DecodeState:
+        """The state of the sequences, with block tables of `width` blocks."""
         rows = [
-            [sample.tokens[-1], len(sample.tokens) - 1, sample.prompt, sample.limit, *sample.keys] for sample in samples
+            [sequence.tokens[-1], len(sequence.tokens) - 1, sequence.prompt, sequence.limit, *sequence.keys]
+            for sequence in sequences
         ]
-        tables = [sample.blocks + [0] * (width - len(sample.blocks)) for sample in samples]
+        tables = [sequence.blocks + [0] * (width - len(sequence.blocks)) for sequence in sequences]
         numbers = _numbers(rows, device)
         return cls(
             tokens_B=numbers[:, 0].contiguous(),
@@ -44,13 +45,13 @@ class DecodeState:
             limits_B=numbers[:, 3].contiguous(),
             keys_B2=numbers[:, 4:].to(torch.int32),
             table_BM=_numbers(tables, device),
-            done_B=torch.zeros(len(samples), dtype=torch.bool, device=device),
-            logprobs_B=torch.zeros(len(samples), device=device),
+            done_B=torch.zeros(len(sequences), dtype=torch.bool, device=device),
+            logprobs_B=torch.zeros(len(sequences), device=device),
         )
 
     @classmethod
     def idle(cls, rows: int, width: int, block: int, device: torch.device) -> DecodeState:
-        """Rows of nobody: they are done before they begin, and write to a block of nobody."""
+        """Idle rows: marked as done, and writing to the spare block."""
         zeros = torch.zeros(rows, dtype=torch.long, device=device)
         return cls(
             tokens_B=zeros.clone(),
@@ -64,7 +65,7 @@ class DecodeState:
         )
 
     def first(self, rows: int) -> DecodeState:
-        """The first rows, on the same memory."""
+        """A view of the first rows."""
         return DecodeState(**{name: tensor[:rows] for name, tensor in vars(self).items()})
 
     def clone(self) -> DecodeState:
@@ -75,72 +76,74 @@ class DecodeState:
             tensor.copy_(getattr(other, name))
 
     def put_(self, rows_K: torch.Tensor, other: DecodeState) -> None:
-        """Replace some rows by those of another state."""
+        """Replaces rows by those of another state."""
         for name, tensor in vars(self).items():
             tensor.index_copy_(0, rows_K, getattr(other, name))
 
 
 @dataclass
-class Seat:
+class Slot:
+    """The row of a sequence."""
+
     row: int
     blocks: list[int]
-    """The sample's own list: another one after it lost its place, whatever it holds."""
+    """The block list of the sequence; after a preemption the sequence has a new list object."""
     written: int
-    """How many of the blocks stand in the row's table."""
+    """How many blocks are in the block table of the row."""
 
 
-class DecodeBoard:
-    """Who has which row. A sample keeps its row, and what a pass left there, while it runs and the row is in use."""
+class DecodeBatch:
+    """Assigns sequences to rows. A sequence keeps its row and device state while it runs and the row is in use."""
 
     def __init__(self, rows: int, width: int, spare: int, device: torch.device):
         self.rows, self.width, self.spare, self.device = rows, width, spare, device
         self.state = DecodeState.idle(rows, width, spare, device)
-        self._seats: dict[Sample, Seat] = {}
+        self._slots: dict[SequenceState, Slot] = {}
 
     def idle(self, rows: int) -> DecodeState:
         return DecodeState.idle(rows, self.width, self.spare, self.device)
 
-    def seat(self, samples: Sequence[Sample], within: int) -> list[int]:
-        """The row of each sample, all among the first `within`; their state is on the device when this returns."""
-        left = self._leave(samples, within)
-        grown = [(seat, sample) for sample, seat in self._seats.items() if len(sample.blocks) > seat.written]
+    def assign_slots(self, sequences: Sequence[SequenceState], within: int) -> list[int]:
+        """Assigns a row below `within` to each sequence and writes new state to the device; returns the rows."""
+        freed = self._evict(sequences, within)
+        grown = [(slot, sequence) for sequence, slot in self._slots.items() if len(sequence.blocks) > slot.written]
         self._extend_tables(grown)
-        newcomers = [sample for sample in samples if sample not in self._seats]
-        free = sorted(set(range(within)).difference(seat.row for seat in self._seats.values()))
-        taken = free[: len(newcomers)]
-        for row, sample in zip(taken, newcomers, strict=True):
-            self._seats[sample] = Seat(row, sample.blocks, len(sample.blocks))
-        if newcomers:
-            self.state.put_(_numbers(taken, self.device), DecodeState.of(newcomers, self.width, self.device))
-        empty = sorted(left.difference(taken))
+        added = [sequence for sequence in sequences if sequence not in self._slots]
+        free = sorted(set(range(within)).difference(slot.row for slot in self._slots.values()))
+        rows = free[: len(added)]
+        for row, sequence in zip(rows, added, strict=True):
+            self._slots[sequence] = Slot(row, sequence.blocks, len(sequence.blocks))
+        if added:
+            self.state.put_(_numbers(rows, self.device), DecodeState.of(added, self.width, self.device))
+        empty = sorted(freed.difference(rows))
         if empty:
             self.state.put_(_numbers(empty, self.device), self.idle(len(empty)))
-        return [self._seats[sample].row for sample in samples]
+        return [self._slots[sequence].row for sequence in sequences]
 
-    def _leave(self, samples: Iterable[Sample], within: int) -> set[int]:
-        """Rows of those who are not here any more, or came back to other blocks, or sit too far behind."""
-        here = set(samples)
-        leaving = [
-            sample
-            for sample, seat in self._seats.items()
-            if sample not in here or sample.blocks is not seat.blocks or seat.row >= within
+    def _evict(self, sequences: Iterable[SequenceState], within: int) -> set[int]:
+        """Frees the rows of sequences that left, have new blocks, or are beyond `within`."""
+        current = set(sequences)
+        evicted = [
+            sequence
+            for sequence, slot in self._slots.items()
+            if sequence not in current or sequence.blocks is not slot.blocks or slot.row >= within
         ]
-        return {self._seats.pop(sample).row for sample in leaving}
+        return {self._slots.pop(sequence).row for sequence in evicted}
 
-    def _extend_tables(self, grown: Sequence[tuple[Seat, Sample]]) -> None:
+    def _extend_tables(self, grown: Sequence[tuple[Slot, SequenceState]]) -> None:
         places: list[int] = []
         blocks: list[int] = []
-        for seat, sample in grown:
-            added = sample.blocks[seat.written :]
-            start = seat.row * self.width + seat.written
+        for slot, sequence in grown:
+            added = sequence.blocks[slot.written :]
+            start = slot.row * self.width + slot.written
             places += range(start, start + len(added))
             blocks += added
-            seat.written += len(added)
+            slot.written += len(added)
         if places:
-            where, what = _numbers([places, blocks], self.device)
-            self.state.table_BM.view(-1).index_copy_(0, where, what)
+            indices, values = _numbers([places, blocks], self.device)
+            self.state.table_BM.view(-1).index_copy_(0, indices, values)
 
 
 def _numbers(rows: list[list[int]] | list[int], device: torch.device) -> torch.Tensor:
-    # numpy reads nested lists several times faster than torch, and this is done every round.
+    # numpy reads nested lists several times faster than torch.
     return sent(torch.from_numpy(np.array(rows, dtype=np.int64)), device)

@@ -1,7 +1,7 @@
-"""The built-in engine: the policy itself generates, with continuous batching over a paged cache.
+"""The native engine: the policy generates with continuous batching over a paged KV cache.
 
-Weights are those of the trained modules, so there is nothing to copy after an update. The cache lives for one call of
-`generate`, or on with the passes that were recorded over it.
+It uses the trained modules, so no weight sync is needed. The cache lives for one call of `generate`, or longer with the
+CUDA graphs that use it.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Further, SharedWeights, why_ended
 from lockstep.rollout.native.limits import prefill_budget, refuse_moving_positions
 from lockstep.rollout.native.runner import Round, Runner
-from lockstep.rollout.native.scheduler import Prefix, Sample, Scheduler
+from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Share of the free memory that the cache may take when the recipe does not say.
+# Default share of free memory for the cache.
 FREE_SHARE = 0.5
-# Share of all memory up to which a cache is kept for the passes that were recorded over it, likewise.
+# Default share of total memory up to which a cache is kept with its CUDA graphs.
 KEPT_SHARE = 0.05
 
 
 def kept_cache(memory: int) -> int:
-    """Up to how many bytes of cache are kept on a device of that memory which records passes."""
+    """The largest cache in bytes that a device with so much memory keeps with its CUDA graphs."""
     return int(KEPT_SHARE * memory)
 
 
 class NativeEngine(SharedWeights):
-    """`decode` turns token ids into text; it is needed for stop strings only."""
+    """`decode` converts token ids to text for stop strings."""
 
     instead = "set rollout.engine=hf; the built-in engine keeps only keys and values between tokens"
 
     def __init__(self, policy: Policy, device: Device, settings: RolloutSettings, decode: Callable[[list[int]], str]):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
         self.pause: Callable[[], bool] = lambda: False
-        """Asked between rounds; where it says yes, what is unfinished comes out as it stands, and `generate` ends."""
+        """Called between rounds. If True, `generate` yields the unfinished sequences and ends."""
         self.further: Further | None = None
-        """Asked between rounds while rows are free; its requests are numbered on from those of the call."""
+        """Source of more requests, used between rounds while rows are free. Their numbers follow those of the call."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
         self._runners: dict[Sampling, Runner] = {}
         self._weights: tuple[int, ...] = ()
         self._layers: GeneratingLayers | None = None
-        self._tried = False
+        self._layers_tried = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         if not requests:
             return
-        prefixes, samples = _sequences(requests, sampling)
-        longest = max(sample.limit for sample in samples)
+        prefixes, sequences = _sequences(requests, sampling)
+        longest = max(sequence.limit for sequence in sequences)
         if self.further is not None:
             longest = max(longest, self.further.longest_prompt + sampling.max_tokens)
         model = self.policy.causal_lm
         refuse_moving_positions(model.config.get_text_config(), longest, type(model).__name__)
-        runner = self._runner(samples, longest, sampling)
+        runner = self._runner(sequences, longest, sampling)
         cache, settings = runner.cache, self.settings
         config, size = model.config.get_text_config(), cache.slots.element_size()
         scheduler = Scheduler(
             prefixes,
-            samples,
+            sequences,
             blocks=cache.blocks,
             block=cache.block,
             rows=settings.max_sequences,
@@ -85,51 +85,51 @@ class NativeEngine(SharedWeights):
         finally:
             self.policy.train(training)
             self.preempted = scheduler.preempted
-            if self._gives_back():
-                self.free()
+            if self._frees_cache():
+                self.release_memory()
 
-    def free(self) -> None:
-        """Drop the cache and the captured passes."""
+    def release_memory(self) -> None:
+        """Drops the cache and the CUDA graphs."""
         self._cache_kept = None
         self._runners.clear()
 
-    def _gives_back(self) -> bool:
+    def _frees_cache(self) -> bool:
         if self._group is not None:
             return True
         if self.settings.free_cache is not None:
             return self.settings.free_cache
-        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
-        return not self.device.graph_capture or held > kept_cache(self.device.memory().total)
+        cache_bytes = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        return not self.device.graph_capture or cache_bytes > kept_cache(self.device.memory().total)
 
     def _run(self, scheduler: Scheduler, runner: Runner, sampling: Sampling) -> Iterator[Completion]:
         ahead: Round | None = None
         while self._filled(scheduler, sampling):
             if self.pause():
-                # What the device has drawn ahead is drawn again: the noise of a token depends on its place alone.
-                yield from (_completion(sample, PAUSED) for sample in scheduler.left() if sample.logprobs)
+                # Tokens that the device sampled ahead are sampled again: the noise depends on the position only.
+                yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
                 return
             now = ahead or self._next(scheduler, runner)
             if now is None:
                 continue
-            # Where nothing depends on the round's tokens, the device begins the next one while the host reads them.
-            # Who turns out to have ended stays in it for nothing: its blocks are not written by others before it.
-            work = scheduler.go_on(runner.passes)
+            # If nothing depends on the tokens of this round, the device starts the next one while the host reads them.
+            # A sequence that has ended stays in that round without effect: its blocks are not reused before.
+            work = scheduler.schedule_ahead(runner.passes)
             if work.copies:
                 runner.cache.copy_blocks(work.copies)
-            ahead = runner.go_on(now, work.decode)
-            for sample, tokens, logprobs in zip(now.samples, *now.read(), strict=True):
-                if sample.stop:
+            ahead = runner.schedule_ahead(now, work.decode)
+            for sequence, tokens, logprobs in zip(now.sequences, *now.read(), strict=True):
+                if sequence.stop:
                     continue
-                self._append(sample, tokens, logprobs, sampling)
-                if sample.stop:
-                    scheduler.finish(sample)
-                    yield _completion(sample, sample.stop)
+                self._append(sequence, tokens, logprobs, sampling)
+                if sequence.stop:
+                    scheduler.finish(sequence)
+                    yield _completion(sequence, sequence.stop)
 
     def _filled(self, scheduler: Scheduler, sampling: Sampling) -> bool:
-        """Whether anything is left to do, after a look for further requests where rows are free."""
+        """Adds further requests if rows are free; returns whether work is left."""
         room = scheduler.rows - len(scheduler.running)
         if self.further is not None and room > 0 and not scheduler.waiting:
-            scheduler.add(*_sequences(self.further.take(room), sampling, first=scheduler.asked))
+            scheduler.add(*_sequences(self.further.take(room), sampling, first=scheduler.num_requests))
         return scheduler.unfinished
 
     def _next(self, scheduler: Scheduler, runner: Runner) -> Round | None:
@@ -140,93 +140,93 @@ class NativeEngine(SharedWeights):
             runner.prefill(work.prefill)
         return runner.decode(work.decode) if work.decode else None
 
-    def _append(self, sample: Sample, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
-        """New tokens up to the one that ends the sample; the device may have run on past it."""
-        within = len(sample.tokens) + len(tokens) < sample.limit
+    def _append(self, sequence: SequenceState, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
+        """Appends new tokens up to the one that ends the sequence; the device may have sampled more."""
+        within = len(sequence.tokens) + len(tokens) < sequence.limit
         if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
-            sample.tokens += tokens
-            sample.logprobs += logprobs
-            sample.cached = len(sample.tokens) - 1
+            sequence.tokens += tokens
+            sequence.logprobs += logprobs
+            sequence.cached = len(sequence.tokens) - 1
             return
         for token, logprob in zip(tokens, logprobs, strict=True):
-            sample.cached = len(sample.tokens)
-            sample.tokens.append(token)
-            sample.logprobs.append(logprob)
-            sample.stop = why_ended(sample.tokens, sample.prompt, sampling, self.decode)
-            if not sample.stop and len(sample.tokens) >= sample.limit:
-                sample.stop = "length"
-            if sample.stop:
+            sequence.cached = len(sequence.tokens)
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.stop = why_ended(sequence.tokens, sequence.prompt, sampling, self.decode)
+            if not sequence.stop and len(sequence.tokens) >= sequence.limit:
+                sequence.stop = "length"
+            if sequence.stop:
                 return
 
-    def _runner(self, samples: Sequence[Sample], longest: int, sampling: Sampling) -> Runner:
-        """A kept runner, with its captured passes, where the cache is still large enough and the weights lie where
-        they lay; a new one otherwise."""
+    def _runner(self, sequences: Sequence[SequenceState], longest: int, sampling: Sampling) -> Runner:
+        """The cached runner with its CUDA graphs, if the cache is large enough and the weights have the same addresses;
+        else a new one."""
         layers = self.ready_layers()
-        # Ranks that divide a model make a cache for each call, of one size for all of them.
-        where = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
+        # Tensor-parallel ranks create a cache per call, of the same size on all ranks.
+        addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
-        if kept is None or where != self._weights or kept.blocks < self._blocks(samples, longest):
+        if kept is None or addresses != self._weights or kept.blocks < self._blocks(sequences, longest):
             kept = None
-            self.free()
-        # What the host alone looks at is no part of a recorded pass.
-        drawn = replace(sampling, max_tokens=0, seed=0, stop_strings=())
+            self.release_memory()
+        # Settings that only the host uses are not part of a graph.
+        graph_sampling = replace(sampling, max_tokens=0, seed=0, stop_strings=())
         rows = self.settings.max_sequences
-        runner = self._runners.get(drawn)
+        runner = self._runners.get(graph_sampling)
         if runner is None or not runner.fits(rows, longest):
-            kept = kept or self.cache_of(self._blocks(samples, longest))
-            runner = Runner(self.policy, kept, drawn, self.device, rows, longest)
-            self._cache_kept, self._weights = kept, where
-            self._runners[drawn] = runner
+            kept = kept or self.cache_of(self._blocks(sequences, longest))
+            runner = Runner(self.policy, kept, graph_sampling, self.device, rows, longest)
+            self._cache_kept, self._weights = kept, addresses
+            self._runners[graph_sampling] = runner
         runner.layers = layers
         return runner
 
     def ready_layers(self) -> GeneratingLayers | None:
-        """What the device has in the place of the decoder's modules; their weights are where they want them."""
-        # A policy with another attention than its device's is one that was asked to be plain.
-        if not self._tried and self.policy.kernel == self.device.attention and self._group is None:
+        """The device's replacement of the decoder modules, with up-to-date weights; None if there is none."""
+        # A policy without the device's attention kernel uses reference implementations.
+        if not self._layers_tried and self.policy.kernel == self.device.attention and self._group is None:
             decoder = inner_decoder(self.policy.causal_lm)
             self._layers = generating_layers(decoder, self.device.generating_layers)
-        self._tried = True
+        self._layers_tried = True
         if self._layers is not None:
             self._layers.lay()
         return self._layers if self._layers is not None and self._layers.ready else None
 
-    def _blocks(self, samples: Sequence[Sample], longest: int) -> int:
-        """Blocks of the cache: as many as the samples could ever use at once, within the memory they may take."""
+    def _blocks(self, sequences: Sequence[SequenceState], longest: int) -> int:
+        """The number of cache blocks: as many as the sequences can use at once, within the memory limit."""
         block = self.settings.block_tokens
         like = self.policy.causal_lm.get_input_embeddings().weight
-        block_bytes, room, asked = self.block_bytes(), self.cache_room(), self.settings.cache_gb
-        useful = _useful_blocks(samples, self.settings.max_sequences, block)
+        block_bytes, room, configured = self.block_bytes(), self.cache_room(), self.settings.cache_gb
+        useful = _useful_blocks(sequences, self.settings.max_sequences, block)
         if self.device.graph_capture:
-            # A little more serves the next call too, whose prompts are a little longer, without recording anew.
+            # Round up: the next call with slightly longer prompts can keep the graphs.
             step = 1 << max(0, useful.bit_length() - 4)
             useful = -(-useful // step) * step
         least = Scheduler.least_blocks(longest, block)
         blocks = min(max(useful, least), int(room // block_bytes))
         if self._group is not None:
-            # The ranks of a group run one schedule.
+            # All tensor-parallel ranks run the same schedule.
             blocks = self._group.least(blocks, like.device)
         if blocks < least:
             raise Refusal.at(
-                "rollout.cache_gb" if asked is not None else "memory",
+                "rollout.cache_gb" if configured is not None else "memory",
                 f"a response of {longest} tokens with its prompt needs {least * block_bytes / 1e9:.3g} GB of "
-                f"key/value cache, and there are {room / 1e9:.3g} GB",
+                f"key/value cache; {room / 1e9:.3g} GB are available",
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
             )
         return blocks
 
     def block_bytes(self) -> int:
-        """Memory of one block of the cache."""
+        """Bytes of one cache block."""
         layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
         return int(2 * layers * self.settings.block_tokens * heads * size * like.element_size())
 
     def cache_room(self) -> float:
-        """Bytes that the cache may take."""
+        """Bytes available for the cache."""
         if self.settings.cache_gb is not None:
             return self.settings.cache_gb * 1e9
-        held = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
-        return FREE_SHARE * (self.device.memory().free + held)
+        cache_bytes = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
+        return FREE_SHARE * (self.device.memory().free + cache_bytes)
 
     def cache_of(self, blocks: int) -> KVCache:
         layers, heads, size = self.policy.decoder.cached_shape()
@@ -234,16 +234,16 @@ class NativeEngine(SharedWeights):
         return KVCache(layers, blocks, self.settings.block_tokens, heads, size, like)
 
 
-def _completion(sample: Sample, stop: str) -> Completion:
-    return Completion(sample.request, sample.number, sample.tokens[sample.prompt :], sample.logprobs, stop)
+def _completion(sequence: SequenceState, stop: str) -> Completion:
+    return Completion(sequence.request, sequence.number, sequence.tokens[sequence.prompt :], sequence.logprobs, stop)
 
 
-def _useful_blocks(samples: Sequence[Sample], rows: int, block: int) -> int:
-    """Blocks that could ever be in use at once, with the one for each who runs that newcomers leave alone."""
-    # Whole blocks of a prefix are shared with it, so a sample only needs those that follow.
-    own = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in samples), reverse=True)
-    shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in samples}.values()), reverse=True)
-    return sum(own[:rows]) + sum(shared[:rows])
+def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:
+    """The most blocks in use at once, with one reserved block per running sequence."""
+    # Full blocks of a prefix are shared, so a sequence needs only the following ones.
+    unshared = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in sequences), reverse=True)
+    shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in sequences}.values()), reverse=True)
+    return sum(unshared[:rows]) + sum(shared[:rows])
 
 
 def open_engine(
@@ -252,18 +252,20 @@ def open_engine(
     return NativeEngine(policy, device, settings, tokenizer.decode)
 
 
-def _sequences(requests: Sequence[Request], sampling: Sampling, first: int = 0) -> tuple[list[Prefix], list[Sample]]:
-    prefixes, samples = [], []
+def _sequences(
+    requests: Sequence[Request], sampling: Sampling, first: int = 0
+) -> tuple[list[SharedPrompt], list[SequenceState]]:
+    prefixes, sequences = [], []
     for number, request in enumerate(requests, start=first):
         prompt = list(request.ids)
         if not prompt:
             raise ValueError(f"request {number} has no prompt tokens")
-        prefixes.append(Prefix(prompt[:-1]))
+        prefixes.append(SharedPrompt(prompt[:-1]))
         limit = len(prompt) + min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
         begun = request.begun or {which: Begun() for which in range(request.first, request.first + request.n)}
         for which, so_far in begun.items():
-            samples.append(
-                Sample(
+            sequences.append(
+                SequenceState(
                     [*prompt, *so_far.ids],
                     request=number,
                     number=which,
@@ -273,4 +275,4 @@ def _sequences(requests: Sequence[Request], sampling: Sampling, first: int = 0) 
                     logprobs=list(so_far.logprobs),
                 )
             )
-    return prefixes, samples
+    return prefixes, sequences

@@ -1,8 +1,7 @@
-"""The built-in engine without a beginning and an end: requests come and go between rounds, each drawn in its own way.
+"""The online engine of `lockstep serve`: requests are added and cancelled between rounds, each with its sampling.
 
-One cache serves all of them as long as the engine lives. Where everybody who decodes is drawn alike and nobody asks for
-log-probabilities, the device's recorded passes are used; else a pass feeds a token of each, and each is drawn by its
-own sampling. `lockstep serve` runs it. All methods belong to one thread.
+One cache serves all requests. If all decoding sequences have the same sampling and need no log-probs, CUDA graphs are
+used; otherwise an eager pass decodes one token per sequence. Call all methods from one thread.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from lockstep.rollout.native.engine import NativeEngine
 from lockstep.rollout.native.limits import prefill_budget
 from lockstep.rollout.native.runner import Runner
 from lockstep.rollout.native.sampler import choose
-from lockstep.rollout.native.scheduler import Prefix, Sample, Scheduler
+from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
 from lockstep.types import Sampling
 
-# Ways of drawing whose recorded passes are kept; each is some graphs.
-RECORDED = 4
+# Samplings whose CUDA graphs are kept.
+MAX_RUNNERS = 4
 
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A token that was drawn. Log-probabilities are those of the model itself (temperature 1, nothing left out), and
-    only there where they were asked for: the token's own, and the likeliest tokens with theirs."""
+    """A sampled token. If requested: its log-prob and the likeliest tokens with theirs, at temperature 1 without
+    truncation."""
 
     token: int
     logprob: float | None = None
@@ -38,16 +37,15 @@ class DrawnToken:
 
 
 @dataclass(eq=False)
-class LiveSample(Sample):
-    """A continuation with a sampling of its own. `likeliest`: how many tokens are told beside each; None for no
-    log-probabilities at all."""
+class LiveSample(SequenceState):
+    """A sequence with its sampling. `likeliest`: how many top tokens to return per position; None for no log-probs."""
 
     sampling: Sampling = field(default_factory=lambda: Sampling(1))
     likeliest: int | None = None
 
 
 class LiveEngine:
-    """`longest` is the most tokens of a prompt and its response together."""
+    """`longest` is the maximum number of tokens of prompt and response."""
 
     def __init__(self, engine: NativeEngine, longest: int):
         self.engine, self.longest = engine, longest
@@ -59,7 +57,7 @@ class LiveEngine:
         block = settings.block_tokens
         self.scheduler = Scheduler([], [], blocks=self.blocks, block=block, rows=settings.max_sequences, budget=budget)
         self._mixed = MixedRunner(policy, self.cache, Sampling(0), device, 0, longest)
-        self._recorded: dict[Sampling, Runner] = {}
+        self._captured: dict[Sampling, Runner] = {}
         policy.eval()
         self._mixed.layers = engine.ready_layers()
 
@@ -69,17 +67,17 @@ class LiveEngine:
 
     @property
     def free(self) -> int:
-        """Blocks of the cache that nobody holds."""
+        """Free blocks of the cache."""
         return self.scheduler.pool.free
 
     def add(
         self, ids: Sequence[int], n: int, sampling: Sampling, *, key: int, likeliest: int | None = None
     ) -> list[LiveSample]:
-        """`n` continuations of a prompt, behind all that are here."""
+        """Adds `n` sequences for a prompt at the end of the queue."""
         if not ids or len(ids) + sampling.max_tokens > self.longest or sampling.max_tokens < 1:
             raise ValueError(f"{len(ids)} and {sampling.max_tokens} tokens do not fit {self.longest}")
-        request = self.scheduler.asked
-        samples = [
+        request = self.scheduler.num_requests
+        sequences = [
             LiveSample(
                 list(ids),
                 request=request,
@@ -92,164 +90,164 @@ class LiveEngine:
             )
             for number in range(n)
         ]
-        self.scheduler.add([Prefix(list(ids[:-1]))], samples)
-        return samples
+        self.scheduler.add([SharedPrompt(list(ids[:-1]))], sequences)
+        return sequences
 
-    def cancel(self, sample: LiveSample) -> None:
-        """Its blocks are free when this returns. One that has ended holds none."""
-        if not sample.stop:
-            sample.stop = "cancelled"
-            self.scheduler.cancel(sample)
+    def cancel(self, sequence: LiveSample) -> None:
+        """Cancels a sequence and frees its blocks; no effect after its end."""
+        if not sequence.stop:
+            sequence.stop = "cancelled"
+            self.scheduler.cancel(sequence)
 
     def step(self) -> list[tuple[LiveSample, list[DrawnToken]]]:
-        """One round: who got which tokens. A sample whose `stop` is set has got its last one."""
+        """Runs one round; returns the new tokens of each sequence. `stop` is set on finished sequences."""
         passes = self._passes()
         work = self.scheduler.next(passes)
         if work.copies:
             self.cache.copy_blocks(work.copies)
         if work.prefill:
             self._mixed.prefill(work.prefill)
-        decoding = [sample for sample in work.decode if isinstance(sample, LiveSample)]
+        decoding = [sequence for sequence in work.decode if isinstance(sequence, LiveSample)]
         if not decoding:
             return []
-        runner = self._alike(decoding) if passes > 1 else None
-        told = self._mixed.draw(decoding) if runner is None else _read(runner, decoding)
+        runner = self._runner_for(decoding) if passes > 1 else None
+        drawn = self._mixed.draw(decoding) if runner is None else _read(runner, decoding)
         if runner is None:
-            # What the boards hold of these samples is a token behind now.
-            for other in self._recorded.values():
-                if other.board is not None:
-                    other.board.seat([], other.board.rows)
-        return [(sample, self._append(sample, tokens)) for sample, tokens in zip(decoding, told, strict=True)]
+            # The device state of the graphs is one token behind now: drop it.
+            for other in self._captured.values():
+                if other.batch is not None:
+                    other.batch.assign_slots([], other.batch.rows)
+        return [(sequence, self._append(sequence, tokens)) for sequence, tokens in zip(decoding, drawn, strict=True)]
 
-    def _append(self, sample: LiveSample, told: Sequence[DrawnToken]) -> list[DrawnToken]:
-        """Up to the token that ends it; a recorded round may have run on past that."""
+    def _append(self, sequence: LiveSample, drawn: Sequence[DrawnToken]) -> list[DrawnToken]:
+        """Appends tokens up to the one that ends the sequence; a round may have sampled more."""
         kept = []
-        for one in told:
-            sample.cached = len(sample.tokens)
-            sample.tokens.append(one.token)
-            kept.append(one)
-            if one.token in sample.sampling.stop_ids:
-                sample.stop = "token"
-            elif len(sample.tokens) >= sample.limit:
-                sample.stop = "length"
-            if sample.stop:
-                self.scheduler.finish(sample)
+        for token in drawn:
+            sequence.cached = len(sequence.tokens)
+            sequence.tokens.append(token.token)
+            kept.append(token)
+            if token.token in sequence.sampling.stop_ids:
+                sequence.stop = "token"
+            elif len(sequence.tokens) >= sequence.limit:
+                sequence.stop = "length"
+            if sequence.stop:
+                self.scheduler.finish(sequence)
                 break
         return kept
 
     def _passes(self) -> int:
-        """Tokens of a round, by those who run or would come next."""
+        """Tokens per round, depending on the running and next sequences."""
         scheduler = self.scheduler
         soon = [*scheduler.running, *scheduler.waiting[: max(0, scheduler.rows - len(scheduler.running))]]
-        runner = self._alike([sample for sample in soon if isinstance(sample, LiveSample)])
+        runner = self._runner_for([sequence for sequence in soon if isinstance(sequence, LiveSample)])
         return 1 if runner is None else runner.passes
 
-    def _alike(self, samples: Sequence[LiveSample]) -> Runner | None:
-        """The runner with recorded passes for these, where there can be one."""
+    def _runner_for(self, sequences: Sequence[LiveSample]) -> Runner | None:
+        """The runner with CUDA graphs for these sequences; None if they cannot share one."""
         engine = self.engine
         if not engine.device.graph_capture:
             return None
-        ways = {_way(sample) for sample in samples}
-        if len(ways) != 1 or None in ways:
+        samplings = {_graph_sampling(sequence) for sequence in sequences}
+        if len(samplings) != 1 or None in samplings:
             return None
-        (way,) = ways
-        assert way is not None
-        runner = self._recorded.pop(way, None)
+        (sampling,) = samplings
+        assert sampling is not None
+        runner = self._captured.pop(sampling, None)
         if runner is None:
             rows = engine.settings.max_sequences
-            runner = Runner(engine.policy, self.cache, way, engine.device, rows, self.longest)
+            runner = Runner(engine.policy, self.cache, sampling, engine.device, rows, self.longest)
             runner.layers = self._mixed.layers
-            while len(self._recorded) >= RECORDED:
-                del self._recorded[next(iter(self._recorded))]
-        # Used last stands last.
-        self._recorded[way] = runner
-        return runner if runner.captures and runner.board is not None else None
+            while len(self._captured) >= MAX_RUNNERS:
+                del self._captured[next(iter(self._captured))]
+        # Most recently used last.
+        self._captured[sampling] = runner
+        return runner if runner.captures and runner.batch is not None else None
 
 
 class MixedRunner(Runner):
-    """Passes that are not recorded, over sequences that are drawn each in its own way."""
+    """Eager passes for sequences with different samplings."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self.board, self.captures, self.passes = None, False, 1
+        self.batch, self.captures, self.passes = None, False, 1
 
     @torch.inference_mode()
-    def draw(self, samples: Sequence[LiveSample]) -> list[list[DrawnToken]]:
-        """One new token of each sample."""
-        width = max(len(sample.blocks) for sample in samples)
-        state = DecodeState.of(samples, width, self.torch_device)
+    def draw(self, sequences: Sequence[LiveSample]) -> list[list[DrawnToken]]:
+        """Samples one new token per sequence."""
+        width = max(len(sequence.blocks) for sequence in sequences)
+        state = DecodeState.of(sequences, width, self.torch_device)
         lengths = state.positions_B + 1
         head = output_head(self.model)
         logits = head.shaped(head.projected(self._fed(state, lengths)))
         places = lengths - state.prompts_B
         tokens = torch.empty_like(state.tokens_B)
-        ways = _by_way(samples)
-        for way, rows in ways.items():
+        samplings = _rows_by_sampling(sequences)
+        for sampling, rows in samplings.items():
             at = torch.tensor(rows, device=self.torch_device)
-            seen = self._seen([samples[row] for row in rows]) if way.repetition_penalty != 1 else None
-            own = logits if len(ways) == 1 else logits[at]
-            chosen, _ = choose(own, way, state.keys_B2[at], places[at], seen, self.sampler)
+            seen = self._seen([sequences[row] for row in rows]) if sampling.repetition_penalty != 1 else None
+            row_logits = logits if len(samplings) == 1 else logits[at]
+            chosen, _ = choose(row_logits, sampling, state.keys_B2[at], places[at], seen, self.sampler)
             tokens[at] = chosen.to(tokens.dtype)
-        return self._told(samples, logits, tokens)
+        return self._with_logprobs(sequences, logits, tokens)
 
-    def _told(
-        self, samples: Sequence[LiveSample], logits_BV: torch.Tensor, tokens_B: torch.Tensor
+    def _with_logprobs(
+        self, sequences: Sequence[LiveSample], logits_BV: torch.Tensor, tokens_B: torch.Tensor
     ) -> list[list[DrawnToken]]:
         drawn = tokens_B.tolist()
-        asked = [row for row, sample in enumerate(samples) if sample.likeliest is not None]
-        if not asked:
+        scored_rows = [row for row, sequence in enumerate(sequences) if sequence.likeliest is not None]
+        if not scored_rows:
             return [[DrawnToken(token)] for token in drawn]
-        at = torch.tensor(asked, device=self.torch_device)
+        at = torch.tensor(scored_rows, device=self.torch_device)
         scores = logits_BV[at].float().log_softmax(-1)
-        own = scores.gather(-1, tokens_B[at, None])[:, 0].tolist()
-        most = max(samples[row].likeliest or 0 for row in asked)
-        best = scores.topk(most, dim=-1)
+        token_logprobs = scores.gather(-1, tokens_B[at, None])[:, 0].tolist()
+        count_max = max(sequences[row].likeliest or 0 for row in scored_rows)
+        best = scores.topk(count_max, dim=-1)
         values, ids = best.values.tolist(), best.indices.tolist()
-        told = [[DrawnToken(token)] for token in drawn]
-        for place, row in enumerate(asked):
-            count = samples[row].likeliest or 0
-            beside = list(zip(ids[place][:count], values[place][:count], strict=True))
-            told[row] = [DrawnToken(drawn[row], own[place], beside)]
-        return told
+        result = [[DrawnToken(token)] for token in drawn]
+        for place, row in enumerate(scored_rows):
+            count = sequences[row].likeliest or 0
+            likeliest = list(zip(ids[place][:count], values[place][:count], strict=True))
+            result[row] = [DrawnToken(drawn[row], token_logprobs[place], likeliest)]
+        return result
 
 
-def _read(runner: Runner, samples: Sequence[LiveSample]) -> list[list[DrawnToken]]:
-    tokens, _ = runner.decode(samples).read()
+def _read(runner: Runner, sequences: Sequence[LiveSample]) -> list[list[DrawnToken]]:
+    tokens, _ = runner.decode(sequences).read()
     return [[DrawnToken(token) for token in each] for each in tokens]
 
 
-def _by_way(samples: Sequence[LiveSample]) -> dict[Sampling, list[int]]:
-    """Rows by what their draw depends on; noise and limits are the rows' own."""
-    found: dict[Sampling, list[int]] = {}
-    for row, sample in enumerate(samples):
-        way = replace(sample.sampling, max_tokens=0, seed=0, stop_strings=(), stop_ids=())
-        found.setdefault(way, []).append(row)
-    return found
+def _rows_by_sampling(sequences: Sequence[LiveSample]) -> dict[Sampling, list[int]]:
+    """Rows grouped by sampling parameters; seeds and limits are per row."""
+    rows: dict[Sampling, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        sampling = replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=(), stop_ids=())
+        rows.setdefault(sampling, []).append(row)
+    return rows
 
 
-def _way(sample: LiveSample) -> Sampling | None:
-    """What the recorded passes of a sample depend on; None where it asks for what they do not tell."""
-    if sample.likeliest is not None or sample.sampling.repetition_penalty != 1:
+def _graph_sampling(sequence: LiveSample) -> Sampling | None:
+    """The part of the sampling that a CUDA graph depends on; None if the sequence cannot use one."""
+    if sequence.likeliest is not None or sequence.sampling.repetition_penalty != 1:
         return None
-    return replace(sample.sampling, max_tokens=0, seed=0, stop_strings=())
+    return replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=())
 
 
 def blocks_for(engine: NativeEngine, longest: int) -> int:
-    """Blocks of the one cache: for as many sequences of `longest` tokens as may run, within its memory."""
+    """The number of cache blocks for the maximum batch of sequences of `longest` tokens, within the memory limit."""
     settings, size, room = engine.settings, engine.block_bytes(), engine.cache_room()
     least = Scheduler.least_blocks(longest, settings.block_tokens)
     blocks = min(least * settings.max_sequences, int(room // size))
     if blocks < least:
         raise Refusal.at(
             "--max-length",
-            f"a sequence of {longest} tokens needs {least * size / 1e9:.3g} GB of key/value cache, and there are "
-            f"{room / 1e9:.3g} GB",
+            f"a sequence of {longest} tokens needs {least * size / 1e9:.3g} GB of key/value cache; "
+            f"{room / 1e9:.3g} GB are available",
             "lower it, or raise --cache-gb",
         )
     return blocks
 
 
 def longest_that_fits(engine: NativeEngine, wanted: int) -> int:
-    """`wanted` tokens, or as many as the memory of the cache has room for."""
+    """`wanted` tokens, or as many as fit the cache memory."""
     block = engine.settings.block_tokens
     return min(wanted, (int(engine.cache_room() // engine.block_bytes()) - 1) * block)

@@ -1,4 +1,4 @@
-"""Forward passes of the engine: the policy's own modules on a line of tokens, with the paged cache behind attention."""
+"""Forward passes of the engine: the policy modules on packed tokens with a paged KV cache, eager or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,75 +19,75 @@ from lockstep.kernels.logprob import projected_logprobs_
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.policy import Policy, output_head
 from lockstep.parallel.tensor import group_of
-from lockstep.rollout.native.decode_batch import DecodeBoard, DecodeState
+from lockstep.rollout.native.decode_batch import DecodeBatch, DecodeState
 from lockstep.rollout.native.sampler import choose, truncation_of
-from lockstep.rollout.native.scheduler import Sample, Stretch
+from lockstep.rollout.native.scheduler import CachedSpan, SequenceState
 from lockstep.types import Sampling
 
-# Passes between two looks of the host at the device, where the device runs ahead of the host.
+# Decode passes per round with CUDA graphs, without a host synchronization in between.
 AHEAD = 8
-# Recording a pass takes as long as some dozens of passes: a batch that is a little smaller than one of a recorded size
-# runs with idle rows until its own size has been asked for in so many rounds.
+# Capturing a graph takes as long as dozens of passes: a batch slightly smaller than a captured size (by a factor below
+# LITTLE) runs with idle rows until its size has been needed in PATIENCE rounds.
 PATIENCE, LITTLE = 8, 1.5
-# Tables of recorded passes hold at least so many blocks, and then a power of two: few lengths need a new recording.
+# Minimum block table width of captured graphs; widths are powers of two, so few lengths need a new capture.
 LEAST_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class Round:
-    """Passes that the device was given: new tokens of each sample with log-probabilities, when they are there."""
+    """Launched passes: the new tokens and log-probs of each sequence, once the device has computed them."""
 
-    samples: Sequence[Sample]
+    sequences: Sequence[SequenceState]
     width: int | None
-    """Rows of the recorded pass; None where the passes were not recorded."""
+    """Rows of the CUDA graph; None without a graph."""
     rows: Sequence[int]
     tokens_BA: Callable[[], torch.Tensor]
     logprobs_BA: Callable[[], torch.Tensor]
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Of each sample its tokens and log-probabilities; what follows an end token is noise."""
+        """Tokens and log-probs of each sequence; tokens after an end token are meaningless."""
         tokens, logprobs = (found().numpy()[self.rows].tolist() for found in (self.tokens_BA, self.logprobs_BA))
         return tokens, logprobs
 
 
 class Runner:
-    """Recorded passes depend on how tokens are drawn, not on how many: `sampling` stands for all that differ in that.
+    """Runs prefill and decode passes. CUDA graphs depend on the sampling parameters in `sampling`, not on its limits.
 
-    At most `rows` sequences decode at once, of at most `longest` tokens.
+    At most `rows` sequences of at most `longest` tokens decode at once.
     """
 
     def __init__(self, policy: Policy, cache: KVCache, sampling: Sampling, device: Device, rows: int, longest: int):
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
         self.layers: GeneratingLayers | None = None
-        """What stands for the decoder's modules, where something does."""
+        """Replacement of the decoder modules, if the device has one."""
         self.torch_device = cache.slots.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
-        # A policy with another attention than its device's is one that was asked to be plain.
+        # A policy without the device's attention kernel uses reference implementations.
         self.sampler = device.sampler if policy.kernel == device.attention else "plain"
         self.group = group_of(self.model)
-        # Collectives are not recorded.
+        # Collectives are not captured.
         self.captures = device.graph_capture and sampling.repetition_penalty == 1 and self.group is None
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
-        self.board = DecodeBoard(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
+        self.batch = DecodeBatch(_bucket(rows), width, cache.spare, self.torch_device) if self.captures else None
         self.longest = width * cache.block
         self._graphs: dict[int, Callable[[], None]] = {}
         self._wanted: Counter[int] = Counter()
 
     def fits(self, rows: int, longest: int) -> bool:
-        """Whether a batch of so many rows and sequences of so many tokens can run here."""
-        return self.board is None or (rows <= self.board.rows and longest <= self.longest)
+        """Whether batches of this size and length fit the graphs."""
+        return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
 
     @torch.inference_mode()
-    def prefill(self, work: Sequence[tuple[Stretch, int]]) -> None:
-        """Keys and values of each stretch up to its position."""
+    def prefill(self, work: Sequence[tuple[CachedSpan, int]]) -> None:
+        """Computes keys and values of each span up to a position."""
         tokens = np.concatenate([np.array(part.tokens[part.cached : stop], dtype=np.int64) for part, stop in work])
         positions = np.concatenate([np.arange(part.cached, stop) for part, stop in work])
         slots = np.concatenate([self._slots(part, part.cached, stop) for part, stop in work])
-        whole = not any(part.cached for part, _ in work)
+        unchunked = not any(part.cached for part, _ in work)
         lengths = [stop for _, stop in work]
-        where = make_layout(lengths, self.torch_device, self.policy.kernel) if whole else self._chunks(work)
+        where = make_layout(lengths, self.torch_device, self.policy.kernel) if unchunked else self._chunks(work)
         ids, at, to = (sent(torch.from_numpy(numbers), self.torch_device) for numbers in (tokens, positions, slots))
         step = PrefillPass(self.cache, to, where, self.device.paged_attention)
         if self.layers is not None:
@@ -98,32 +98,32 @@ class Runner:
             part.cached = stop
 
     @torch.inference_mode()
-    def decode(self, samples: Sequence[Sample]) -> Round:
-        """Give the device a round: up to `passes` new tokens of each sample."""
-        width = self._recorded_width(len(samples))
+    def decode(self, sequences: Sequence[SequenceState]) -> Round:
+        """Launches a round: up to `passes` new tokens per sequence."""
+        width = self._captured_width(len(sequences))
         if width is not None:
-            return self._recorded_round(samples, width)
-        longest = max(len(sample.blocks) for sample in samples)
-        state = DecodeState.of(samples, longest, self.torch_device)
-        seen = self._seen(samples) if self.sampling.repetition_penalty != 1 else None
-        return self._round(samples, None, state, lambda: self._pass(state, seen), range(len(samples)))
+            return self._captured_round(sequences, width)
+        longest = max(len(sequence.blocks) for sequence in sequences)
+        state = DecodeState.of(sequences, longest, self.torch_device)
+        seen = self._seen(sequences) if self.sampling.repetition_penalty != 1 else None
+        return self._round(sequences, None, state, lambda: self._pass(state, seen), range(len(sequences)))
 
     @torch.inference_mode()
-    def go_on(self, last: Round, samples: Sequence[Sample]) -> Round | None:
-        """A round of some samples of the last one, of which the host does not know the tokens yet. None where their
-        rows should change."""
-        if last.width is None or not samples or self._recorded_width(len(samples)) != last.width:
+    def schedule_ahead(self, last: Round, sequences: Sequence[SequenceState]) -> Round | None:
+        """Launches a round for sequences of the last round before the host has read its tokens. None if the rows would
+        change."""
+        if last.width is None or not sequences or self._captured_width(len(sequences)) != last.width:
             return None
-        return self._recorded_round(samples, last.width)
+        return self._captured_round(sequences, last.width)
 
-    def _recorded_round(self, samples: Sequence[Sample], width: int) -> Round:
-        assert self.board is not None
-        rows = self.board.seat(samples, within=width)
-        return self._round(samples, width, self.board.state.first(width), self._graphs[width], rows)
+    def _captured_round(self, sequences: Sequence[SequenceState], width: int) -> Round:
+        assert self.batch is not None
+        rows = self.batch.assign_slots(sequences, within=width)
+        return self._round(sequences, width, self.batch.state.first(width), self._graphs[width], rows)
 
     def _round(
         self,
-        samples: Sequence[Sample],
+        sequences: Sequence[SequenceState],
         width: int | None,
         state: DecodeState,
         step: Callable[[], None],
@@ -134,10 +134,11 @@ class Runner:
             step()
             made.append((state.tokens_B.clone(), state.logprobs_B.clone()))
         tokens, logprobs = (fetched(torch.stack(parts, 1)) for parts in zip(*made, strict=True))
-        return Round(samples, width, rows, tokens, logprobs)
+        return Round(sequences, width, rows, tokens, logprobs)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
-        """Feed a token of each sequence, draw the next. Sequences that are done stay where they are."""
+        """One decode pass: runs the model on one token per sequence and samples the next. Finished sequences do not
+        move."""
         head = output_head(self.model)
         lengths = state.positions_B + 1
         projected = head.projected(self._fed(state, lengths))
@@ -154,7 +155,7 @@ class Runner:
         state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
         if self.group is not None:
-            # They have drawn the same from the same states; were a rank to go its own way, all would hang.
+            # All ranks should have sampled the same tokens; a difference would make them hang.
             self.group.as_first_(state.tokens_B)
             self.group.as_first_(state.logprobs_B)
             tokens = state.tokens_B
@@ -163,7 +164,7 @@ class Runner:
         state.positions_B.add_(~state.done_B)
 
     def _fed(self, state: DecodeState, lengths_B: torch.Tensor) -> torch.Tensor:
-        """The last hidden states after a token of each sequence, whose keys and values are then in the cache."""
+        """Runs the decoder on one token per sequence, updates the cache, and returns the hidden states."""
         block = self.cache.block
         blocks = state.table_BM.gather(1, (state.positions_B // block)[:, None])[:, 0]
         slots = blocks * block + state.positions_B % block
@@ -175,7 +176,7 @@ class Runner:
         decoder = inner_decoder(self.model)
         return decoder(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).last_hidden_state[0]
 
-    def _chunks(self, work: Sequence[tuple[Stretch, int]]) -> tuple[Chunk, ...]:
+    def _chunks(self, work: Sequence[tuple[CachedSpan, int]]) -> tuple[Chunk, ...]:
         chunks = []
         first = 0
         for part, stop in work:
@@ -184,47 +185,47 @@ class Runner:
             first += stop - part.cached
         return tuple(chunks)
 
-    def _slots(self, part: Stretch, start: int, stop: int) -> np.ndarray:
+    def _slots(self, part: CachedSpan, start: int, stop: int) -> np.ndarray:
         positions, blocks = np.arange(start, stop), np.array(part.blocks, dtype=np.int64)
         return blocks[positions // self.cache.block] * self.cache.block + positions % self.cache.block
 
-    def _seen(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Tokens that already stand in each sequence, prompt included."""
+    def _seen(self, sequences: Sequence[SequenceState]) -> torch.Tensor:
+        """Mask of the tokens that occur in each sequence, prompt included."""
         rows = self.model.get_output_embeddings().weight.shape[0]
-        seen = torch.zeros(len(samples), rows, dtype=torch.bool, device=self.torch_device)
-        for row, sample in enumerate(samples):
-            seen[row, torch.tensor(sample.tokens, device=self.torch_device)] = True
+        seen = torch.zeros(len(sequences), rows, dtype=torch.bool, device=self.torch_device)
+        for row, sequence in enumerate(sequences):
+            seen[row, torch.tensor(sequence.tokens, device=self.torch_device)] = True
         return seen
 
-    def _recorded_width(self, batch: int) -> int | None:
-        """Rows of the recorded pass for this batch; the pass is there when this returns. None where none can be."""
-        if self.board is None:
+    def _captured_width(self, batch: int) -> int | None:
+        """Rows of the CUDA graph for this batch, captured if needed. None if it cannot be captured."""
+        if self.batch is None:
             return None
         exact = _bucket(batch)
         self._wanted[exact] += 1
         larger = min((width for width in self._graphs if width >= exact), default=None)
         if larger is not None and larger < LITTLE * exact and self._wanted[exact] <= PATIENCE:
             return larger
-        if exact not in self._graphs and not self._record(self.board, exact):
-            # Its rows are of no use: passes that are not recorded make their own state.
-            self.board = None
+        if exact not in self._graphs and not self._capture(self.batch, exact):
+            # Eager passes create their state themselves.
+            self.batch = None
             return None
         return exact
 
-    def _record(self, board: DecodeBoard, width: int) -> bool:
-        """Record the pass for so many rows; False where the model does what cannot be recorded, such as an operator
-        that looks at the host."""
-        state = board.state.first(width)
-        # On idle rows: trial passes draw tokens and write keys, which must not be anybody's.
+    def _capture(self, batch: DecodeBatch, width: int) -> bool:
+        """Captures the graph for so many rows; False if the model cannot be captured, for example because an operator
+        synchronizes with the host."""
+        state = batch.state.first(width)
+        # Use idle rows: the warm-up passes sample tokens and write to the cache.
         kept = state.clone()
-        state.copy_(board.idle(width))
+        state.copy_(batch.idle(width))
         others = next(iter(self._graphs.values()), None)
         try:
             self._graphs[width] = self.device.capture(lambda: self._pass(state), pool_of=others)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            warnings.warn(f"decoding runs without a recorded graph, so slower: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"decoding runs without captured graphs and is slower: {first_line(error)}", stacklevel=2)
             return False
         state.copy_(kept)
         return True
@@ -235,5 +236,5 @@ def _power_of_two(count: int) -> int:
 
 
 def _bucket(batch: int) -> int:
-    """Batch sizes of recorded passes: powers of two, and from 64 on its multiples."""
+    """Batch sizes of CUDA graphs: powers of two, and multiples of 64 above 64."""
     return _power_of_two(batch) if batch <= 64 else -(-batch // 64) * 64

@@ -1,4 +1,4 @@
-"""From logits to the next token and its log-probability, on the device."""
+"""Samples the next token from logits on the device, with its log-prob."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ def choose(
     seen_BV: torch.Tensor | None = None,
     kernel: str = "plain",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their log-probabilities under the distribution that the trainer will score.
+    """Samples tokens; returns them with their log-probs under the distribution that the trainer scores.
 
-    That is the softmax at the temperature, over the whole vocabulary or, with `score_truncated`, over what the
-    truncation leaves; a repetition penalty is no part of it. Greedy choice (temperature 0) is scored at temperature 1.
+    That is the softmax at the temperature over the full vocabulary or, with `score_truncated`, over the truncated one,
+    without the repetition penalty. Greedy decoding (temperature 0) is scored at temperature 1.
     `positions_B` counts the response's tokens from 0; `seen_BV` marks tokens that a repetition penalty applies to.
     `kernel` is a device's `sampler`.
     """
     if kernel == "triton" and seen_BV is None:
         return _fused(logits_BV, sampling, keys_B2, positions_B)
-    own = logits_BV.float()
+    scaled = logits_BV.float()
     if sampling.temperature not in (0.0, 1.0):
-        own = own / sampling.temperature
-    # The penalty scales logits as the temperature does, so their order makes no difference.
-    offered = own if seen_BV is None else _penalised(own, seen_BV, sampling.repetition_penalty)
+        scaled = scaled / sampling.temperature
+    # Penalty and temperature both scale logits, so their order does not matter.
+    offered = scaled if seen_BV is None else _penalised(scaled, seen_BV, sampling.repetition_penalty)
     truncation = truncation_of(sampling)
     left = truncate_(offered.clone(), truncation) if truncation.active else offered
     if sampling.temperature:
-        tokens = (left + gumbel_noise(keys_B2, positions_B, own.shape[-1])).argmax(-1)
+        tokens = (left + gumbel_noise(keys_B2, positions_B, scaled.shape[-1])).argmax(-1)
     else:
         tokens = left.argmax(-1)
-    scored = truncate_(own.clone(), truncation, tokens) if sampling.score_truncated and truncation.active else own
+    scored = truncate_(scaled.clone(), truncation, tokens) if sampling.score_truncated and truncation.active else scaled
     return tokens, scored.gather(-1, tokens[:, None])[:, 0] - scored.logsumexp(-1)
 
 
 def _fused(
     logits_BV: torch.Tensor, sampling: Sampling, keys_B2: torch.Tensor, positions_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same tokens from one pass over the logits, or over what a truncation leaves of them."""
+    """The same with a fused kernel: one pass over the (truncated) logits."""
     from lockstep.kernels.sampling_triton import draw
 
     truncation, temperature = truncation_of(sampling), sampling.temperature
     if not truncation.active:
         return draw(logits_BV, keys_B2, positions_B, temperature)
-    own = logits_BV.float()
+    scaled = logits_BV.float()
     if temperature not in (0.0, 1.0):
-        own = own / temperature
-    left = truncate_(own.clone(), truncation)
-    return draw(left, keys_B2, positions_B, 1.0 if temperature else 0.0, None if sampling.score_truncated else own)
+        scaled = scaled / temperature
+    left = truncate_(scaled.clone(), truncation)
+    return draw(left, keys_B2, positions_B, 1.0 if temperature else 0.0, None if sampling.score_truncated else scaled)
 
 
 def truncation_of(sampling: Sampling) -> Truncation:
@@ -61,6 +61,6 @@ def truncation_of(sampling: Sampling) -> Truncation:
 
 
 def _penalised(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Logits with those of seen tokens made smaller: positive ones divided by the penalty, negative ones multiplied."""
+    """Applies the repetition penalty to seen tokens: divides positive logits, multiplies negative ones."""
     smaller = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
     return torch.where(seen_BV, smaller, logits_BV)

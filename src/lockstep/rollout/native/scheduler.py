@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-# What the engine keeps of a prompt and of each of its samples.
-
 
 @dataclass(eq=False)
-class Stretch:
-    """Tokens whose keys and values go to the cache: `cached` of them are there, in `blocks`."""
+class CachedSpan:
+    """Tokens and their blocks of the KV cache; the first `cached` tokens are cached."""
 
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
@@ -20,8 +18,8 @@ class Stretch:
 
 
 @dataclass(eq=False)
-class Prefix(Stretch):
-    """A prompt without its last token: computed once, read by all samples of the prompt."""
+class SharedPrompt(CachedSpan):
+    """A prompt without its last token: prefilled once, shared by all samples of the prompt."""
 
     waiting: int = 0
     running: int = 0
@@ -32,34 +30,33 @@ class Prefix(Stretch):
 
 
 @dataclass(eq=False)
-class Sample(Stretch):
-    """One continuation. Its last token is the one that is fed next, so it is never cached before the pass."""
+class SequenceState(CachedSpan):
+    """One sample in generation. Its last token is the input of the next pass, so it is not cached yet."""
 
     request: int = 0
     number: int = 0
     prompt: int = 0
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
     limit: int = 0
-    """Tokens at which it ends, prompt included."""
+    """Maximum number of tokens, prompt included."""
     keys: tuple[int, int] = (0, 0)
     logprobs: list[float] = field(default_factory=list)
     stop: str = ""
 
     @property
     def ready(self) -> bool:
-        """Everything before the last token is cached: the next pass can produce a token."""
+        """Whether all tokens before the last are cached, so the next pass produces a token."""
         return self.cached == len(self.tokens) - 1
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who came first is served first."""
+        """First come, first served."""
         return self.request, self.number
 
 
-# Blocks of the key/value cache, counted by how many sequences read them.
-
-
 class BlockPool:
+    """Reference-counted blocks of the KV cache."""
+
     def __init__(self, count: int):
         self._free = deque(range(count))
         self._readers = [0] * count
@@ -84,28 +81,27 @@ class BlockPool:
                 self._free.append(block)
 
 
-# Who is computed next: continuous batching over a cache of limited size.
+# Continuous batching over a cache of limited size.
 #
-# A prompt's prefix (all but its last token) is computed once, in chunks under a token budget. Its samples then join
-# the running batch as rows become free, first come first served; each feeds the prompt's last token as its first
-# pass. Where a round is several tokens of each running sample, free rows are filled before it: a round of a small
-# batch takes about as long as one of a large batch. When blocks run out, those who came later give way: prefixes that
-# nobody runs on first, then the youngest running sample, which is computed again later. So the oldest one always goes
-# on, and every request is finished.
+# A prompt prefix (all but the last token) is prefilled once, in chunks under a token budget. Its sequences join the
+# running batch as rows become free, first come first served; each starts with the last prompt token. If a round decodes
+# several tokens per sequence, free rows are filled first: small and large batches take about the same time. When blocks
+# run out, later sequences give way: first unused prefixes are evicted, then the youngest running sequence is preempted
+# and recomputed later. The oldest sequence always progresses, so every request finishes.
 
 
 @dataclass
 class Work:
-    """One round: blocks to copy first, then stretches to compute up to a place, then samples that produce tokens."""
+    """One round: blocks to copy, then spans to prefill up to a position, then sequences to decode."""
 
     budget: int
-    """Tokens that may still be prefilled in the round."""
+    """Tokens that can still be prefilled in this round."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    prefill: list[tuple[Stretch, int]] = field(default_factory=list)
-    decode: list[Sample] = field(default_factory=list)
+    prefill: list[tuple[CachedSpan, int]] = field(default_factory=list)
+    decode: list[SequenceState] = field(default_factory=list)
 
-    def compute(self, part: Stretch, stop: int) -> None:
-        """As much of `part` up to `stop` as the budget allows."""
+    def compute(self, part: CachedSpan, stop: int) -> None:
+        """Schedules the prefill of `part` up to `stop`, within the budget."""
         tokens = min(stop - part.cached, self.budget)
         if tokens:
             self.budget -= tokens
@@ -113,132 +109,140 @@ class Work:
 
 
 class Scheduler:
-    """`prefixes[i]` is that of request i, while one of its samples is left. At most `rows` samples run, and at most
-    `budget` tokens are prefilled a round."""
+    """`prefixes[i]` belongs to request i until its last sequence ends. At most `rows` sequences run, and at most
+    `budget` tokens are prefilled per round."""
 
     def __init__(
-        self, prefixes: Sequence[Prefix], samples: Sequence[Sample], *, blocks: int, block: int, rows: int, budget: int
+        self,
+        prefixes: Sequence[SharedPrompt],
+        sequences: Sequence[SequenceState],
+        *,
+        blocks: int,
+        block: int,
+        rows: int,
+        budget: int,
     ):
-        self.prefixes: dict[int, Prefix] = {}
-        self.asked = 0
-        """Requests that ever came: the number of the next one."""
-        self.waiting: list[Sample] = []
-        self.running: list[Sample] = []
+        self.prefixes: dict[int, SharedPrompt] = {}
+        self.num_requests = 0
+        """Number of requests so far: the number of the next one."""
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
         self.pool = BlockPool(blocks)
         self.block, self.rows, self.budget = block, rows, budget
         self.preempted = 0
-        self.add(prefixes, samples)
+        self.add(prefixes, sequences)
 
-    def add(self, prefixes: Sequence[Prefix], samples: Sequence[Sample]) -> None:
-        """Further requests, numbered on, which come behind all others."""
-        self.prefixes |= enumerate(prefixes, start=self.asked)
-        self.asked += len(prefixes)
-        self.waiting += sorted(samples, key=lambda sample: sample.order)
-        for sample in samples:
-            self.prefixes[sample.request].waiting += 1
+    def add(self, prefixes: Sequence[SharedPrompt], sequences: Sequence[SequenceState]) -> None:
+        """Adds requests behind all others, with the next numbers."""
+        self.prefixes |= enumerate(prefixes, start=self.num_requests)
+        self.num_requests += len(prefixes)
+        self.waiting += sorted(sequences, key=lambda sequence: sequence.order)
+        for sequence in sequences:
+            self.prefixes[sequence.request].waiting += 1
 
     @staticmethod
     def least_blocks(limit: int, block: int) -> int:
-        """Blocks without which a sample of `limit` tokens could not be finished: its own, and its prefix's last."""
+        """The minimum number of blocks for a sequence of `limit` tokens, with the last block of its prefix."""
         return -(-limit // block) + 1
 
     @property
     def unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def left(self) -> list[Sample]:
-        """Who is not finished, in their order."""
-        return sorted([*self.running, *self.waiting], key=lambda sample: sample.order)
+    def left(self) -> list[SequenceState]:
+        """The unfinished sequences in order."""
+        return sorted([*self.running, *self.waiting], key=lambda sequence: sequence.order)
 
     def next(self, tokens: int) -> Work:
-        """The next round, in which a sample may produce up to `tokens` tokens."""
+        """The next round, in which a sequence can produce up to `tokens` tokens."""
         work = Work(self.budget)
-        # Oldest first: whoever must make room is behind, so nobody who has work loses its place any more.
-        for sample in list(self.running):
-            if sample.blocks and not sample.ready:
-                work.compute(sample, len(sample.tokens) - 1)
-            elif sample.blocks and self._extend(sample, self._reach(sample, tokens)):
-                work.decode.append(sample)
+        # Oldest first: preemption hits later sequences only, so no scheduled sequence loses its blocks.
+        for sequence in list(self.running):
+            if sequence.blocks and not sequence.ready:
+                work.compute(sequence, len(sequence.tokens) - 1)
+            elif sequence.blocks and self._extend(sequence, self._stop_after(sequence, tokens)):
+                work.decode.append(sequence)
         self._admit(work, tokens)
         if tokens > 1 and work.prefill:
             self._look_ahead(work)
-            # Nobody loses anything by waiting: what a sample was given for this round serves it in the next one.
+            # Decoding waits without loss: the blocks of this round serve the next one.
             work.decode.clear()
-        assert work.prefill or work.decode, "the cache holds one whole sample, so somebody can always go on"
+        assert work.prefill or work.decode, "the cache holds at least one full sequence, so one can always run"
         return work
 
-    def go_on(self, tokens: int) -> Work:
-        """A round behind one of `tokens` that is under way: those who run on, and newcomers on the rows that are known
-        to be free after it. Empty where a look at the round may change who runs: a prompt must be computed before
-        somebody can come, or blocks may run out.
-        """
+    def schedule_ahead(self, tokens: int) -> Work:
+        """The round after the current one, before its tokens are known: sequences that continue, and new ones on rows
+        that will be free. Empty if the result of the current round may change the schedule: a prompt needs prefill, or
+        blocks may run out."""
         work = Work(0)
-        if tokens == 1 or not all(sample.ready for sample in self.running):
+        if tokens == 1 or not all(sequence.ready for sequence in self.running):
             return work
-        staying = [sample for sample in self.running if len(sample.tokens) + tokens < sample.limit]
-        stops = [self._reach(sample, 2 * tokens) for sample in staying]
-        missing = (-(-stop // self.block) - len(sample.blocks) for sample, stop in zip(staying, stops, strict=True))
+        continuing = [sequence for sequence in self.running if len(sequence.tokens) + tokens < sequence.limit]
+        stops = [self._stop_after(sequence, 2 * tokens) for sequence in continuing]
+        missing = (
+            -(-stop // self.block) - len(sequence.blocks) for sequence, stop in zip(continuing, stops, strict=True)
+        )
         if sum(max(0, blocks) for blocks in missing) > self.pool.free:
             return work
-        newcomers = self.waiting[: self.rows - len(staying)]
-        # Who lost its place comes back with tokens of its own to compute.
-        if not all(self.prefixes[one.request].ready and len(one.tokens) == one.prompt for one in newcomers):
+        added = self.waiting[: self.rows - len(continuing)]
+        # A preempted sequence must be prefilled again.
+        if not all(self.prefixes[one.request].ready and len(one.tokens) == one.prompt for one in added):
             return work
-        for sample, stop in zip(staying, stops, strict=True):
-            self._grow(sample, stop)
-        work.decode = staying
-        for sample in newcomers:
-            if not self._start(sample, self.prefixes[sample.request], work, tokens):
+        for sequence, stop in zip(continuing, stops, strict=True):
+            self._grow(sequence, stop)
+        work.decode = continuing
+        for sequence in added:
+            if not self._start(sequence, self.prefixes[sequence.request], work, tokens):
                 break
         return work
 
-    def finish(self, sample: Sample) -> None:
-        """The sample is done: its blocks are free, and those of a prompt with its last sample."""
-        self.running.remove(sample)
-        self._release(sample)
-        self.prefixes[sample.request].running -= 1
-        self._forget(sample.request)
+    def finish(self, sequence: SequenceState) -> None:
+        """Frees the blocks of a finished sequence, and those of the prompt after its last sequence."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.prefixes[sequence.request].running -= 1
+        self._drop_if_done(sequence.request)
 
-    def cancel(self, sample: Sample) -> None:
-        """Nobody wants the sample any more, whether it runs or waits: what it holds is free at once."""
-        if sample in self.running:
-            self.finish(sample)
+    def cancel(self, sequence: SequenceState) -> None:
+        """Removes a running or waiting sequence and frees its blocks."""
+        if sequence in self.running:
+            self.finish(sequence)
             return
-        self.waiting.remove(sample)
-        self.prefixes[sample.request].waiting -= 1
-        self._forget(sample.request)
+        self.waiting.remove(sequence)
+        self.prefixes[sequence.request].waiting -= 1
+        self._drop_if_done(sequence.request)
 
-    def _forget(self, request: int) -> None:
-        """A request whose last sample is gone leaves nothing behind, however many there will ever be."""
+    def _drop_if_done(self, request: int) -> None:
+        """Drops a request after its last sequence."""
         prefix = self.prefixes[request]
         if not prefix.waiting and not prefix.running:
             self._release(self.prefixes.pop(request))
 
-    # -- the way in
+    # -- admission
 
     def _admit(self, work: Work, tokens: int) -> None:
-        """Start samples whose prefix is there, in their order, and compute the prefixes of the others."""
+        """Starts sequences whose prefix is ready, in order, and schedules the prefill of other prefixes."""
         prefilled: set[int] = set()
-        for sample in self.waiting[: max(0, self.rows - len(self.running))]:
-            prefix = self.prefixes[sample.request]
+        for sequence in self.waiting[: max(0, self.rows - len(self.running))]:
+            prefix = self.prefixes[sequence.request]
             if prefix.ready:
-                if not self._start(sample, prefix, work, tokens):
+                if not self._start(sequence, prefix, work, tokens):
                     return
-            elif work.budget and sample.request not in prefilled:
+            elif work.budget and sequence.request not in prefilled:
                 if prefilled and len(prefix.tokens) - prefix.cached > work.budget:
-                    # It opens the next round: a chunk that continues a sequence costs more than one that begins it.
+                    # Start it in the next round: a chunk that continues a sequence costs more than one that starts it.
                     work.budget = 0
-                elif self._house(prefix, sample.request):
+                elif self._allocate(prefix, sequence.request):
                     work.compute(prefix, len(prefix.tokens))
-                    prefilled.add(sample.request)
+                    prefilled.add(sequence.request)
                 else:
                     return
 
     def _look_ahead(self, work: Work) -> None:
-        """Compute prefixes that no row is free for yet along with the others: one long pass costs less than two short
-        ones. On blocks only that nobody who runs can come to need."""
-        needed = sum(-(-(sample.limit - 1) // self.block) - len(sample.blocks) for sample in self.running)
-        for request in dict.fromkeys(sample.request for sample in self.waiting):
+        """Also prefills prefixes that have no free row yet: one long pass costs less than two short ones. Uses only
+        blocks that running sequences cannot need."""
+        needed = sum(-(-(sequence.limit - 1) // self.block) - len(sequence.blocks) for sequence in self.running)
+        for request in dict.fromkeys(sequence.request for sequence in self.waiting):
             prefix = self.prefixes[request]
             if prefix.ready or prefix.blocks:
                 continue
@@ -248,69 +252,69 @@ class Scheduler:
             self._grow(prefix, len(prefix.tokens))
             work.compute(prefix, len(prefix.tokens))
 
-    def _start(self, sample: Sample, prefix: Prefix, work: Work, tokens: int) -> bool:
-        """Let the sample run on the blocks of its prefix; False when there is no room."""
-        stop = self._reach(sample, tokens)
-        filled, rest = divmod(prefix.cached, self.block)
-        if not self._room_for(-(-stop // self.block) - filled, sample.request):
+    def _start(self, sequence: SequenceState, prefix: SharedPrompt, work: Work, tokens: int) -> bool:
+        """Starts the sequence on the blocks of its prefix; False if there is no room."""
+        stop = self._stop_after(sequence, tokens)
+        filled, partial = divmod(prefix.cached, self.block)
+        if not self._has_room(-(-stop // self.block) - filled, sequence.request):
             return False
-        self.waiting.remove(sample)
-        insort(self.running, sample, key=lambda s: s.order)
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=lambda s: s.order)
         prefix.waiting -= 1
         prefix.running += 1
-        sample.blocks, sample.cached = prefix.blocks[:filled], prefix.cached
-        self.pool.share(sample.blocks)
-        self._grow(sample, stop)
-        if rest:
-            # The prefix's last block is filled in part; each sample goes on in a copy of its own.
-            work.copies.append((prefix.blocks[filled], sample.blocks[filled]))
-        if sample.ready:
-            work.decode.append(sample)
+        sequence.blocks, sequence.cached = prefix.blocks[:filled], prefix.cached
+        self.pool.share(sequence.blocks)
+        self._grow(sequence, stop)
+        if partial:
+            # The last block of the prefix is partly filled; each sequence continues in a copy.
+            work.copies.append((prefix.blocks[filled], sequence.blocks[filled]))
+        if sequence.ready:
+            work.decode.append(sequence)
         else:
-            work.compute(sample, len(sample.tokens) - 1)
+            work.compute(sequence, len(sequence.tokens) - 1)
         return True
 
-    def _house(self, prefix: Prefix, request: int) -> bool:
-        """Blocks for the whole prefix; False when there is no room."""
-        if not self._room_for(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), request):
+    def _allocate(self, prefix: SharedPrompt, request: int) -> bool:
+        """Allocates the blocks of the prefix; False if there is no room."""
+        if not self._has_room(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), request):
             return False
         self._grow(prefix, len(prefix.tokens))
         return True
 
-    def _room_for(self, blocks: int, request: int) -> bool:
-        """Whether a newcomer may take so many: one block is left to each who runs, so that it does not push them out.
+    def _has_room(self, blocks: int, request: int) -> bool:
+        """Whether a new sequence can take so many blocks and leave one per running sequence, to avoid preemption.
 
-        When nobody runs, prefixes of later requests give way.
+        If no sequence runs, prefixes of later requests are evicted.
         """
-        while not self.running and self.pool.free < blocks and self._give_up_a_prefix(request):
+        while not self.running and self.pool.free < blocks and self._evict_prefix(request):
             pass
         return self.pool.free >= blocks + len(self.running)
 
     # -- room in the cache
 
-    def _reach(self, sample: Sample, tokens: int) -> int:
-        """Tokens that are cached after a round of `tokens` passes; the last one produced is not fed any more."""
-        return min(len(sample.tokens) + tokens - 1, sample.limit - 1)
+    def _stop_after(self, sequence: SequenceState, tokens: int) -> int:
+        """The number of cached tokens after a round of `tokens` passes; the last token is not an input yet."""
+        return min(len(sequence.tokens) + tokens - 1, sequence.limit - 1)
 
-    def _grow(self, part: Stretch, stop: int) -> None:
+    def _grow(self, part: CachedSpan, stop: int) -> None:
         while len(part.blocks) * self.block < stop:
             part.blocks.append(self.pool.take())
 
-    def _extend(self, sample: Sample, stop: int) -> bool:
-        """Blocks for the first `stop` tokens of a running sample; False when it lost its place over it."""
-        missing = -(-stop // self.block) - len(sample.blocks)
+    def _extend(self, sequence: SequenceState, stop: int) -> bool:
+        """Allocates blocks for the first `stop` tokens of a running sequence; False if it was preempted."""
+        missing = -(-stop // self.block) - len(sequence.blocks)
         while self.pool.free < missing:
-            if self._give_up_a_prefix(sample.request):
+            if self._evict_prefix(sequence.request):
                 continue
             youngest = self.running[-1]
             self._preempt(youngest)
-            if youngest is sample:
+            if youngest is sequence:
                 return False
-        self._grow(sample, stop)
+        self._grow(sequence, stop)
         return True
 
-    def _give_up_a_prefix(self, request: int) -> bool:
-        """Free the youngest prefix that nobody runs on, of those that came after `request`."""
+    def _evict_prefix(self, request: int) -> bool:
+        """Evicts the youngest unused prefix after `request`."""
         for number, prefix in reversed(self.prefixes.items()):
             if number <= request:
                 break
@@ -319,15 +323,15 @@ class Scheduler:
                 return True
         return False
 
-    def _preempt(self, sample: Sample) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self.preempted += 1
-        self.running.remove(sample)
-        self._release(sample)
-        insort(self.waiting, sample, key=lambda s: s.order)
-        prefix = self.prefixes[sample.request]
+        self.running.remove(sequence)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.order)
+        prefix = self.prefixes[sequence.request]
         prefix.running -= 1
         prefix.waiting += 1
 
-    def _release(self, part: Stretch) -> None:
+    def _release(self, part: CachedSpan) -> None:
         self.pool.drop(part.blocks)
         part.blocks, part.cached = [], 0

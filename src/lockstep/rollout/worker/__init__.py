@@ -1,1 +1,1 @@
-"""A process that generates with weights of its own while the run trains. For `rollout` and all that may import that."""
+"""A worker process that generates with a copy of the weights while the run trains. For `rollout` and its importers."""

@@ -1,4 +1,4 @@
-"""Where the rollout worker begins. What it needs is imported in the worker itself, not in the supervisor above it."""
+"""Entry point of the rollout worker. The imports happen in the worker, not in its supervisor."""
 
 from __future__ import annotations
 

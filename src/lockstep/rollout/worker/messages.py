@@ -1,4 +1,4 @@
-"""What the run and its rollout worker say to each other, in this order: `Opening`, then weights and requests."""
+"""Messages between the run and its rollout worker: first `Opening`, then weights and requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.types import Completion, Request, Sampling
 
 @dataclass(frozen=True)
 class Meeting:
-    """The port of the store, the collective by name, and the seconds that one side waits for the other."""
+    """Rendezvous of the weight group: store port, backend and time limit."""
 
     port: int
     collective: str
@@ -21,20 +21,20 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Opening:
-    """`end_tokens` as in `Generator`; `device` is the number of the worker's; `threads` so that both processes add up
-    in the same order."""
+    """The first message. `end_tokens` as in `Generator`; `device` is the worker's device index; both processes use the
+    same number of `threads`, so that sums have the same order."""
 
     recipe: Recipe
     end_tokens: Sequence[int]
     weights: Sequence[Place] | Meeting
-    """How they come: where they lie in the memory that was handed over, or where the group meets that sends them."""
+    """The weight transport: locations in shared memory, or the rendezvous of a group."""
     device: int
     threads: int
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Requests by their number. Those that the run waits for come `first`, the others in the order they were asked."""
+    """Requests by number. Those with `first` are processed before the others."""
 
     requests: dict[int, Request]
     sampling: Sampling
@@ -43,8 +43,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class HandOver:
-    """The weights of `version` are in the memory, or come now through the group. The requests of `ask` are not begun
-    with any before."""
+    """Weights of `version` are in the shared memory or follow through the group. The requests of `ask` use these
+    weights or later ones."""
 
     version: int
     ask: Ask | None
@@ -52,7 +52,7 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Probed:
-    """The worker's log-probs of the probe, with the weights that it took for those of `version`."""
+    """The worker's log-probs of the weight check for `version`."""
 
     version: int
     logprobs: list[float]
@@ -68,19 +68,19 @@ class Answered:
 
 @dataclass(frozen=True)
 class Idle:
-    """Everything that was asked is answered."""
+    """All requests are finished."""
 
 
 @dataclass(frozen=True)
 class Working:
-    """A word now and then while no response is finished."""
+    """A heartbeat while no response is finished."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Why the worker ends."""
+    """The reason why the worker ends."""
 
     why: str
     remedy: str = field(default="")
     refused: bool = True
-    """What it was given cannot be worked with; False where something of its own went wrong, which may not again."""
+    """True: the settings are invalid. False: an internal error that may not occur again."""

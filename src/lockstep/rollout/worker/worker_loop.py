@@ -1,8 +1,8 @@
-"""The rollout worker's own side: takes weights and requests as they come, and generates in between.
+"""The loop of the rollout worker process: receives weights and requests, and generates.
 
-Whatever comes pauses the engine after a round. Responses that are under way go on afterwards, under the new weights
-where there are some: prompt and tokens so far are prefilled again, and the noise of a token depends on its place alone.
-An engine that cannot pause (`hf`) finishes them under the old ones.
+A message pauses the engine after the current round. Unfinished responses then continue with the new weights: prompt and
+tokens are prefilled again, and the noise of a token depends on its position only. An engine that cannot pause (`hf`)
+finishes them with the old weights.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Id
 from lockstep.rollout.worker.worker_weights import Place, WeightGroup, WeightMemory, probe
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 
-# Between two words to the run while no response is finished.
-WORD_SECONDS = 5.0
+# Interval of heartbeats while no response is finished.
+HEARTBEAT_SECONDS = 5.0
 
 
 def work(connection: int) -> None:
-    """Until the run closes the connection."""
-    line, memory = _received(connection)
+    """Runs the worker until the run closes the connection."""
+    pipe, memory = _accept(connection)
     try:
-        _Worker(line, line.recv(), memory).run()
+        _Worker(pipe, pipe.recv(), memory).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the run is over
     except Refusal as refusal:
         first = refusal.problems[0]
-        line.send(Failed(f"{first.where}: {first.why}", first.remedy))
+        pipe.send(Failed(f"{first.where}: {first.why}", first.remedy))
         raise
     except Exception as error:
-        line.send(Failed(f"{type(error).__name__}: {error}", refused=False))
+        pipe.send(Failed(f"{type(error).__name__}: {error}", refused=False))
         raise
 
 
-def _received(connection: int) -> tuple[Connection, list[int]]:
-    """The connection, and the descriptor of the memory, if there is one, which comes first on it."""
-    with socket.socket(fileno=connection) as line:
-        _, memory, _, _ = socket.recv_fds(line, 1, 1)
-        return Connection(line.detach()), memory
+def _accept(connection: int) -> tuple[Connection, list[int]]:
+    """The connection, and the descriptor of the shared memory, if any."""
+    with socket.socket(fileno=connection) as sock:
+        _, memory, _, _ = socket.recv_fds(sock, 1, 1)
+        return Connection(sock.detach()), memory
 
 
-def _channel(told: Sequence[Place] | Meeting, memory: list[int]) -> WeightMemory | WeightGroup:
-    if isinstance(told, Meeting):
-        return WeightGroup.met(told.collective, told.port, told.seconds)
-    return WeightMemory(memory[0], told)
+def _channel(transport: Sequence[Place] | Meeting, memory: list[int]) -> WeightMemory | WeightGroup:
+    if isinstance(transport, Meeting):
+        return WeightGroup.met(transport.collective, transport.port, transport.seconds)
+    return WeightMemory(memory[0], transport)
 
 
 @dataclass
 class _Unfinished:
-    """A request, the samples of it that are left, and which weights drew their tokens so far."""
+    """A request with its unfinished samples and the weight versions of their tokens."""
 
     number: int
     request: Request
@@ -80,8 +80,8 @@ class _Unfinished:
 
 
 class _Worker:
-    def __init__(self, line: Connection, opening: Opening, memory: list[int]):
-        recipe, self.line = opening.recipe, line
+    def __init__(self, pipe: Connection, opening: Opening, memory: list[int]):
+        recipe, self.pipe = opening.recipe, pipe
         torch.set_num_threads(opening.threads)
         import_plugins(resolved(recipe))
         device = select(recipe.device)
@@ -101,33 +101,33 @@ class _Worker:
         self.channel = _channel(opening.weights, memory)
         self.version = -1
         self.jobs: list[_Unfinished] = []
-        self._spoke = time.monotonic()
+        self._last_sent = time.monotonic()
 
     def run(self) -> None:
         while True:
-            while not self.jobs or self.line.poll():
-                self._hear(self.line.recv())
-            self._generate(self._together())
+            while not self.jobs or self.pipe.poll():
+                self._handle(self.pipe.recv())
+            self._generate(self._same_sampling())
             if not self.jobs:
-                self._say(Idle())
+                self._send(Idle())
 
-    def _hear(self, said: Any) -> None:
-        if isinstance(said, HandOver):
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, HandOver):
             self.channel.read_into(self.policy.trainable())
-            self.version = said.version
-            self._say(Probed(said.version, probe(self.policy, self.device).tolist()))
-            if said.ask is not None:
-                self._take(said.ask)
+            self.version = message.version
+            self._send(Probed(message.version, probe(self.policy, self.device).tolist()))
+            if message.ask is not None:
+                self._take(message.ask)
         else:
-            self._take(said)
+            self._take(message)
 
     def _take(self, ask: Ask) -> None:
         jobs = [_Unfinished.of(number, request, ask) for number, request in ask.requests.items()]
-        # A stable sort: who came first is served first, among those that are waited for and among the others.
+        # A stable sort: first come, first served, with the `first` requests before the others.
         self.jobs = sorted([*self.jobs, *jobs], key=lambda job: not job.first)
 
-    def _together(self) -> list[_Unfinished]:
-        """Those that are sampled like the first one."""
+    def _same_sampling(self) -> list[_Unfinished]:
+        """The jobs with the same sampling as the first one."""
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
     def _generate(self, jobs: list[_Unfinished]) -> None:
@@ -139,18 +139,18 @@ class _Worker:
             if completion.stop == PAUSED:
                 job.begun[sample] = Begun(completion.ids, completion.logprobs)
             else:
-                self._say(Answered(job.number, _versioned(completion, versions)))
+                self._send(Answered(job.number, _versioned(completion, versions)))
                 del job.begun[sample]
         self.jobs = [job for job in self.jobs if job.begun]
 
     def _paused(self) -> bool:
-        if time.monotonic() - self._spoke > WORD_SECONDS:
-            self._say(Working())
-        return self.line.poll()
+        if time.monotonic() - self._last_sent > HEARTBEAT_SECONDS:
+            self._send(Working())
+        return self.pipe.poll()
 
-    def _say(self, said: Any) -> None:
-        self._spoke = time.monotonic()
-        self.line.send(said)
+    def _send(self, message: Any) -> None:
+        self._last_sent = time.monotonic()
+        self.pipe.send(message)
 
 
 def _versioned(completion: Completion, versions: list[int]) -> Completion:

@@ -1,4 +1,4 @@
-"""Weights on their way to the rollout worker: shared memory or broadcast, and the check that they arrived."""
+"""Weight sync to the rollout worker: shared memory or broadcast, and the weight check."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.errors import Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.policy import Policy, Scoring, evaluating
-from lockstep.rollout.server.plugin.lockstep_group import RUN, joined, left
+from lockstep.rollout.servers.plugin.lockstep_group import RUN, joined, left
 from lockstep.types import Example, Origin
-
-# Trained weights by broadcast: the run and its rollout worker are the two ranks of a group over their devices.
 
 HERE = "127.0.0.1"
 WORKER = 1
@@ -28,11 +26,12 @@ _LOOK_SECONDS = 0.5
 
 
 class BroadcastFailed(RuntimeError):
-    """The other side is gone or does not answer."""
+    """The other side has ended or does not respond."""
 
 
 class WeightGroup:
-    """One side of it. The other is waited for at the first hand-over, for `seconds` at most, then and later."""
+    """Broadcast transport: a group of two ranks, run and worker. It is created at the first sync; `seconds` is the
+    limit of every wait."""
 
     def __init__(self, rank: int, backend: str, store: dist.TCPStore, seconds: float):
         self.rank, self.backend, self.store = rank, backend, store
@@ -43,7 +42,7 @@ class WeightGroup:
 
     @classmethod
     def opened(cls, backend: str, seconds: float) -> WeightGroup:
-        """The run's side, which holds the store where the two meet."""
+        """The run's side, with the store."""
         return cls(RUN, backend, dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False), seconds)
 
     @classmethod
@@ -55,9 +54,9 @@ class WeightGroup:
     def port(self) -> int:
         return int(self.store.port)
 
-    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
-        """Tell the worker that weights come, and send them."""
-        tell()
+    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], notify: Callable[[], None]) -> None:
+        """Notifies the worker and broadcasts the weights."""
+        notify()
         if self._joined is None:
             self._meet()
         for _, parameter in parameters:
@@ -79,13 +78,13 @@ class WeightGroup:
         return tensor
 
     def _meet(self) -> None:
-        """Join the group, on a thread: the store where the two meet waits for a worker that has ended too."""
+        """Joins the group on a thread, because the store also waits for a worker that has ended."""
         failed: list[BaseException] = []
 
         def join() -> None:
             try:
                 self._group()
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
                 failed.append(error)
 
         thread = threading.Thread(target=join, daemon=True, name="weights")
@@ -99,7 +98,7 @@ class WeightGroup:
 
     def _group(self) -> dist.ProcessGroup:
         if self._joined is None:
-            # A process may train twice, each time with a worker of its own: the port tells the groups apart.
+            # A process may train twice with different workers: the port makes the name unique.
             name = f"lockstep/weights/{self.port}"
             self._joined = joined(self.backend, self.store, name, self.rank, 2, self._seconds)
         return self._joined
@@ -110,15 +109,13 @@ class WeightGroup:
         self._joined = None
 
 
-# Trained weights in memory that the run and its rollout worker share. It has no name: it ends with both of them.
-
-# Where a tensor begins: a multiple of what any dtype needs.
+# Alignment of tensors in shared memory, for every dtype.
 ALIGNED = 64
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in the memory."""
+    """The location of a parameter in shared memory."""
 
     name: str
     start: int
@@ -127,17 +124,17 @@ class Place:
 
 
 def places_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
-    """The parameters, one behind another."""
+    """Consecutive locations of the parameters."""
     places, start = [], 0
     for name, parameter in parameters:
         places.append(Place(name, start, tuple(parameter.shape), parameter.dtype))
-        size = math.prod(parameter.shape) * parameter.dtype.itemsize  # all of it, also where this rank has a slice
+        size = math.prod(parameter.shape) * parameter.dtype.itemsize  # the full size, also of a sharded parameter
         start += -(-size // ALIGNED) * ALIGNED
     return places
 
 
 class WeightMemory:
-    """The memory of one process; `file` is its descriptor, which this object closes."""
+    """Shared-memory transport; `file` is the descriptor, which this object closes."""
 
     def __init__(self, file: int, places: Sequence[Place]):
         self.file, self.places = file, places
@@ -151,16 +148,16 @@ class WeightMemory:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightMemory:
-        """New memory with room for the parameters."""
+        """Allocates shared memory for the parameters."""
         places = places_of(parameters)
         file = _nameless()
         os.ftruncate(file, _size(places))
         return cls(file, places)
 
-    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], tell: Callable[[], None]) -> None:
-        """Put weights into the memory, and tell the worker that they are there."""
+    def give(self, parameters: Iterable[tuple[str, torch.Tensor]], notify: Callable[[], None]) -> None:
+        """Writes the weights and notifies the worker."""
         self.write(parameters)
-        tell()
+        notify()
 
     @torch.no_grad()
     def write(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -173,7 +170,7 @@ class WeightMemory:
             parameter.copy_(self.weights[name])
 
     def close(self) -> None:
-        """The kernel frees the memory when no process has it mapped any more."""
+        """Closes the descriptor; the kernel frees the memory after the last process."""
         self.weights.clear()
         os.close(self.file)
 
@@ -184,23 +181,22 @@ def _size(places: Sequence[Place]) -> int:
 
 
 def _nameless() -> int:
-    """A file of memory without a name, so that nothing is left of it however the processes end."""
+    """An anonymous memory file: nothing remains after the processes end."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("lockstep-weights")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-# Has the worker the weights that it claims? Both sides score the same few tokens after each hand-over.
-
+# Weight check: both sides score the same tokens after each sync.
 ROWS, LENGTH = 3, 16
-# Both sides run the same kernels on the same shapes.
+# Small, because both sides run the same kernels on the same shapes.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
 @torch.no_grad()
 def probe(policy: Policy, device: torch.device) -> torch.Tensor:
-    """Log-probs of fixed token ids, which go through every layer."""
+    """Log-probs of fixed token ids."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     length = min(LENGTH, fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LENGTH)
     rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(length)] for row in range(ROWS)]
@@ -216,8 +212,8 @@ def probe(policy: Policy, device: torch.device) -> torch.Tensor:
 def refuse_other_weights(
     version: int, worker_K: torch.Tensor, trainer_K: torch.Tensor, before_K: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
-    """`before_K` is what the trainer said at the hand-over before: an update may move log-probs by less than the bound,
-    so the worker must also not be nearer to that than to what the trainer says now."""
+    """Raises if the worker's log-probs differ from the trainer's. `before_K` are the trainer's at the previous sync: an
+    update may change log-probs by less than the bound, so the worker must be closer to the current ones."""
     off_K = (worker_K - trainer_K).abs()
     bound = TOLERANCE[dtype]
     if not bool((off_K <= bound).all()):
@@ -232,7 +228,6 @@ def refuse_other_weights(
         return
     raise Refusal.at(
         "rollout.max_staleness",
-        f"the rollout worker does not have the weights after {version} updates that it was handed: its answer to the "
-        f"probe {why}",
-        "the last checkpoint is untouched; without the key generation and training share one model",
+        f"the rollout worker does not have the weights after {version} updates: its result of the weight check {why}",
+        "the last checkpoint is untouched; without the key, generation and training share one model",
     )

@@ -1,6 +1,6 @@
-"""Weights by broadcast, both ends of it: a run and all workers of one server are the ranks of a group of their own.
+"""Weights by broadcast, both sides: the run and all workers of one server form a separate process group.
 
-A run imports it from lockstep, a server from this folder, where lockstep need not be: it imports torch alone.
+The run imports this file from lockstep, the server from this folder without lockstep: it imports torch only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
 RUN = 0
-"""The rank of whoever has the weights."""
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The rank of the run, which sends the weights."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def joined(backend: str, store: dist.Store, name: Any, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
-    """A group beside the default one, which a run in one process does not have and of which a server's workers have
-    their own. The others are waited for, for `seconds` at most."""
-    with _undivided():
+    """Creates a group independent of the default group: a single-process run has none, and the workers have another.
+    Waits up to `seconds` for the other ranks."""
+    with _no_split():
         group, _ = _new_process_group_helper(
             size,
             rank,
@@ -33,7 +33,7 @@ def joined(backend: str, store: dist.Store, name: Any, rank: int, size: int, sec
             timeout=timedelta(seconds=seconds),
         )
     assert isinstance(group, dist.ProcessGroup)
-    # Without which it could not be destroyed.
+    # Required by `destroy_process_group`.
     _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
 
@@ -41,28 +41,27 @@ def joined(backend: str, store: dist.Store, name: Any, rank: int, size: int, sec
 def met(
     address: str, port: int, name: str, backend: str, rank: int, size: int, seconds: float
 ) -> tuple[dist.ProcessGroup, dist.Store]:
-    """The group as a worker joins it; the store must live as long."""
+    """Joins the group as a worker. The store must live as long as the group."""
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
     return joined(backend, store, name, rank, size, seconds), store
 
 
 def left(group: dist.ProcessGroup) -> None:
-    """Destroy this end, without a wait for the others: they may be gone, with something of ours half way."""
-    with suppress(RuntimeError):  # a backend that cannot
+    """Destroys this side without waiting for the others, which may be dead in the middle of a collective."""
+    with suppress(RuntimeError):  # not supported by the backend
         group.abort()
     dist.destroy_process_group(group)
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits as whole numbers, modulo 2^64: one number that tells most changes."""
-    return tensor.detach().contiguous().view(_WHOLE[tensor.element_size()]).sum(dtype=torch.int64)
+    """A checksum: the sum of the tensor's bits read as integers, modulo 2^64."""
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 class Arriving(Iterator[tuple[str, torch.Tensor]]):
-    """Tensors in the order in which they were announced, one at a time; each is held against its announced sum.
+    """Receives the announced tensors one by one and compares each with its checksum.
 
-    All of them are taken from the group whatever becomes of them (`take_rest`): whoever stops half way leaves the other
-    ranks waiting for it.
+    All of them must be received even after an error (`take_rest`): otherwise the other ranks hang.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class Arriving(Iterator[tuple[str, torch.Tensor]]):
         device: torch.device,
     ):
         if not len(names) == len(shapes) == len(sums) == len(set(names)):
-            raise ValueError("what was announced is no list of different names, each with its shape and its sum")
+            raise ValueError("the announcement needs distinct names, each with a shape and a checksum")
         self._group, self._dtype, self._device = group, getattr(torch, dtype), device
         self._left = iter(list(zip(names, shapes, sums, strict=True)))
         self.spoiled: list[str] = []
-        """Names of tensors that did not come as they were sent."""
+        """Names of tensors with a wrong checksum."""
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         name, shape, announced = next(self._left)
@@ -90,14 +89,13 @@ class Arriving(Iterator[tuple[str, torch.Tensor]]):
         return name, tensor
 
     def take_rest(self) -> list[str]:
-        """The names of what nobody has asked for."""
+        """Receives the remaining tensors; returns their names."""
         return [name for name, _ in self]
 
 
 @contextmanager
-def _undivided() -> Iterator[None]:
-    """Where the default group is bound to a device, torch would make a new group by dividing it, and the run, which is
-    not in it, would never be reached."""
+def _no_split() -> Iterator[None]:
+    """Prevents torch from splitting a default group that is bound to a device: the run is not in that group."""
     default = dist.group.WORLD if dist.is_initialized() else None
     if default is None or default.bound_device_id is None:
         yield

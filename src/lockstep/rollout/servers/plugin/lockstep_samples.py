@@ -1,14 +1,14 @@
-"""What lockstep adds to vLLM's HTTP server (`--middleware lockstep_samples.SampleRoute`): one request for many samples,
-and a key that every route but /health asks for.
+"""HTTP middleware for vLLM (`--middleware lockstep_samples.SampleRoute`): a route for many samples per request, and an
+API key for every route except /health.
 
-vLLM's own routes take a request for each prompt, make objects for each token's log-prob, and tell of a request after
-each of its tokens: with a small model that takes longer than the device does. Here each sample is told of once, when it
-is finished, on a line of its own.
+vLLM's routes take one request per prompt, create objects for every log-prob and produce output after every token. With
+a small model that takes longer than decoding. This route returns one line per sample when the sample is finished.
 
-vLLM's own key guards the routes of OpenAI's API alone. Those that a run needs (`/collective_rpc` and the others of
-VLLM_SERVER_DEV_MODE) load weights and open files for whoever reaches the port.
+vLLM's API key protects the OpenAI routes only. The routes that a run needs (`/collective_rpc` and others of
+VLLM_SERVER_DEV_MODE) load weights and open files for every client.
 
-Runs in the server's Python, which need not have lockstep: it imports the file beside it, and vLLM when it is asked.
+It runs in the server's Python, which may not have lockstep installed: it imports the file of this folder, and vLLM on
+the first request.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 class SampleRoute:
     """ASGI middleware. POST takes `{"prompts": [[id, ...], ...], "samples": [{model, token_ids, sampling_params}]}`,
-    with the number of a prompt as `token_ids`. It answers a line of JSON for each sample, in the order in which they
-    finish: `{number, answer}`, or `{number, status, error}`. GET says that the route is there.
+    where `token_ids` is the index of a prompt. The response has one line of JSON per sample, in the order in which they
+    finish: `{number, answer}` or `{number, status, error}`. GET shows that the route exists.
 
-    Every request but GET /health must bring the key of the server's environment."""
+    Every request except GET /health needs the key of the server's environment."""
 
     def __init__(self, app: Any):
         self._app = app
         self._key = os.environ.get(KEY_VARIABLE, "")
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and not self._may_ask(scope):
+        if scope["type"] in ("http", "websocket") and not self._is_authorized(scope):
             await self._refuse(scope, send)
         elif scope["type"] != "http" or scope["path"] != PATH:
             await self._app(scope, receive, send)
@@ -55,15 +55,15 @@ class SampleRoute:
         else:
             await _samples(scope["app"].state, receive, send)
 
-    def _may_ask(self, scope: dict[str, Any]) -> bool:
+    def _is_authorized(self, scope: dict[str, Any]) -> bool:
         if scope["type"] == "http" and scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
             return True
-        own = [value for name, value in scope["headers"] if name.lower() == b"x-lockstep-key"]
-        if self._key and len(own) == 1 and hmac.compare_digest(own[0], self._key.encode()):
+        keys = [value for name, value in scope["headers"] if name.lower() == b"x-lockstep-key"]
+        if self._key and len(keys) == 1 and hmac.compare_digest(keys[0], self._key.encode()):
             return True
-        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        # Without a key nobody may: an empty one is none.
+        authorizations = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        scheme, _, key = (authorizations[0] if len(authorizations) == 1 else b"").partition(b" ")
+        # Without a key nothing is allowed.
         same = hmac.compare_digest(key.strip(), self._key.encode())
         return bool(self._key) and scheme.lower() == b"bearer" and same
 
@@ -76,19 +76,19 @@ class SampleRoute:
 
 async def _samples(state: Any, receive: Receive, send: Send) -> None:
     try:
-        said = json.loads(await _body(receive))
-        wanted = [{**sample, "token_ids": said["prompts"][sample["token_ids"]]} for sample in said["samples"]]
+        body = json.loads(await _body(receive))
+        wanted = [{**sample, "token_ids": body["prompts"][sample["token_ids"]]} for sample in body["samples"]]
     except (ValueError, LookupError, TypeError) as error:
-        await _answer(send, {"error": f"no list of samples: {error!r}"}, status=400)
+        await _answer(send, {"error": f"malformed request: {error!r}"}, status=400)
         return
-    # None: whoever asked has gone.
+    # None: the client has disconnected.
     finished: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-    asked = uuid.uuid4().hex
+    batch = uuid.uuid4().hex
     tasks = [
-        asyncio.create_task(_sample(state, f"{SAMPLE}{asked}-{number}", number, one, finished))
-        for number, one in enumerate(wanted)
+        asyncio.create_task(_sample(state, f"{SAMPLE}{batch}-{number}", number, item, finished))
+        for number, item in enumerate(wanted)
     ]
-    tasks.append(asyncio.create_task(_gone(receive, finished)))
+    tasks.append(asyncio.create_task(_wait_for_disconnect(receive, finished)))
     try:
         await _begin(send, 200, _LINES)
         left = len(wanted)
@@ -96,11 +96,11 @@ async def _samples(state: Any, receive: Receive, send: Send) -> None:
             ready = [await finished.get()]
             while not finished.empty():
                 ready.append(finished.get_nowait())
-            told = [one for one in ready if one is not None]
-            left -= len(told)
-            if len(told) < len(ready):
+            answers = [item for item in ready if item is not None]
+            left -= len(answers)
+            if len(answers) < len(ready):
                 return
-            await _piece(send, b"".join(json.dumps(one).encode() + b"\n" for one in told), more=left > 0)
+            await _piece(send, b"".join(json.dumps(item).encode() + b"\n" for item in answers), more=left > 0)
     finally:
         for task in tasks:
             task.cancel()
@@ -111,10 +111,13 @@ async def _sample(
     state: Any, name: str, number: int, wanted: dict[str, Any], finished: asyncio.Queue[dict[str, Any] | None]
 ) -> None:
     try:
-        said: dict[str, Any] = {"answer": await _generated(state, name, **wanted)}
-    except Exception as error:  # noqa: BLE001 - told to the run: it ends, or asks again
-        said = {"status": 400 if _is_of_the_request(error) else 500, "error": f"{type(error).__name__}: {error}"[:2000]}
-    finished.put_nowait({"number": number, **said})
+        outcome: dict[str, Any] = {"answer": await _generated(state, name, **wanted)}
+    except Exception as error:  # noqa: BLE001 - reported to the run, which ends or retries
+        outcome = {
+            "status": 400 if _is_client_error(error) else 500,
+            "error": f"{type(error).__name__}: {error}"[:2000],
+        }
+    finished.put_nowait({"number": number, **outcome})
 
 
 async def _generated(
@@ -123,38 +126,38 @@ async def _generated(
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    # Told of once; log-probs as plain lists; nobody else has these settings, so that they need not be copied.
+    # One final output, flat log-probs, and no copy of the parameters.
     kind = RequestOutputKind.FINAL_ONLY
-    how = SamplingParams(**sampling_params, output_kind=kind, flat_logprobs=True, skip_clone=True)
-    if how.stop:
-        # Texts are looked for where the tokens are told: they must come as they are drawn.
+    params = SamplingParams(**sampling_params, output_kind=kind, flat_logprobs=True, skip_clone=True)
+    if params.stop:
+        # The front end searches stop strings, so it needs each token: do not buffer.
         name = f"text-{name}"
     final = None
     adapter = _adapter(state.openai_serving_models, model)
-    async for told in state.engine_client.generate(tokens_input(token_ids), how, name, lora_request=adapter):
-        final = told
+    async for output in state.engine_client.generate(tokens_input(token_ids), params, name, lora_request=adapter):
+        final = output
     if final is None:
-        raise RuntimeError("the engine said nothing of a sample")
+        raise RuntimeError("the engine returned no output for a sample")
     (made,) = final.outputs
     return {
         "token_ids": list(made.token_ids),
         "logprobs": _logprobs(final),
         "finish_reason": made.finish_reason,
         "stop_reason": made.stop_reason,
-        # Of the prompt that the engine answered: the run holds it against the one that it asked.
+        # The run compares it with the digest of its prompt.
         "prompt": prompt_digest(final.prompt_token_ids),
-        # Versions that know of it tell which weights drew which tokens.
+        # Newer versions of vLLM report the weight version of each token.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
     }
 
 
 def prompt_digest(ids: list[int]) -> str:
-    """As `dialect.prompt_digest` of the run computes it."""
+    """The same digest as `prompt_digest` of `adapter.py`."""
     return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
-def _is_of_the_request(error: Exception) -> bool:
-    """Asking again would give the same. Newer versions have a class above all of these, older ones ValueErrors."""
+def _is_client_error(error: Exception) -> bool:
+    """Whether a retry would fail again. Newer versions have a common base class, older ones raise ValueError."""
     from vllm import exceptions
 
     names = ("VLLMClientError", "VLLMValidationError", "VLLMNotFoundError")
@@ -164,10 +167,10 @@ def _is_of_the_request(error: Exception) -> bool:
 
 def _logprobs(final: Any) -> list[float]:
     (made,) = final.outputs
-    said = (final.kv_transfer_params or {}).get(LOGPROBS)
-    if said is not None:
-        return list(memoryview(said).cast("d"))
-    # The sampled token stands first at each position.
+    packed = (final.kv_transfer_params or {}).get(LOGPROBS)
+    if packed is not None:
+        return list(memoryview(packed).cast("d"))
+    # The sampled token is the first at each position.
     flat = made.logprobs
     if [flat.token_ids[start] for start in flat.start_indices] != list(made.token_ids):
         raise RuntimeError("vLLM gave log-probs of other tokens than the sampled ones")
@@ -175,7 +178,7 @@ def _logprobs(final: Any) -> list[float]:
 
 
 def _adapter(models: Any, model: str) -> Any:
-    """None for the model itself."""
+    """The LoRA request; None for the base model."""
     return None if models.is_base_model(model) else models.lora_requests[model]
 
 
@@ -191,7 +194,7 @@ async def _body(receive: Receive) -> bytes:
             return b"".join(pieces)
 
 
-async def _gone(receive: Receive, finished: asyncio.Queue[dict[str, Any] | None]) -> None:
+async def _wait_for_disconnect(receive: Receive, finished: asyncio.Queue[dict[str, Any] | None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     finished.put_nowait(None)
@@ -206,6 +209,6 @@ async def _piece(send: Send, body: bytes, *, more: bool) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _answer(send: Send, said: dict[str, Any], status: int = 200) -> None:
+async def _answer(send: Send, body: dict[str, Any], status: int = 200) -> None:
     await _begin(send, status, "application/json")
-    await _piece(send, json.dumps(said).encode(), more=False)
+    await _piece(send, json.dumps(body).encode(), more=False)

@@ -23,8 +23,8 @@ from lockstep.errors import with_secrets
 from lockstep.http_client import HttpClient, HttpResponse, RequestFailed, ResponseTooLong, short
 from lockstep.masking import comparable, conceal
 from lockstep.parallel.rendezvous import say
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.request_batcher import MAX_BYTES, RequestBatcher
+from lockstep.rollout.servers.adapter import ServerFailed
+from lockstep.rollout.servers.request_batcher import MAX_BYTES, RequestBatcher
 
 T = TypeVar("T")
 # The API key of the servers. Servers that lockstep starts get a random one unless this is set. It is no recipe key,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.http_client import ResponseTooLong, short
-from lockstep.rollout.server.failed import ServerFailed
+from lockstep.rollout.servers.adapter import ServerFailed
 
 # Limit of one line: a response of 100,000 tokens with its log-probs has about 3 MB.
 MAX_BYTES = 256 * 2**20

@@ -1,4 +1,4 @@
-"""A server that lockstep starts: it ends with the run, however that ends, and its last lines are kept."""
+"""A server process that lockstep starts. It ends with the run, and its last log lines are part of error messages."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES, imported
-from lockstep.rollout.server.collective import own_address
-from lockstep.rollout.server.dialect import Dialect, ServerNeeds, ServerStart
-from lockstep.rollout.server.failed import ServerFailed
-from lockstep.rollout.server.server_client import ENGINE_KEY, KEY_VARIABLE
+from lockstep.rollout.servers.adapter import ServerAdapter, ServerFailed, ServerNeeds, ServerStart
+from lockstep.rollout.servers.collective_transport import own_address
+from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE
 
 HOST = "127.0.0.1"
 LAST_LINES = 25
@@ -34,15 +33,15 @@ _LOOK_SECONDS = 300.0
 
 
 class ServerProcess:
-    """One process with all that it starts, which a supervisor watches over (`launch/supervisor.py`)."""
+    """One server process with its children, under a supervisor (`launch/supervisor.py`)."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path, key_file: Path | None = None):
         self._command, self._environment, self.log, self._key_file = command, environment, log, key_file
-        self._process = self._begin()
+        self._process = self._start()
 
-    def _begin(self) -> FunctionProcess:
-        process = FunctionProcess("lockstep.rollout.server.entry:serve", (self._command,), self.log)
-        # Not as an argument: a command line can be read by every user of the machine, and the key is in here.
+    def _start(self) -> FunctionProcess:
+        process = FunctionProcess("lockstep.rollout.servers.entry:serve", (self._command,), self.log)
+        # Not as an argument: every user of the machine can read command lines, and the environment contains the key.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process
 
@@ -52,19 +51,19 @@ class ServerProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether somebody has killed or stopped it: no fault of its arguments."""
+        """Whether it was killed or stopped from outside, so its arguments are not the cause."""
         return self._process.disturbed
 
     def restart(self) -> None:
         self.close()
-        self._process = self._begin()
+        self._process = self._start()
 
-    def how_ended(self) -> str:
+    def exit_reason(self) -> str:
         return self._process.ended()
 
-    def ended(self) -> str:
-        """How it ended, and what it said last."""
-        return f"{self.how_ended()}{self.last_lines()}"
+    def exit_report(self) -> str:
+        """The exit reason and the last log lines."""
+        return f"{self.exit_reason()}{self.last_lines()}"
 
     def last_lines(self) -> str:
         if not self.log.is_file():
@@ -76,7 +75,7 @@ class ServerProcess:
         self._process.kill()
 
     def remove_key(self) -> None:
-        """It is not started again."""
+        """Deletes the key file; the server cannot be restarted afterwards."""
         if self._key_file is not None:
             shutil.rmtree(self._key_file.parent, ignore_errors=True)
 
@@ -85,36 +84,41 @@ def python_of(settings: RolloutSettings) -> str:
     return settings.server.python or sys.executable
 
 
-def dialect_of(settings: RolloutSettings) -> Dialect:
-    dialect: Dialect = imported(ENGINES[settings.engine].dialect)()
-    return dialect
+def server_adapter_of(settings: RolloutSettings) -> ServerAdapter:
+    server_adapter: ServerAdapter = imported(ENGINES[settings.engine].server_adapter)()
+    return server_adapter
 
 
 def refuse_absent(settings: RolloutSettings, device: Device) -> None:
-    """An engine that lockstep is to start and that the named Python does not have."""
+    """Refuses an engine that lockstep must start and that the chosen Python does not have."""
     if settings.url is not None or not ENGINES[settings.engine].served:
         return
-    dialect = dialect_of(settings)
+    server_adapter = server_adapter_of(settings)
     python, key = python_of(settings), "rollout.server.python"
-    look = f"import importlib.util, sys; sys.exit(3 if importlib.util.find_spec({dialect.package!r}) is None else 0)"
+    package = server_adapter.package
+    code = f"import importlib.util, sys; sys.exit(3 if importlib.util.find_spec({package!r}) is None else 0)"
     try:
-        found = subprocess.run([python, "-c", look], capture_output=True, timeout=_LOOK_SECONDS, check=False)
+        result = subprocess.run([python, "-c", code], capture_output=True, timeout=_LOOK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Refusal.at(key, f"{python} cannot be run: {error}", "name the Python that has the engine") from error
-    if found.returncode:
-        unusable = serving_on(device.name, dialect.name).unusable
-        if unusable is not None:
-            where = f"rollout.engine {dialect.name}"
-            raise Refusal.at(where, f"{python} has no package {dialect.package}, and {unusable}", "take another engine")
         raise Refusal.at(
-            f"rollout.engine {dialect.name}",
-            f"{python} has no package {dialect.package}",
-            f"{dialect.install(device.name)}, then say {key} (these engines pin a torch of their own)",
+            key, f"{python} cannot be run: {error}", "name the Python of the environment with the engine"
+        ) from error
+    if result.returncode:
+        unusable = serving_on(device.name, server_adapter.name).unusable
+        if unusable is not None:
+            where = f"rollout.engine {server_adapter.name}"
+            raise Refusal.at(
+                where, f"{python} has no package {server_adapter.package}; {unusable}", "use another engine"
+            )
+        raise Refusal.at(
+            f"rollout.engine {server_adapter.name}",
+            f"{python} has no package {server_adapter.package}",
+            f"{server_adapter.install(device.name)}, then set {key} (these engines pin another torch)",
         )
 
 
 def start_server(
-    dialect: Dialect,
+    server_adapter: ServerAdapter,
     settings: RolloutSettings,
     device: Device,
     model: str,
@@ -123,16 +127,16 @@ def start_server(
     log: Path,
     host: str = HOST,
 ) -> tuple[ServerProcess, str, str]:
-    """A server on a free port of this machine, its address, and the key that it asks for. It is not waited for."""
+    """Starts a server on a free port of this machine without waiting for it. Returns process, address and key."""
     server = settings.server
     folder = str(Path(model_folder(model)).absolute())
-    own = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
-    # One key, whoever names it: the server must ask for what the run brings.
-    given = [own.pop(name, "") for name in (KEY_VARIABLE, ENGINE_KEY)]
-    key = next(filter(None, given), "") or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    env = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
+    # One key for server and run.
+    keys = [env.pop(name, "") for name in (KEY_VARIABLE, ENGINE_KEY)]
+    key = next(filter(None, keys), "") or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
     conceal(key)
-    key_file = _written_key(key, server.args) if dialect.reads_key_file else None
-    start = ServerStart(
+    key_file = _write_key_file(key, server.args) if server_adapter.reads_key_file else None
+    arguments = ServerStart(
         python_of(settings),
         folder,
         dtype,
@@ -144,19 +148,19 @@ def start_server(
         key,
         "" if key_file is None else str(key_file),
     )
-    environment = {**dialect.environment(start), **own}
+    environment = {**server_adapter.environment(arguments), **env}
     if server.devices is not None and device.visible_variable is not None:
         environment[device.visible_variable] = ",".join(map(str, server.devices))
-    environment["PYTHONPATH"] = _python_path(dialect.environment(start), settings)
-    return ServerProcess(dialect.command(start), environment, log, key_file), _url(host, start.port), key
+    environment["PYTHONPATH"] = _python_path(server_adapter.environment(arguments), settings)
+    return ServerProcess(server_adapter.command(arguments), environment, log, key_file), _url(host, arguments.port), key
 
 
-def _written_key(key: str, args: Sequence[str]) -> Path:
-    """In a folder that only this user opens."""
+def _write_key_file(key: str, args: Sequence[str]) -> Path:
+    """Writes the key to a file that only this user can read."""
     for flag in ("--config", "--api-key", "--admin-api-key"):
         if any(word == flag or word.startswith(f"{flag}=") for word in args):
-            why = f"{flag} is lockstep's own: it gives the server a key by a file of flags"
-            remedy = f"write the other flags of that file as args, and set {KEY_VARIABLE} for a key of yours"
+            why = f"{flag} is reserved: lockstep passes the key to the server in a config file"
+            remedy = f"pass the other flags of that file as args, and set {KEY_VARIABLE} to choose the key"
             raise Refusal.at("rollout.server.args", why, remedy)
     file = Path(tempfile.mkdtemp(prefix="lockstep-server-")) / "flags.yaml"
     file.write_text(f"api-key: {json.dumps(key)}\n", encoding="utf-8")
@@ -165,7 +169,7 @@ def _written_key(key: str, args: Sequence[str]) -> Path:
 
 
 RankMachine = tuple[tuple[str, str, str], str]
-"""A rank's machine, and its address there as the other ranks see it."""
+"""The machine of a rank, and its address as seen from the other ranks."""
 
 
 def machine_of(world: World) -> RankMachine:
@@ -177,16 +181,16 @@ def machine_of(world: World) -> RankMachine:
 
 
 def served_host(machines: Sequence[RankMachine | None]) -> str:
-    """The address of this machine, rank 0's, at which all ranks reach a server on it: the loopback where all are
-    here."""
-    own = _machine()
-    others = [one[1] for one in machines if one is not None and one[0] != own]
+    """The address at which all ranks reach a server on rank 0's machine: the loopback address if all ranks are on that
+    machine."""
+    here = _machine()
+    others = [rank[1] for rank in machines if rank is not None and rank[0] != here]
     if not others:
         return HOST
     try:
         return own_address(_url(next(filter(None, others)), 1))
     except (StopIteration, ServerFailed) as error:
-        why = "no address of this machine is known that the ranks on other machines reach"
+        why = "no address of this machine is reachable from the ranks on other machines"
         raise Refusal.at("rollout.server", why, "start the server yourself and set rollout.url") from error
 
 
@@ -195,7 +199,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _machine() -> tuple[str, str, str]:
-    """Tells machines apart, and containers with networks of their own."""
+    """Identifies the machine, or the container with a separate network."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     return (
         socket.gethostname(),
@@ -204,14 +208,16 @@ def _machine() -> tuple[str, str, str]:
     )
 
 
-def _python_path(own: dict[str, str], settings: RolloutSettings) -> str:
-    """What the engine needs, what the recipe says, and the run's own only for the same Python."""
+def _python_path(engine_env: dict[str, str], settings: RolloutSettings) -> str:
+    """PYTHONPATH of the adapter and of the recipe, and of the run if the server uses the same Python."""
     inherited = os.environ.get("PYTHONPATH", "") if settings.server.python is None else ""
-    return os.pathsep.join(filter(None, [own.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited]))
+    return os.pathsep.join(
+        filter(None, [engine_env.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited])
+    )
 
 
 def _free_port(host: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
+    with socket.socket(family) as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])

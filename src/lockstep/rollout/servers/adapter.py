@@ -1,0 +1,299 @@
+"""`ServerAdapter`: the operations that lockstep needs from a serving engine, and their arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lockstep.types import Sampling
+
+Ended = Literal["token", "string", "length", "aborted"]
+MemoryPart = Literal["weights", "cache"]
+# The largest log-prob that rounding can give to a token of probability 1.
+_MOST_LOGPROB = 0.01
+
+
+class ServerFailed(Exception):
+    """A request to a server failed. `lost`: the server may be down or broken, and another one could serve the request.
+    `gone`: the health checks have failed for a while."""
+
+    def __init__(self, why: str, *, lost: bool = False, status: int | None = None, gone: bool = False):
+        super().__init__(why)
+        self.lost, self.status, self.gone = lost, status, gone
+
+
+class Channel(Protocol):
+    """HTTP requests to one server. Every call ends within `seconds`; a failure raises `ServerFailed`."""
+
+    @property
+    def address(self) -> str: ...
+
+    def get(self, path: str, seconds: float | None = None) -> Any:
+        """The parsed JSON of the response; None for an empty body."""
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class WantedSample:
+    """A request for one sample: the prompt, how to sample, and the LoRA adapter (None: the base model)."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    seed: int
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a `WantedSample`. A generated end token is the last of `ids`. `version` is the version of the
+    weights that generated the tokens; None if the engine does not report it."""
+
+    ids: list[int]
+    logprobs: list[float]
+    ended: Ended
+    version: str | None = None
+
+
+def prompt_digest(ids: Sequence[int]) -> str:
+    """Identifies the prompt of an answer (`plugin/lockstep_samples.py` computes the same digest)."""
+    return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def refuse_other_prompt(wanted: WantedSample, answered: object) -> None:
+    """`answered` is the server's digest of the prompt of the answer."""
+    digest = prompt_digest(wanted.ids)
+    if answered != digest:
+        raise ServerFailed(f"an answer to another prompt: the digest of its prompt is {answered}, not {digest}")
+
+
+def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Answer:
+    """Validates an answer against its request; raises `ServerFailed` if it cannot belong to it."""
+    ids, logprobs, stops = answer.ids, answer.logprobs, wanted.sampling.stop_ids
+    if answer.ended == "aborted":
+        return answer  # it is dropped and requested again
+    if len(ids) != len(logprobs):
+        raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+    if not 1 <= len(ids) <= wanted.max_tokens:
+        raise ServerFailed(f"an answer of {len(ids)} tokens; the request allows 1 to {wanted.max_tokens}")
+    for place, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ServerFailed(f"token {place} of an answer is {token!r}: the vocabulary has {vocabulary:,} tokens")
+    for place, logprob in enumerate(logprobs):
+        if not (math.isfinite(logprob) and logprob <= _MOST_LOGPROB):
+            raise ServerFailed(f"the log-prob of token {place} of an answer is {logprob}")
+    end = next((place for place, token in enumerate(ids) if token in stops), None)
+    if end is not None and end < len(ids) - 1:
+        raise ServerFailed(f"an answer of {len(ids)} tokens continues after its end token {ids[end]} at position {end}")
+    if answer.ended == "token" and end is None:
+        raise ServerFailed(f"an answer that ended with token {ids[-1]}, which is not an end token of the run")
+    if answer.ended == "string" and not wanted.sampling.stop_strings:
+        raise ServerFailed("an answer that ended by a stop text, but the request has none")
+    return answer if end is None else replace(answer, ended="token")
+
+
+@dataclass(frozen=True)
+class PushedWeights:
+    """Weights to load: safetensors files with every trained tensor of the model, under the names of its Hugging Face
+    checkpoint. `names` lists the tensors of all files."""
+
+    files: Sequence[Path]
+    names: Sequence[str]
+    sums: Sequence[int]
+    """The checksum of each tensor, as in `Announced`."""
+
+
+@dataclass(frozen=True)
+class GroupMeeting:
+    """The rendezvous of a process group: the run is rank 0, the workers of a server are the other ranks."""
+
+    address: str
+    port: int
+    """Port of the run's TCP store."""
+    name: str
+    backend: str
+    """The torch.distributed backend of the device class."""
+    size: int
+    seconds: float
+    """Time limit of the rendezvous."""
+
+
+@dataclass(frozen=True)
+class Announced:
+    """The tensors that are sent next, in this order, under the names of the Hugging Face checkpoint."""
+
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    sums: Sequence[int]
+    """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`)."""
+    dtype: str
+    """torch's name, such as `bfloat16`."""
+
+
+@dataclass(frozen=True)
+class Placed(Announced):
+    """Tensors in memory that the server can map."""
+
+    places: Sequence[Mapping[str, Any]]
+    """The location of each tensor (`plugin/lockstep_shared.py`)."""
+
+
+@dataclass(frozen=True)
+class ServerNeeds:
+    """What a run needs from a server, whether lockstep or the user starts it."""
+
+    device: str
+    """Name of the device class (`device/`)."""
+    sleep: bool = False
+    lora_rank: int | None = None
+    """None: no adapter."""
+
+
+@dataclass(frozen=True)
+class ServerStart:
+    """The arguments for starting a server."""
+
+    python: str
+    model: str
+    dtype: str
+    """fp32, bf16 or fp16."""
+    host: str
+    port: int
+    tensor_parallel: int
+    needs: ServerNeeds
+    args: Sequence[str] = ()
+    key: str = ""
+    """The API key of the server."""
+    key_file: str = ""
+    """A file of SGLang flags with the key: every user of the machine can read a command line."""
+
+
+@dataclass(frozen=True)
+class ServerMetadata:
+    """What a server reports about itself; None for what it does not report."""
+
+    engine: str
+    """Name and version, as in `vllm 0.32.0`."""
+    vocabulary: int | None = None
+    longest: int | None = None
+    """Longest sequence in tokens."""
+    dtype: str | None = None
+    wrong: Sequence[str] = field(default=())
+    """Unusable settings of the server, each with a remedy."""
+
+
+class ServerAdapter(Protocol):
+    """The interface of one serving engine. Methods with a `client` send requests to one server and return when they
+    are complete; a failure raises `ServerFailed`."""
+
+    name: str
+    """The value of `rollout.engine`."""
+    package: str
+    """The Python package of the engine."""
+    samples_together: bool
+    """Whether the route of `ask` accepts many samples per request (`request_batcher.py`)."""
+    opens_memory: bool
+    """Whether `take` is supported."""
+    reads_key_file: bool
+    """Whether the server reads its key from `ServerStart.key_file`."""
+    gone_statuses: tuple[int, ...]
+    """Statuses of GET /health that mean a dead engine behind the HTTP server."""
+    bucket_bytes: int | None
+    """The most bytes per `receive`; None if it receives tensor by tensor itself."""
+
+    def install(self, device: str) -> str:
+        """The command that installs the engine for a device class in a separate environment."""
+
+    # -- start
+
+    def command(self, start: ServerStart) -> list[str]:
+        """The command line of a server."""
+
+    def environment(self, start: ServerStart) -> dict[str, str]:
+        """Environment variables of a server, in addition to those of the run; `rollout.server.env` overrides them."""
+
+    def settings(self, needs: ServerNeeds) -> dict[str, str]:
+        """Flags (`--name value`) that depend on the run's needs, each with its reason."""
+
+    def started_by_hand(self, needs: ServerNeeds) -> str:
+        """How a user starts a server for `rollout.url`: the required flags and variables."""
+
+    # -- generate
+
+    def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
+        """The path and the body of the request for one sample. Log-probs are those of the sampling distribution;
+        defaults of the model folder (penalties, end tokens) must be overridden."""
+
+    def read(self, answered: Any, wanted: WantedSample) -> Answer:
+        """Parses the answer; `ServerFailed` if it does not match the request."""
+
+    # -- weights: pause, push, flush, end, resume
+
+    def pause(self, client: Channel) -> None:
+        """Stops generation and aborts running requests."""
+
+    def resume(self, client: Channel) -> None: ...
+
+    def push(self, client: Channel, weights: PushedWeights) -> None:
+        """Loads the weights from files. Returns when the files can be deleted. `ServerFailed` for missing or extra
+        tensors and, if the engine supports checksums, for corrupt ones."""
+
+    def end(self, client: Channel, version: str) -> None:
+        """Ends the push: the loaded weights now have this version."""
+
+    def flush(self, client: Channel) -> None:
+        """Drops cached keys and values of the previous weights."""
+
+    def version(self, client: Channel) -> str:
+        """The version of the loaded weights; after a start a value that no run uses."""
+
+    def take(self, client: Channel, placed: Placed) -> str | None:
+        """Instead of `push`: loads the weights from memory of the same machine. Returns the reason if it cannot be
+        mapped and nothing was changed; None on success."""
+
+    # -- weights by a collective instead of `push`: join once, then begin, receive, finish
+
+    def workers(self, client: Channel) -> int:
+        """The number of worker processes: the group has one more rank, the run."""
+
+    def join(self, client: Channel, meeting: GroupMeeting) -> None:
+        """Makes all workers join the group."""
+
+    def begin(self, client: Channel) -> None:
+        """Starts an update."""
+
+    def receive(self, client: Channel, group: str, announced: Announced) -> None:
+        """Receives the announced tensors while the run broadcasts them; `ServerFailed` with `lost` if the server is not
+        in the group."""
+
+    def finish(self, client: Channel) -> None:
+        """Ends an update."""
+
+    def leave(self, client: Channel, group: str) -> None:
+        """Destroys the group."""
+
+    # -- adapters
+
+    def load_adapter(self, client: Channel, name: str, folder: Path) -> None:
+        """Loads a PEFT folder as the adapter `name` and unloads earlier ones."""
+
+    # -- memory
+
+    def sleep(self, client: Channel, *, discard_weights: bool) -> None:
+        """Releases device memory; `discard_weights` if they are pushed again before the next request."""
+
+    def wake(self, client: Channel, part: MemoryPart) -> None:
+        """Allocates the memory of the weights, or of the cache, again."""
+
+    # -- health
+
+    def healthy(self, client: Channel) -> None:
+        """`ServerFailed` if the server does not respond."""
+
+    def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata: ...

@@ -1,0 +1,208 @@
+"""The servers of a run. Requests go to the least-loaded server; if a server fails, its requests are retried."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed, WantedSample, checked_answer
+from lockstep.rollout.servers.server_client import ClientThread, ServerClient
+from lockstep.rollout.servers.server_process import ServerProcess
+
+# Attempts per sample, if servers are lost.
+TRIES = 6
+# Concurrent samples per server with one connection each. With batched requests the server queues them.
+AT_ONCE = 1024
+_HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
+_POLL_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Server:
+    """One server. Only the event loop changes `busy`. The run sets `up`; a failed request clears it."""
+
+    client: ServerClient
+    process: ServerProcess | None = None
+    up: bool = False
+    asleep: bool = False
+    busy: int = 0
+    why: str = ""
+    """Why it is not up."""
+    since: float = 0.0
+    """Time of the loss or the start."""
+    starts: int = 0
+    """Restarts since the last successful push."""
+    left_out: bool = False
+    """Excluded: it responds but does not fit the run."""
+    logged_at: float = 0.0
+    """Time of the last log line about the wait."""
+
+    def describe(self) -> str:
+        return f"{self.client.address}: {self.why}" if self.why else self.client.address
+
+
+@dataclass(frozen=True)
+class Done:
+    """Sample `number` is complete, with the right weight version."""
+
+    number: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Lost:
+    server: Server
+
+
+@dataclass(frozen=True)
+class Back:
+    """A lost or restarted server responds."""
+
+    server: Server
+
+
+ServerEvent = Done | Lost | Back | ServerFailed
+
+
+class Fleet:
+    def __init__(
+        self,
+        server_adapter: ServerAdapter,
+        clients: ClientThread,
+        servers: Sequence[Server],
+        answer_limit: float,
+        vocabulary: int,
+    ):
+        self.server_adapter, self.clients, self.servers = server_adapter, clients, list(servers)
+        self._answer_limit, self._vocabulary = answer_limit, vocabulary
+        self.version = ""
+        """The version of the weights that must generate the samples."""
+        self._events: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
+        self._watch_tasks: set[asyncio.Task[None]] = set()
+
+    def up(self) -> list[Server]:
+        return [server for server in self.servers if server.up]
+
+    def events(self, requests: Sequence[WantedSample]) -> Generator[ServerEvent | None, None, None]:
+        """Yields events until all requests are complete, and None at intervals so that the caller can check limits.
+
+        On `Lost` and `Back` the caller must bring the server up. Closing the generator cancels running requests.
+        """
+        events_queue = self._events = queue.SimpleQueue()
+        job = self.clients.start(self._request_all(requests, events_queue))
+        remaining = len(requests)
+        try:
+            while remaining:
+                try:
+                    event = events_queue.get(timeout=_POLL_SECONDS)
+                except queue.Empty:
+                    yield None
+                    continue
+                remaining -= isinstance(event, Done)
+                yield event
+        finally:
+            job.cancel()
+
+    def watch(self, server: Server) -> None:
+        """Emits `Back` once the server responds; valid while `events` runs."""
+        self.clients.start(self._watch(server, self._events))
+
+    # -- on the event loop
+
+    async def _request_all(
+        self, requests: Sequence[WantedSample], events_queue: queue.SimpleQueue[ServerEvent]
+    ) -> None:
+        lost = [server for server in self.servers if not (server.up or server.left_out)]
+        self._watch_tasks = {asyncio.create_task(self._watch(server, events_queue)) for server in lost}
+        tasks = [
+            asyncio.create_task(self._request_one(number, wanted, events_queue))
+            for number, wanted in enumerate(requests)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except Exception as error:  # noqa: BLE001 - the consumer of events must be notified
+            events_queue.put(
+                error if isinstance(error, ServerFailed) else ServerFailed(f"{type(error).__name__}: {error}")
+            )
+        finally:
+            for task in (*tasks, *self._watch_tasks):
+                task.cancel()
+
+    async def _request_one(
+        self, number: int, wanted: WantedSample, events_queue: queue.SimpleQueue[ServerEvent]
+    ) -> None:
+        why = ""
+        for _ in range(TRIES):
+            server = await self._least_busy()
+            server.busy += 1
+            try:
+                answer = await self.sample(server, wanted)
+            except ServerFailed as error:
+                if not error.lost:
+                    events_queue.put(error)
+                    return
+                why = str(error)
+                self._lose(server, why, events_queue)
+                continue
+            finally:
+                server.busy -= 1
+            if answer.ended == "aborted":
+                why = f"{server.client.address}: a response was aborted"
+                # The server may be shutting down; the next health check shows it.
+                await asyncio.sleep(_HEALTH_PAUSE)
+                continue
+            if answer.version is not None and answer.version != self.version:
+                why = f"its weights have version {answer.version}, not {self.version}: it was restarted"
+                self._lose(server, why, events_queue)
+                continue
+            events_queue.put(Done(number, answer))
+            return
+        events_queue.put(
+            ServerFailed(f"a response was requested {TRIES} times without success; last error: {why}", lost=True)
+        )
+
+    async def sample(self, server: Server, wanted: WantedSample) -> Answer:
+        """Sends one request to one server and validates the answer."""
+        path, body = self.server_adapter.ask(wanted)
+        if self.server_adapter.samples_together:
+            response = await server.client.sample(path, body, self._answer_limit)
+        else:
+            response = await server.client.send("POST", path, body, self._answer_limit)
+        try:
+            return checked_answer(self.server_adapter.read(response, wanted), wanted, self._vocabulary)
+        except ServerFailed as error:
+            raise ServerFailed(f"{server.client.address}{path}: {error}", lost=error.lost) from error
+
+    async def _least_busy(self) -> Server:
+        while True:
+            limit = sys.maxsize if self.server_adapter.samples_together else AT_ONCE
+            candidates = [server for server in self.servers if server.up and server.busy < limit]
+            if candidates:
+                return min(candidates, key=lambda server: server.busy)
+            await asyncio.sleep(0.02)
+
+    def _lose(self, server: Server, why: str, events_queue: queue.SimpleQueue[ServerEvent]) -> None:
+        """Marks the server as lost, once for all its failed requests."""
+        if not server.up:
+            return
+        server.up, server.why, server.since = False, why, time.monotonic()
+        events_queue.put(Lost(server))
+        self._watch_tasks.add(asyncio.create_task(self._watch(server, events_queue)))
+
+    async def _watch(self, server: Server, events_queue: queue.SimpleQueue[ServerEvent]) -> None:
+        """Polls the server until it responds; the run then sends it the weights."""
+        await asyncio.sleep(_HEALTH_PAUSE)
+        while not server.up:
+            with suppress(ServerFailed):
+                await asyncio.get_running_loop().run_in_executor(None, self._check_health, server)
+                events_queue.put(Back(server))
+                return
+            await asyncio.sleep(_HEALTH_PAUSE)
+
+    def _check_health(self, server: Server) -> None:
+        self.server_adapter.healthy(server.client)

@@ -1,0 +1,1 @@
+"""Modules for the Python of a serving engine, which may not have lockstep: this folder is on its PYTHONPATH."""

@@ -1,0 +1,101 @@
+"""Scheduler extension for vLLM (`--scheduler-cls lockstep_scheduler.scheduler`): the output of a sample of
+`SampleRoute` is sent once, when the sample is finished.
+
+vLLM's engine sends every token with its log-prob to the HTTP process separately. For a small model that takes longer
+than decoding. This scheduler buffers tokens and log-probs until the sample is finished. Other requests are unchanged.
+
+It runs in the server's Python, which may not have lockstep installed: it imports numpy and vLLM only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+SAMPLE = "lockstep-sample-"
+"""Prefix of the ids of buffered requests."""
+LOGPROBS = "lockstep_logprobs"
+"""Key of their log-probs: little-endian float64."""
+
+
+def scheduler(vllm_config: Any, **given: Any) -> Any:
+    """vLLM's default scheduler with buffering."""
+    config = vllm_config.scheduler_config
+    named, config.scheduler_cls = config.scheduler_cls, None
+    try:
+        usual = config.get_scheduler_cls()
+    finally:
+        config.scheduler_cls = named
+    return type("FinishedSamples", (_FinishedSamples, usual), {})(vllm_config=vllm_config, **given)
+
+
+class _FinishedSamples:
+    """Mixed into a scheduler class."""
+
+    requests: dict[str, Any]
+
+    def __init__(self, *args: Any, **given: Any):
+        super().__init__(*args, **given)
+        self._buffers: dict[str, _Buffer] = {}
+
+    def update_from_output(self, *args: Any, **given: Any) -> Any:
+        by_client = super().update_from_output(*args, **given)  # type: ignore[misc]
+        for outputs in by_client.values():
+            outputs.outputs = [
+                finished for output in outputs.outputs if (finished := self._finished(output)) is not None
+            ]
+        if len(self._buffers) > len(self.requests):
+            # Drop buffers of aborted requests.
+            self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in self.requests}
+        return {client: outputs for client, outputs in by_client.items() if _is_needed(outputs)}
+
+    def _finished(self, output: Any) -> Any:
+        """The output to send now: None until the sample is finished, then all of it."""
+        name = output.request_id
+        if not name.startswith(SAMPLE):
+            return output
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = self._buffers[name] = _Buffer(output)
+        buffer.take(output)
+        if output.finish_reason is None:
+            return None
+        del self._buffers[name]
+        return buffer.output(output)
+
+
+class _Buffer:
+    """The output of an unfinished sample."""
+
+    def __init__(self, first: Any):
+        self._first = first
+        self._ids: list[int] = []
+        self._scored, self._logprobs = bytearray(), bytearray()
+        """Token ids and log-probs as raw bytes of the arrays of each step."""
+        self._kinds: tuple[Any, Any] = (np.int32, np.float32)
+
+    def take(self, output: Any) -> None:
+        self._ids += output.new_token_ids
+        logprobs = output.new_logprobs
+        if logprobs is not None:
+            # The sampled token is the first of its row.
+            self._scored += logprobs.logprob_token_ids[:, 0].tobytes()
+            self._logprobs += logprobs.logprobs[:, 0].tobytes()
+            self._kinds = logprobs.logprob_token_ids.dtype, logprobs.logprobs.dtype
+
+    def output(self, last: Any) -> Any:
+        scored, logprobs = (
+            np.frombuffer(text, kind) for text, kind in zip((self._scored, self._logprobs), self._kinds, strict=True)
+        )
+        if scored.tolist() != self._ids:
+            raise RuntimeError(f"vLLM gave log-probs of other tokens than the sampled ones: {last.request_id}")
+        last.new_token_ids, last.new_logprobs = self._ids, None
+        last.prefill_stats = self._first.prefill_stats
+        # vLLM's front end passes this field on unchanged, and our samples do not transfer KV caches.
+        last.kv_transfer_params = {LOGPROBS: logprobs.astype("<f8").tobytes()}
+        return last
+
+
+def _is_needed(outputs: Any) -> bool:
+    return bool(outputs.outputs or outputs.finished_requests or outputs.scheduler_stats is not None)

@@ -1,0 +1,233 @@
+"""The rollout engine for serving engines: manages the servers, syncs the weights and sends the requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.kernels.sampling import sequence_keys
+from lockstep.model.policy import Policy
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.rollout.engine import RunPlace, why_ended
+from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed, WantedSample
+from lockstep.rollout.servers.fleet import Back, Done, Lost
+from lockstep.rollout.servers.server_manager import RESUME_REMEDY, ServerManager, named_servers, refusal_kind
+from lockstep.rollout.servers.server_process import machine_of, served_host, server_adapter_of
+from lockstep.rollout.servers.weight_check import fingerprint
+from lockstep.rollout.servers.weight_sync import WeightSync
+from lockstep.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+_SEED_BITS = 2**63 - 1
+
+
+class ServerEngine:
+    """Rank 0 starts the servers and sends them weights; every rank sends requests. Use it from one thread."""
+
+    instead = "use rollout.engine=native, which generates with the trained modules"
+
+    def __init__(
+        self,
+        server_adapter: ServerAdapter,
+        policy: Policy,
+        device: Device,
+        settings: RolloutSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        place: RunPlace,
+    ):
+        self.server_adapter, self.policy, self.settings = server_adapter, policy, settings
+        self.world, self.decode = place.world, tokenizer.decode
+        self.updates = 0
+        """The number of updates behind the weights of the next `sync`; set by the caller."""
+        self.sync_seconds = 0.0
+        """Seconds of the last sync, with the weight check."""
+        self.sync_parts: dict[str, float] = {}
+        """Seconds of its phases."""
+        self._version_updates = 0
+        self._pushed_fingerprint: tuple[int, ...] | None = None
+        self.manager = ServerManager(server_adapter, policy, device, settings, place)
+        self.fleet = self.manager.fleet
+        self.weight_sync = WeightSync(self.manager, device)
+        try:
+            self._open()
+            self._on_main(self.manager.wait_for_all)
+            self.manager.accepted = True
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        addresses = named_servers(self.settings)
+        if addresses is None:
+            machines = self.world.gather(machine_of(self.world))
+            address, key = self._on_main(lambda: self.manager.start(served_host(machines)))
+            self.manager.clients.authorize(key)
+            addresses = [address]
+        if not self.fleet.servers:
+            self.manager.connect(addresses)
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Sends the weights to every server if any has changed, and verifies them."""
+        begun = time.monotonic()
+        all_weights = list(weights)
+
+        def push_if_changed() -> tuple[str, int, list[bool]]:
+            current = fingerprint(all_weights)
+            compare_seconds = time.monotonic() - begun
+            slept = any(server.asleep for server in self.fleet.servers)
+            if current != self._pushed_fingerprint or slept or not self.fleet.up():
+                self.weight_sync.updates = self.updates
+                self.weight_sync.sync_all(all_weights)
+                self._pushed_fingerprint = current
+                self._version_updates = self.updates
+                self.sync_seconds = time.monotonic() - begun
+                self.sync_parts = {"compare": compare_seconds, **self.weight_sync.seconds}
+            return self.fleet.version, self._version_updates, [server.up for server in self.fleet.servers]
+
+        self.fleet.version, self._version_updates, up = self._on_main(push_if_changed)
+        if not self.world.main:
+            for server, is_up in zip(self.fleet.servers, up, strict=True):
+                server.up = is_up
+
+    def metadata(self) -> dict[str, Any]:
+        """Version, servers, transport and weight check, for the run's record."""
+        info: dict[str, Any] = {
+            "version": ", ".join(dict.fromkeys(self.manager.engines.values())) or None,
+            "servers": len(self.fleet.servers),
+            "started": self.settings.url is None,
+            "hand_over": self.weight_sync.transport,
+        }
+        bounds, checks = self.weight_sync.bounds, self.weight_sync.checked
+        if bounds is not None and checks:
+            worst = max((each.off for each in checks.values()), key=lambda off: off.largest)
+            info["probe"] = (
+                f"log-probs off by {worst.mean:.2g} on average and {worst.largest:.2g} at most "
+                f"(bounds {bounds.mean:.2g} and {bounds.largest:.2g})"
+            )
+        return info
+
+    # -- generation
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        places: list[tuple[int, int]] = []
+        wanted: list[WantedSample] = []
+        for number, request in enumerate(requests):
+            longest = min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
+            for sample in range(request.first, request.first + request.n):
+                places.append((number, sample))
+                seed = _seed(sampling.seed, request.key, sample)
+                wanted.append(WantedSample(request.ids, sampling, longest, seed, self.weight_sync.adapter))
+        events = self.fleet.events(wanted)
+        unversioned = False
+        try:
+            for event in events:
+                if isinstance(event, Done):
+                    unversioned |= event.answer.version is None
+                    yield self._completion(*places[event.number], wanted[event.number], event.answer)
+                elif isinstance(event, ServerFailed):
+                    where = f"rollout.engine {self.server_adapter.name}"
+                    remedy = RESUME_REMEDY if event.lost else "the last checkpoint is untouched"
+                    raise refusal_kind(lost=event.lost).at(where, str(event), remedy)
+                elif isinstance(event, Lost):
+                    self.manager.restart(event.server)
+                elif isinstance(event, Back):
+                    self.weight_sync.bring_up(event.server)
+                    if not (event.server.up or event.server.left_out):
+                        self.fleet.watch(event.server)
+                else:
+                    self.world.progress()  # keeps the current progress text
+                    self.manager.check_waits()
+        finally:
+            events.close()
+        if unversioned:
+            self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
+        """For engines whose answers have no weight version: compares the version after generation."""
+        for server in self.fleet.up():
+            version = self.manager.call(server, self.server_adapter.version)
+            if version != self.fleet.version:
+                raise Refusal.at(
+                    f"rollout.engine {self.server_adapter.name} at {server.client.address}",
+                    f"its weights changed to version {version} while it generated with {self.fleet.version}",
+                    RESUME_REMEDY,
+                )
+
+    def _completion(self, number: int, sample: int, wanted: WantedSample, answer: Answer) -> Completion:
+        ids, logprobs, stop = answer.ids, answer.logprobs, str(answer.ended)
+        if wanted.sampling.stop_strings:
+            ends = ((i, why_ended(ids[:i], 0, wanted.sampling, self.decode)) for i in range(1, len(ids) + 1))
+            length, found = next(((i, why) for i, why in ends if why), (len(ids), stop))
+            ids, logprobs, stop = ids[:length], logprobs[:length], found
+            # Tokenizers may or may not decode a leading space at the start.
+            text = self.decode(ids)
+            if stop == "string" and not any(each.strip() in text for each in wanted.sampling.stop_strings):
+                raise Refusal.at(
+                    f"rollout.engine {self.server_adapter.name}",
+                    f"a response of {len(ids)} tokens ended by a stop text, but contains none of rollout.stop",
+                    "check for a proxy that changes answers, or another tokenizer in the server's model folder",
+                )
+        if stop == "length" and len(ids) < wanted.max_tokens:
+            raise Refusal.at(
+                f"rollout.engine {self.server_adapter.name}",
+                f"a response to a prompt of {len(wanted.ids)} tokens was cut after {len(ids)} of {wanted.max_tokens}: "
+                "the server's maximum sequence length is too small",
+                "raise it by rollout.server.args, or lower rollout.max_tokens",
+            )
+        return Completion(number, sample, ids, logprobs, stop, versions=[self._version_updates] * len(ids))
+
+    # -- memory and end
+
+    def release_memory(self) -> None:
+        """With `rollout.sleep`: puts the servers to sleep while the run trains."""
+
+        def sleep_all() -> None:
+            put_to_sleep = partial(self.server_adapter.sleep, discard_weights=self.manager.lora_rank is None)
+            for server in self.fleet.up():
+                self.manager.call(server, put_to_sleep)
+                server.up, server.asleep = False, True
+
+        if self.settings.sleep:
+            self._on_main(sleep_all)
+
+    def close(self) -> None:
+        self.weight_sync.close()
+        self.manager.close()
+
+    def _on_main(self, work: Callable[[], T]) -> T:
+        """Runs `work` on rank 0; all ranks get its result or its error."""
+        result: Any = None
+        kind: type[Refusal] = Refusal
+        problems = None
+        if self.world.main:
+            try:
+                result = work()
+            except Refusal as refusal:
+                kind, problems = type(refusal), refusal.problems
+                if self.world.size == 1:
+                    raise
+        result, kind, problems = self.world.gather((result, kind, problems))[0]
+        if problems:
+            raise kind(problems)
+        return result
+
+
+def open_engine(
+    policy: Policy, device: Device, settings: RolloutSettings, tokenizer: PreTrainedTokenizerBase, place: RunPlace
+) -> ServerEngine:
+    return ServerEngine(server_adapter_of(settings), policy, device, settings, tokenizer, place)
+
+
+def _seed(run: int, key: int, sample: int) -> int:
+    """The seed of a sample, from the keys of the native engine's noise."""
+    first, second = sequence_keys(run, key, sample)
+    return ((first & 0xFFFFFFFF) << 32 | (second & 0xFFFFFFFF)) & _SEED_BITS

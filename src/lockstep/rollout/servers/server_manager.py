@@ -1,0 +1,239 @@
+"""Starts the servers of a run or connects to them, waits for them, and restarts lost ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from lockstep.device.base import Device
+from lockstep.errors import LostProcess, Refusal, with_secrets
+from lockstep.model.load import DTYPES
+from lockstep.model.policy import Policy
+from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
+from lockstep.recipe.keys_rollout import RolloutSettings
+from lockstep.rollout.engine import RunPlace
+from lockstep.rollout.servers.adapter import Channel, ServerAdapter, ServerFailed, ServerMetadata, ServerNeeds
+from lockstep.rollout.servers.fleet import Fleet, Server
+from lockstep.rollout.servers.server_client import ClientThread, HealthCheck, ServerClient, is_address
+from lockstep.rollout.servers.server_process import ServerProcess, refuse_absent, start_server
+
+T = TypeVar("T")
+# Consecutive restarts of a server without a successful push; the next loss ends the run.
+STARTS = 3
+POLL_SECONDS = 1.0
+# After the first of several servers responds, the run waits this long for the others.
+OTHERS_SECONDS = 60.0
+RESUME_REMEDY = "run the same command again to resume from the last checkpoint"
+
+
+class ServerManager:
+    """The servers of a run. Rank 0 starts and restarts them; the other ranks have the addresses only."""
+
+    def __init__(
+        self, server_adapter: ServerAdapter, policy: Policy, device: Device, settings: RolloutSettings, place: RunPlace
+    ):
+        self.server_adapter, self.policy, self.settings, self.place = server_adapter, policy, settings, place
+        self.device = device
+        self.world = place.world
+        self.dtype: torch.dtype = next(policy.parameters()).dtype
+        self.lora_rank = _lora_rank(policy)
+        self.needs = ServerNeeds(device.name, settings.sleep, self.lora_rank)
+        self.engines: dict[str, str] = {}
+        """Name and version of the engine at each address."""
+        self.accepted = False
+        """Whether the start is complete: a server that is lost later may recover."""
+        self.clients = ClientThread()
+        self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
+        self.fleet = Fleet(server_adapter, self.clients, [], settings.server.answer_limit, self.vocabulary)
+
+    # -- start
+
+    def start(self, host: str) -> tuple[str, str]:
+        """Starts one server without waiting for it; returns its address and key."""
+        refuse_absent(self.settings, self.device)
+        dtype = next(name for name, kind in DTYPES.items() if kind == self.dtype)
+        log = self.place.folder / f"{self.server_adapter.name}.log"
+        process, address, key = start_server(
+            self.server_adapter, self.settings, self.device, self.place.model, dtype, self.lora_rank, log, host
+        )
+        self.fleet.servers = [Server(self._client(address, process), process, since=time.monotonic())]
+        return address, key
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connects to servers that the user or rank 0 has started."""
+        self.fleet.servers = [Server(self._client(address), since=time.monotonic()) for address in addresses]
+
+    def _client(self, address: str, process: ServerProcess | None = None) -> ServerClient:
+        def ended() -> str | None:
+            return None if process is None or process.alive else process.exit_reason()
+
+        self.clients.health[address] = HealthCheck(address, self.server_adapter.gone_statuses, ended)
+        return ServerClient(self.clients, address, self.settings.server.answer_limit)
+
+    def wait_for_all(self) -> None:
+        """Waits until all servers respond, or one does and `OTHERS_SECONDS` have passed. Each must fit the model. A
+        server that responds later gets the weights then."""
+        missing, first = list(self.fleet.servers), 0.0
+        while missing:
+            for server in list(missing):
+                if self._responds(server):
+                    self.accept(server)
+                    missing.remove(server)
+                    first = first or time.monotonic()
+                elif not first:
+                    self.check_wait(server)
+            if first and missing and time.monotonic() - first > OTHERS_SECONDS:
+                self._warn_missing(missing)
+                return
+            if missing:
+                self.world.progress(f"the start of {missing[0].client.address}")
+                time.sleep(POLL_SECONDS)
+
+    def _responds(self, server: Server) -> bool:
+        try:
+            self.server_adapter.healthy(server.client)
+        except ServerFailed as error:
+            server.why = str(error)
+            return False
+        server.why = ""
+        return True
+
+    def accept(self, server: Server) -> None:
+        """Checks a server that responds for the first time."""
+        metadata = self.call(server, lambda client: self.server_adapter.metadata(client, self.needs))
+        self._refuse_unfit(server, metadata)
+        self.engines[server.client.address] = metadata.engine
+
+    def accept_late(self, server: Server) -> bool:
+        """Whether a server that was missing at the start fits the run. If not, it is excluded, and the run continues
+        with the others."""
+        if server.client.address in self.engines:
+            return True
+        try:
+            self.accept(server)
+        except Refusal as refusal:
+            server.left_out = True
+            say(f"warning: {server.client.address} is excluded from the run: {refusal.problems[0].why}")
+            return False
+        return True
+
+    def _warn_missing(self, missing: Sequence[Server]) -> None:
+        count = len(self.fleet.servers)
+        say(
+            f"warning: {len(missing)} of {count} servers of rollout.url did not answer within {OTHERS_SECONDS:g} s of "
+            f"the first. The run starts with {count - len(missing)} servers; the others get weights when they respond: "
+            + "; ".join(server.describe() for server in missing)
+        )
+
+    def call(self, server: Server, verb: Callable[[Channel], T]) -> T:
+        """Runs an operation that must succeed; a failure ends the run."""
+        try:
+            return verb(server.client)
+        except ServerFailed as error:
+            where = f"rollout.engine {self.server_adapter.name} at {server.client.address}"
+            lost = error.lost and self.accepted
+            remedy = RESUME_REMEDY if lost else self.server_adapter.started_by_hand(self.needs)
+            raise refusal_kind(lost=lost).at(where, str(error), remedy) from error
+
+    # -- lost servers
+
+    def restart(self, server: Server) -> None:
+        """Restarts a server that lockstep started and that has ended or hangs; others must recover themselves."""
+        server.since = time.monotonic()
+        if server.process is None:
+            return
+        server.starts += 1
+        if server.starts > STARTS:
+            raise LostProcess.at(
+                f"rollout.engine {self.server_adapter.name}",
+                f"the server was lost {server.starts} times in a row: {server.why}{server.process.last_lines()}",
+                RESUME_REMEDY,
+            )
+        server.process.restart()
+
+    def check_wait(self, server: Server) -> None:
+        """Raises if a server has ended or does not respond in time. One that lockstep started is restarted if the run
+        has already used it."""
+        limit = self.settings.server.start_limit
+        self._log_wait(server)
+        if server.process is not None and not server.process.alive:
+            if self.accepted:
+                server.why = f"it {server.process.exit_reason()} before it responded"
+                self.restart(server)
+                return
+            raise refusal_kind(lost=server.process.killed).at(
+                f"rollout.engine {self.server_adapter.name}",
+                f"the server {server.process.exit_report()}",
+                "see its output above; rollout.server.args and rollout.server.env set its flags and variables",
+            )
+        if time.monotonic() - server.since > limit:
+            last = server.process.last_lines() if server.process is not None else ""
+            raise refusal_kind(lost=self.accepted).at(
+                "rollout.server.start_limit",
+                f"no answer in {limit:g} s from {server.describe()}{last}",
+                "raise it, or find out why the server does not start" + (f"; {RESUME_REMEDY}" if self.accepted else ""),
+            )
+
+    def _log_wait(self, server: Server) -> None:
+        now = time.monotonic()
+        if now - server.since >= TELL_SECONDS and now - server.logged_at >= TELL_AGAIN_SECONDS:
+            server.logged_at = now
+            limit = self.settings.server.start_limit
+            say(
+                f"waiting for {server.describe()} for {now - server.since:.0f} s; the run stops after "
+                f"{limit:g} s (rollout.server.start_limit)"
+            )
+
+    def check_waits(self) -> None:
+        """Applies the time limit if no server is up."""
+        if not self.fleet.up():
+            self.check_wait(max(self.fleet.servers, key=lambda server: server.since))
+
+    def _refuse_unfit(self, server: Server, metadata: ServerMetadata) -> None:
+        where = f"rollout.engine {self.server_adapter.name} at {server.client.address}"
+        remedy = self.server_adapter.started_by_hand(self.needs)
+        for wrong in metadata.wrong:
+            raise Refusal.at(where, wrong, remedy)
+        if metadata.vocabulary is not None and metadata.vocabulary != self.vocabulary:
+            why = f"its vocabulary has {metadata.vocabulary:,} tokens, that of the run's model {self.vocabulary:,}"
+            raise Refusal.at(where, why, f"start it with the model {self.place.model}")
+        dtype = str(self.dtype).removeprefix("torch.")
+        if metadata.dtype not in (None, dtype):
+            raise Refusal.at(
+                where, f"it computes in {metadata.dtype}, the trainer in {dtype}", f"start it with {dtype}"
+            )
+
+    def close(self) -> None:
+        for server in self.fleet.servers:
+            if server.process is not None:
+                server.process.close()
+                server.process.remove_key()
+        self.clients.close()
+
+
+def refusal_kind(*, lost: bool) -> type[Refusal]:
+    """The error class: `LostProcess` (a resumed run may succeed) or `Refusal` (it would fail again)."""
+    return LostProcess if lost else Refusal
+
+
+def named_servers(settings: RolloutSettings) -> list[str] | None:
+    """The addresses of `rollout.url`; None if the run starts a server."""
+    if settings.url is None:
+        return None
+    urls = [settings.url] if isinstance(settings.url, str) else settings.url
+    addresses = [address.rstrip("/") for address in dict.fromkeys(urls)]
+    for address in addresses:
+        if not is_address(address):
+            raise Refusal.at("rollout.url", f"{address!r} is not an HTTP address", "write http://host:port")
+        with_secrets(address, "rollout.url")
+    if not addresses:
+        raise Refusal.at("rollout.url", "the list is empty", "write http://host:port, or remove it")
+    return addresses
+
+
+def _lora_rank(policy: Policy) -> int | None:
+    configs = getattr(policy.model, "peft_config", None)
+    return None if configs is None else max(int(config.r) for config in configs.values())

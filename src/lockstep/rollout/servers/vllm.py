@@ -1,0 +1,283 @@
+"""The adapter of vLLM and vllm-ascend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.device.serving import serving_on
+from lockstep.rollout.servers.adapter import (
+    Announced,
+    Answer,
+    Channel,
+    Ended,
+    GroupMeeting,
+    MemoryPart,
+    Placed,
+    PushedWeights,
+    ServerFailed,
+    ServerMetadata,
+    ServerNeeds,
+    ServerStart,
+    WantedSample,
+    refuse_other_prompt,
+)
+from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE, LEAVE_SECONDS, SWITCH_SECONDS
+
+PLUGIN = Path(__file__).parent / "plugin"
+MODEL = "lockstep"
+SAMPLES = "/lockstep/samples"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# The values of --max-lora-rank that vLLM accepts.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_NOT_FOUND = 404
+
+
+class Vllm:
+    """`ServerAdapter` of vLLM."""
+
+    name = "vllm"
+    package = "vllm"
+    samples_together = True
+    opens_memory = True
+    bucket_bytes = None
+    reads_key_file = False
+    gone_statuses = (502, 503, 504)
+
+    def install(self, device: str) -> str:
+        return serving_on(device, self.name).install
+
+    # -- start
+
+    def command(self, start: ServerStart) -> list[str]:
+        # Not the console script: it requires a distribution named vllm, and builds for other devices have other names.
+        words = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.needs)]
+        words += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
+        words += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
+        # Nobody reads these logs.
+        words += ["--disable-uvicorn-access-log", "--disable-log-stats"]
+        return [*words, *serving_on(start.needs.device, self.name).words, *start.args]
+
+    def flags(self, needs: ServerNeeds) -> list[str]:
+        """Flags that every server needs, whether lockstep or the user starts it."""
+        words = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
+        # Ignore the sampling defaults of the model folder.
+        words += ["--generation-config", "vllm"]
+        words += ["--worker-extension-cls", "lockstep_vllm.WeightExtension"]
+        words += ["--middleware", "lockstep_samples.SampleRoute", "--scheduler-cls", "lockstep_scheduler.scheduler"]
+        return [*words, *(word for flag in self.settings(needs) for word in flag.split())]
+
+    def settings(self, needs: ServerNeeds) -> dict[str, str]:
+        flags = {}
+        if needs.device == "cpu":
+            # Chunked prefill rewinds the generator of a seeded request, which a CPU generator does not support.
+            flags["--no-enable-chunked-prefill"] = "vLLM 0.32 crashes on a seeded request with a chunked prompt"
+        elif needs.sleep:
+            flags["--enable-sleep-mode"] = "rollout.sleep: without it vLLM keeps its memory"
+        if needs.lora_rank is not None:
+            room = next((rank for rank in _LORA_RANKS if rank >= needs.lora_rank), needs.lora_rank)
+            flags[f"--enable-lora --max-loras 1 --max-lora-rank {room}"] = "the run's adapter"
+        return flags
+
+    def environment(self, start: ServerStart) -> dict[str, str]:
+        variables = {
+            "PYTHONPATH": str(PLUGIN),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            KEY_VARIABLE: start.key,
+            ENGINE_KEY: start.key,
+        }
+        return variables | serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep)
+
+    def started_by_hand(self, needs: ServerNeeds) -> str:
+        return (
+            f"start it and the run with {KEY_VARIABLE}=SECRET, and it with PYTHONPATH={PLUGIN} VLLM_SERVER_DEV_MODE=1 "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server --model FOLDER --dtype "
+            f"DTYPE {' '.join(self.flags(needs))}"
+        )
+
+    # -- generate
+
+    def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
+        sampling = wanted.sampling
+        params: dict[str, Any] = {
+            "n": 1,
+            "max_tokens": wanted.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": wanted.seed,
+            "logprobs": 0,
+            # End tokens are listed explicitly; those of the model folder are ignored.
+            "ignore_eos": True,
+            "stop_token_ids": list(sampling.stop_ids),
+            "detokenize": bool(sampling.stop_strings),
+            "skip_special_tokens": False,
+        }
+        if sampling.stop_strings:
+            params["stop"] = list(sampling.stop_strings)
+        model = wanted.adapter or MODEL
+        return SAMPLES, {"model": model, "token_ids": list(wanted.ids), "sampling_params": params}
+
+    def read(self, answered: Any, wanted: WantedSample) -> Answer:
+        try:
+            ids = list(answered["token_ids"])
+            logprobs = [float(each) for each in answered["logprobs"]]
+            reason, stop = answered["finish_reason"], answered["stop_reason"]
+            versions = [str(each) for each in answered["versions"] or ()]
+            prompt = answered["prompt"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerFailed(f"malformed answer: {error!r}") from error
+        if len(ids) != len(logprobs):
+            raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
+        refuse_other_prompt(wanted, prompt)
+        # All tokens of a response come from the same weights: a push aborts running responses.
+        version = " and ".join(dict.fromkeys(versions)) or None
+        return Answer(ids, logprobs, _ended(reason, stop, ids, wanted), version)
+
+    # -- weights
+
+    def pause(self, client: Channel) -> None:
+        client.post("/pause?mode=abort", seconds=SWITCH_SECONDS)
+
+    def resume(self, client: Channel) -> None:
+        client.post("/resume", seconds=SWITCH_SECONDS)
+
+    def push(self, client: Channel, weights: PushedWeights) -> None:
+        files = [str(file) for file in weights.files]
+        _call(client, "lockstep_load", files=files, names=list(weights.names), sums=list(weights.sums))
+
+    def take(self, client: Channel, placed: Placed) -> str | None:
+        results = _call(client, "lockstep_take", **asdict(placed))
+        unopened = [worker["unopened"] for worker in results if "unopened" in worker]
+        if unopened and len(unopened) < len(results):
+            raise ServerFailed(f"{client.address}: only some of its workers opened the weights: {unopened[0]}")
+        return str(unopened[0]) if unopened else None
+
+    def end(self, client: Channel, version: str) -> None:
+        _call(client, "lockstep_version", version=version)
+        with _unless_unknown():
+            client.post("/update_weight_version", {"new_version": version}, seconds=SWITCH_SECONDS)
+
+    def flush(self, client: Channel) -> None:
+        answer = client.post("/reset_prefix_cache", seconds=SWITCH_SECONDS)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
+
+    def version(self, client: Channel) -> str:
+        """The version in the workers, which hold the weights. It must match that of the engine, which is part of every
+        answer."""
+        versions = {str(worker["version"]) for worker in _call(client, "lockstep_version")}
+        if len(versions) > 1:
+            raise ServerFailed(f"{client.address}: its workers have weights of several versions: {sorted(versions)}")
+        (version,) = versions
+        with _unless_unknown():
+            engine = client.get("/weight_info")["weight_version"]
+            return version if version == engine else f"{version} (the engine reports {engine})"
+        return version
+
+    # -- weights by a collective
+
+    def workers(self, client: Channel) -> int:
+        return len(_call(client, "lockstep_version"))
+
+    def join(self, client: Channel, meeting: GroupMeeting) -> None:
+        _call(client, "lockstep_join", **asdict(meeting))
+
+    def begin(self, client: Channel) -> None:
+        """Does nothing: the worker extension receives all tensors in one call."""
+
+    def receive(self, client: Channel, group: str, announced: Announced) -> None:
+        _call(client, "lockstep_receive", group=group, **asdict(announced))
+
+    def finish(self, client: Channel) -> None:
+        """Does nothing: see `begin`."""
+
+    def leave(self, client: Channel, group: str) -> None:
+        _call(client, "lockstep_leave", limit=LEAVE_SECONDS)
+
+    # -- adapters
+
+    def load_adapter(self, client: Channel, name: str, folder: Path) -> None:
+        client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        for other in _adapters(client):
+            if other != name:
+                client.post("/v1/unload_lora_adapter", {"lora_name": other}, seconds=SWITCH_SECONDS)
+
+    # -- memory
+
+    def sleep(self, client: Channel, *, discard_weights: bool) -> None:
+        client.post(f"/sleep?level={2 if discard_weights else 1}")
+
+    def wake(self, client: Channel, part: MemoryPart) -> None:
+        client.post(f"/wake_up?tags={ {'weights': 'weights', 'cache': 'kv_cache'}[part] }")
+
+    # -- health
+
+    def healthy(self, client: Channel) -> None:
+        client.get("/health", seconds=SWITCH_SECONDS)
+
+    def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata:
+        try:
+            info = _call(client, "lockstep_facts")[0]
+            client.get(SAMPLES)
+        except ServerFailed as error:
+            if error.lost and error.status is None:
+                raise
+            raise ServerFailed(f"{error}; the server was not started for lockstep") from error
+        wrong = []
+        if info["logprobs_mode"] != "processed_logprobs":
+            wrong.append(f"--logprobs-mode is {info['logprobs_mode']}: set processed_logprobs")
+        if info["quantization"] is not None:
+            wrong.append(f"its weights are quantized ({info['quantization']}): start it without")
+        if needs.sleep and not info["sleep"] and info["device"] != "cpu":
+            # /sleep succeeds even without the flag.
+            wrong.append("it cannot release memory (rollout.sleep): start it with --enable-sleep-mode")
+        if needs.lora_rank is not None and (info["lora_rank"] or 0) < needs.lora_rank:
+            takes = f"adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no adapters"
+            wrong.append(f"it takes {takes}, and the run's has rank {needs.lora_rank}")
+        return ServerMetadata(f"vllm {info['version']}", info["vocabulary"], info["longest"], info["dtype"], wrong)
+
+
+def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wanted: WantedSample) -> Ended:
+    if reason == "abort":
+        return "aborted"
+    if reason == "length":
+        return "length"
+    if reason == "stop" and isinstance(stop, str):
+        return "string"
+    if reason == "stop" and ids and ids[-1] in wanted.sampling.stop_ids:
+        return "token"
+    raise ServerFailed(f"a response ended for an unexpected reason: {reason} ({stop})")
+
+
+@contextmanager
+def _unless_unknown() -> Iterator[None]:
+    """Older versions of vLLM have no version route; the workers still report the version."""
+    try:
+        yield
+    except ServerFailed as error:
+        if error.status != _NOT_FOUND:
+            raise
+
+
+def _call(client: Channel, method: str, *, limit: float | None = None, **arguments: Any) -> list[dict[str, Any]]:
+    """Calls a method of the worker extension on every worker, within `limit` seconds."""
+    answered = client.post("/collective_rpc", {"method": method, "args": [json.dumps(arguments)]}, limit)
+    results = answered["results"]
+    for result in results:
+        if "error" in result:
+            raise ServerFailed(f"{client.address}: {result['error']}", lost=bool(result.get("lost")))
+    return list(results)
+
+
+def _adapters(client: Channel) -> list[str]:
+    listed = client.get("/v1/models")["data"]
+    return [model["id"] for model in listed if model.get("parent") is not None]

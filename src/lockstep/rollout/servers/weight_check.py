@@ -1,0 +1,157 @@
+"""Weight check: the server continues fixed prompts, and the trainer scores the result with its weights.
+
+Names, checksums and versions can be right while the engine computes with other weights (a packed copy, a stale cache);
+the log-probs then differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.data.batching import micro_batch, to_device
+from lockstep.kernels.rotary import fixed_length
+from lockstep.kernels.sampling import Truncation
+from lockstep.model.policy import Policy, Scoring
+from lockstep.rollout.servers.adapter import Answer, WantedSample
+from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
+from lockstep.types import Example, Origin, Sampling
+
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
+# Far enough from 1 to distinguish log-probs before and after temperature scaling.
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of the absolute difference of log-probs over the tokens of a check."""
+
+    mean: float
+    largest: float
+
+
+# Bounds of the rounding error for equal weights: never below LEAST, never above MOST. In between they are ROOM times
+# the difference that two pushes of the same weights show.
+LEAST = {
+    torch.float32: Bounds(2e-5, 1e-4),
+    torch.bfloat16: Bounds(0.02, 0.15),
+    torch.float16: Bounds(0.004, 0.03),
+}
+MOST = {
+    torch.float32: Bounds(3e-4, 3e-3),
+    torch.bfloat16: Bounds(0.06, 0.6),
+    torch.float16: Bounds(0.02, 0.2),
+}
+ROOM = 4.0
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The tokens of one check, and their log-probs in engine and trainer."""
+
+    ids: Sequence[Sequence[int]]
+    engine_K: torch.Tensor
+    trainer_K: torch.Tensor
+
+    @property
+    def off(self) -> Bounds:
+        off_K = (self.engine_K - self.trainer_K).abs().nan_to_num(nan=torch.inf)
+        return Bounds(float(off_K.mean()), float(off_K.max()))
+
+
+def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
+    """Detects changed weights: the `bit_sum` of each tensor."""
+    with torch.no_grad():
+        return tuple(torch.stack([bit_sum(tensor).cpu() for _, tensor in weights]).tolist())
+
+
+def check_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[WantedSample]:
+    """The requests of a check, at a fixed temperature or with `sampling`."""
+    vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
+    max_length = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or PROMPT_TOKENS + NEW_TOKENS
+    prompt = min(PROMPT_TOKENS, max(1, max_length - NEW_TOKENS))
+    new_tokens = min(NEW_TOKENS, max_length - prompt)
+    chosen = sampling or Sampling(max_tokens=new_tokens, temperature=TEMPERATURE)
+    rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(prompt)] for row in range(PROMPTS)]
+    return [WantedSample(ids, chosen, new_tokens, seed, adapter) for seed, ids in enumerate(rows, start=1)]
+
+
+@torch.no_grad()
+def checked(
+    policy: Policy, device: torch.device, requests: Sequence[WantedSample], answers: Sequence[Answer]
+) -> CheckResult:
+    """Scores the server's tokens with the trainer, under the sampling distribution."""
+    sampling = requests[0].sampling
+    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+    rows = [
+        Example([*wanted.ids, *answer.ids], [0] * len(wanted.ids) + [1] * len(answer.ids), Origin("probe", number))
+        for number, (wanted, answer) in enumerate(zip(requests, answers, strict=True))
+    ]
+    before, training = policy.scoring, policy.training
+    truncated = truncation.active and sampling.score_truncated
+    policy.scoring = Scoring(temperature=sampling.temperature, truncation=truncation if truncated else None)
+    policy.eval()
+    try:
+        trainer_K = policy(to_device(micro_batch(rows, packed=True, pad_id=0), device)).logprobs_K.float().cpu()
+    finally:
+        policy.scoring = before
+        policy.train(training)
+    engine_K = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
+    return CheckResult([answer.ids for answer in answers], engine_K, trainer_K)
+
+
+def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> Bounds:
+    """The bounds of later checks, from two pushes of the same weights."""
+    least, most = LEAST[dtype], MOST[dtype]
+    mean, largest = max(first.off.mean, second.off.mean), max(first.off.largest, second.off.largest)
+    return Bounds(
+        min(most.mean, max(least.mean, ROOM * mean)),
+        min(most.largest, max(least.largest, ROOM * largest)),
+    )
+
+
+def repeat_noise(first: CheckResult, second: CheckResult) -> float:
+    """How much the engine's log-probs differ between two pushes of the same weights."""
+    same = _common_tokens(first, second)
+    return float((first.engine_K[same] - second.engine_K[same]).abs().max()) if len(same) else float("inf")
+
+
+def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, noise: float) -> str | None:
+    """Why a check fails; None if it passes."""
+    off = now.off
+    if not (off.mean <= bounds.mean and off.largest <= bounds.largest):
+        at = int((now.engine_K - now.trainer_K).abs().nan_to_num(nan=torch.inf).argmax())
+        return (
+            f"its log-probs of the weight check differ from the trainer's by {off.mean:.3g} on average and "
+            f"{off.largest:.3g} at most (bounds {bounds.mean:.3g} and {bounds.largest:.3g}): token {at} has log-prob "
+            f"{now.engine_K[at].item():.6g} in the engine and {now.trainer_K[at].item():.6g} in the trainer"
+        )
+    if before is not None and _is_unchanged(now, before, noise):
+        return "its log-probs of the weight check are those of the weights before the last update"
+    return None
+
+
+def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
+    """Whether the engine still has the previous weights. A small update changes log-probs by less than the bounds; but
+    if the trainer's log-probs changed by more than noise, the engine's must have changed too."""
+    same = _common_tokens(now, before)
+    if len(same) < sum(map(len, now.ids)):
+        return False  # other tokens: the weights have changed
+    engine = float((now.engine_K - before.engine_K).abs().max())
+    trainer = float((now.trainer_K - before.trainer_K).abs().max())
+    return engine <= noise and trainer > 4 * max(noise, 1e-6)
+
+
+def _common_tokens(a: CheckResult, b: CheckResult) -> torch.Tensor:
+    """Indices of the tokens that have the same preceding tokens in both results."""
+    indices: list[int] = []
+    start = 0
+    for one, other in zip(a.ids, b.ids, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+        if len(one) != len(other):
+            return torch.tensor(indices, dtype=torch.long)
+        indices += range(start, start + same)
+        start += len(one)
+    return torch.tensor(indices, dtype=torch.long)

@@ -1,0 +1,348 @@
+"""Weight sync to the servers: pause, push, flush, set the version, resume; then the weight check."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from lockstep.device.base import Device
+from lockstep.errors import Refusal
+from lockstep.rollout.servers.adapter import Answer, Placed, ServerFailed, WantedSample
+from lockstep.rollout.servers.collective_transport import WeightLink, Weights, by_collective
+from lockstep.rollout.servers.file_transport import transfer_folder, write_adapter, write_weights
+from lockstep.rollout.servers.fleet import Server
+from lockstep.rollout.servers.memory_transport import REMEDY as MEMORY_REMEDY
+from lockstep.rollout.servers.memory_transport import SharedMemory, Unopened, by_memory
+from lockstep.rollout.servers.server_manager import POLL_SECONDS, RESUME_REMEDY, ServerManager, refusal_kind
+from lockstep.rollout.servers.weight_check import (
+    MOST,
+    Bounds,
+    CheckResult,
+    calibrated,
+    check_requests,
+    checked,
+    repeat_noise,
+    why_rejected,
+)
+from lockstep.types import Sampling
+
+_UNTOUCHED = "the last checkpoint is untouched; rollout.engine=native generates with the trained modules"
+
+
+class WeightSync:
+    """Sends weights to the servers and verifies them; used on rank 0."""
+
+    def __init__(self, manager: ServerManager, device: Device):
+        self.manager, self.device = manager, device
+        self.server_adapter, self.policy, self.settings = manager.server_adapter, manager.policy, manager.settings
+        self.fleet, self.dtype, self.world = manager.fleet, manager.dtype, manager.world
+        self.updates = 0
+        """The number of updates behind the weights that are sent next."""
+        self.pushes = 0
+        self.checked: dict[str, CheckResult] = {}
+        """The last weight check of each server by its address."""
+        self.bounds: Bounds | None = None
+        """Bounds of the weight check, calibrated by the first two pushes."""
+        self.by_memory = by_memory(
+            self.settings, self.server_adapter, device, self.world.size, adapter=manager.lora_rank is not None
+        )
+        """Whether weights go by shared memory."""
+        self.seconds: dict[str, float] = {}
+        """Seconds of each phase of the last sync."""
+        self._memory = SharedMemory(device)
+        self._run, self._noise = secrets.token_hex(4), 0.0
+        self._links: dict[str, WeightLink] = {}
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the current LoRA adapter on the servers; None without LoRA."""
+        return None if self.manager.lora_rank is None else f"lockstep-{self.fleet.version}"
+
+    @property
+    def transport(self) -> str:
+        """The transport as a value of `rollout.hand_over`."""
+        return "collective" if by_collective(self.settings) else "memory" if self.by_memory else "files"
+
+    # -- which servers
+
+    def sync_all(self, weights: Weights) -> None:
+        """Sends the weights to every reachable server; waits until at least one has them."""
+        self.seconds.clear()
+        self._next_version()
+        reached = []
+        for server in self._targets():
+            try:
+                self._sync_one(server, weights)
+                reached.append(server)
+            except ServerFailed as error:
+                if not (error.lost and self._lose(server, error)):
+                    raise self._push_refusal(server, error) from error
+        if not reached:
+            self._wait_for_one(weights)
+
+    def _targets(self) -> list[Server]:
+        """The servers to send to. A lost server gets the weights when it responds again (`bring_up`); if all are lost,
+        each is tried."""
+        usable = [server for server in self.fleet.servers if not server.left_out]
+        return [server for server in usable if not server.why] or usable
+
+    def bring_up(self, server: Server, weights: Weights | None = None) -> None:
+        """Sends the current weights to a server that responds again."""
+        try:
+            self.server_adapter.healthy(server.client)
+            if not self.world.main:
+                # Rank 0 sends the weights; until then this rank does not use the server.
+                server.up = self.server_adapter.version(server.client) == self.fleet.version
+                return
+            if not self.manager.accept_late(server):
+                return
+            # It is a new server: the previous check does not apply.
+            self.checked.pop(server.client.address, None)
+            self._sync_one(server, list(self.policy.stored.named_parameters()) if weights is None else weights)
+        except ServerFailed as error:
+            server.why = str(error)
+            if not error.lost:
+                raise self._push_refusal(server, error) from error
+            if server.process is not None and not server.process.alive:
+                self.manager.restart(server)
+
+    def _lose(self, server: Server, error: ServerFailed) -> bool:
+        """Marks a server as lost. True if it is unreachable: the others generate meanwhile. A server that fails during
+        a push has undefined weights and gets no requests before the next push."""
+        server.up, server.why, server.since = False, str(error), time.monotonic()
+        return error.status is None
+
+    def _wait_for_one(self, weights: Weights) -> None:
+        """All servers are lost: restarts those that lockstep started, and sends the weights to the first that
+        responds."""
+        for server in self.fleet.servers:
+            self.manager.restart(server)
+        while not self.fleet.up():
+            self.manager.check_waits()
+            for server in self.fleet.servers:
+                if not server.left_out:
+                    self.bring_up(server, weights)
+            self.world.progress("a server to respond")
+            time.sleep(POLL_SECONDS)
+
+    # -- one server
+
+    def _sync_one(self, server: Server, weights: Weights) -> None:
+        try:
+            if not (server.up or server.asleep):
+                self._unlink(server)  # a lost server is no longer in its group
+            self._push_and_check(server, weights)
+        except ServerFailed as error:
+            self._unlink(server)
+            if not error.gone:
+                self._abandon(server)
+            raise
+
+    def _abandon(self, server: Server) -> None:
+        """Cleans up after a failed push: marks the weights as incomplete, closes the update and resumes the server, so
+        that its health check works (some generate for it)."""
+        client = server.client
+        if by_collective(self.settings):
+            with suppress(ServerFailed):
+                self.server_adapter.finish(client)
+        for action in (
+            partial(self.server_adapter.end, version=f"{self.fleet.version}-incomplete"),
+            self.server_adapter.resume,
+        ):
+            with suppress(ServerFailed):
+                action(client)
+
+    def _push_and_check(self, server: Server, weights: Weights) -> None:
+        """The first time pushes twice: the difference of the two checks is rounding noise."""
+        self._push(server, weights)
+        result = self._check(server)
+        if self.bounds is None:
+            self._refuse_check(server, why_rejected(result, None, MOST[self.dtype], 0.0))
+            self._next_version()
+            self._push(server, weights)
+            second = self._check(server)
+            self.bounds, self._noise = calibrated(result, second, self.dtype), repeat_noise(result, second)
+            self._refuse_check(server, why_rejected(second, None, self.bounds, 0.0))
+            self._refuse_other_truncation(server)
+            result = second
+        before = self.checked.get(server.client.address)
+        self._refuse_check(server, why_rejected(result, before, self.bounds, self._noise))
+        self.checked[server.client.address] = result
+        server.up, server.why, server.starts = True, "", 0
+
+    def _next_version(self) -> None:
+        self.pushes += 1
+        self.fleet.version = f"{self._run}-{self.pushes}"
+
+    def _push(self, server: Server, weights: Weights) -> None:
+        server_adapter, client, version = self.server_adapter, server.client, self.fleet.version
+        server.up = False
+        with self._prepare(server, weights) as push:
+            if server.asleep:
+                with self._timed("wake"):
+                    server_adapter.wake(client, "weights")
+            with self._timed("pause"):
+                server_adapter.pause(client)
+            with self._timed("push"):
+                push()
+            if server.asleep:
+                with self._timed("wake"):
+                    server_adapter.wake(client, "cache")
+                server.asleep = False
+            with self._timed("flush"):
+                server_adapter.flush(client)
+            with self._timed("version"):
+                server_adapter.end(client, version)
+            with self._timed("resume"):
+                server_adapter.resume(client)
+        with self._timed("version"):
+            reported = server_adapter.version(client)
+        if reported != version:
+            raise ServerFailed(
+                f"{client.address}: weights of version {version} were pushed, and it reports version {reported}"
+            )
+
+    @contextmanager
+    def _prepare(self, server: Server, weights: Weights) -> Iterator[Callable[[], None]]:
+        """Prepares a push and yields the function that pushes while the server is paused."""
+        if by_collective(self.settings):
+            with self._timed("prepare"):
+                link = self._link(server)
+            yield partial(link.give, weights, self.dtype)
+            return
+        with self._folder() as folder:
+            with self._timed("prepare"):
+                push = self._prepare_files(folder, server, weights)
+            yield push
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        with ExitStack() as stack:
+            folder = stack.enter_context(transfer_folder(self.settings.server.folder))
+            yield folder
+            with self._timed("remove"):
+                stack.close()
+
+    def _prepare_files(self, folder: Path, server: Server, weights: Weights) -> Callable[[], None]:
+        """Prepares a push by files or shared memory. Adapters always go by files."""
+        if self.adapter is not None:
+            write_adapter(folder, self.policy.model)
+            return partial(self.server_adapter.load_adapter, server.client, self.adapter, folder)
+        if self.by_memory:
+            try:
+                placed = self._memory.placed(weights, self.dtype, folder)
+                return partial(self._push_memory, folder, server, weights, placed)
+            except Unopened as error:
+                self._fall_back_to_files(str(error))
+        return partial(self.server_adapter.push, server.client, write_weights(folder, weights, self.dtype))
+
+    def _push_memory(self, folder: Path, server: Server, weights: Weights, placed: Placed) -> None:
+        unopened = self.server_adapter.take(server.client, placed)
+        if unopened is not None:
+            self._fall_back_to_files(f"the server cannot map the run's memory: {unopened}")
+            self._prepare_files(folder, server, weights)()
+
+    def _fall_back_to_files(self, why: str) -> None:
+        """Falls back to files with a warning; an explicit `memory` setting is an error."""
+        if self.settings.hand_over == "memory":
+            raise ServerFailed(f"{why}: {MEMORY_REMEDY}")
+        warnings.warn(
+            f"weights are sent to {self.server_adapter.name} through files, which is slower: {why}", stacklevel=2
+        )
+        self.by_memory = False
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - begun
+
+    # -- groups of a collective
+
+    def _link(self, server: Server) -> WeightLink:
+        """The group with the server's workers; created on first use."""
+        link = self._links.get(server.client.address)
+        if link is None:
+            index, limit = self.world.local_rank, self.settings.server.answer_limit
+            link = WeightLink(self.server_adapter, server.client, self.device, index, limit, self.world.progress)
+            self._links[server.client.address] = link
+            link.join()
+        return link
+
+    def _unlink(self, server: Server) -> None:
+        link = self._links.pop(server.client.address, None)
+        if link is not None:
+            link.close(notify=False)
+
+    def close(self) -> None:
+        for server in self.fleet.servers:
+            link = self._links.pop(server.client.address, None)
+            if link is not None:
+                # A server that lockstep started is killed next.
+                link.close(notify=server.process is None)
+
+    def _push_refusal(self, server: Server, error: ServerFailed) -> Refusal:
+        # A server that fails at its first push would fail again; one that had weights may recover.
+        lost = error.lost and self.bounds is not None
+        return refusal_kind(lost=lost).at(
+            f"rollout.engine {self.server_adapter.name} at {server.client.address}",
+            f"it did not load the weights after {self.updates} updates: {error}",
+            RESUME_REMEDY if lost else _UNTOUCHED,
+        )
+
+    # -- weight check
+
+    def _check(self, server: Server, sampling: Sampling | None = None) -> CheckResult:
+        requests = check_requests(self.policy, self.adapter, sampling)
+        with self._timed("probe"):
+            # Submitted together, so that they form one HTTP request.
+            answers = self.manager.clients.start(self._sampled(server, requests)).result()
+        for answer in answers:
+            if answer.version is not None and answer.version != self.fleet.version:
+                raise ServerFailed(
+                    f"{server.client.address}: the weight check was answered by weights of version {answer.version}"
+                )
+        with self._timed("score"):
+            return checked(self.policy, self.device.torch_device(self.world.local_rank), requests, answers)
+
+    async def _sampled(self, server: Server, requests: Sequence[WantedSample]) -> list[Answer]:
+        return list(await asyncio.gather(*(self.fleet.sample(server, wanted) for wanted in requests)))
+
+    def _refuse_check(self, server: Server, why: str | None) -> None:
+        if why is not None:
+            server.up = False
+            raise Refusal.at(
+                f"rollout.engine {self.server_adapter.name} at {server.client.address}",
+                f"it does not generate with the weights after {self.updates} updates: {why}",
+                _UNTOUCHED,
+            )
+
+    def _refuse_other_truncation(self, server: Server) -> None:
+        """With `rollout.truncated: mask` both sides must exclude the same tokens."""
+        settings = self.settings
+        sampling = Sampling(
+            max_tokens=1,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            score_truncated=settings.truncated == "mask",
+        )
+        if (settings.top_p, settings.top_k, settings.min_p) == (1.0, 0, 0.0):
+            return
+        result, bounds = self._check(server, sampling), MOST[self.dtype]
+        if not result.off.mean <= bounds.mean:
+            raise Refusal.at(
+                "rollout.truncated",
+                f"engine {self.server_adapter.name} truncates differently from the trainer (top_p {settings.top_p:g}, "
+                f"top_k {settings.top_k}, min_p {settings.min_p:g}): the mean difference is {result.off.mean:.3g}",
+                "remove top_p, top_k and min_p",
+            )
