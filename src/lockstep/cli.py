@@ -144,7 +144,7 @@ def recipes(
     write("")
     for line in fit(f"methods: {', '.join([*OFFLINE, *ONLINE])}"):
         write(line)
-    write("`lockstep recipes METHOD` prints the defaults of a method; a recipe can override them.")
+    write("`lockstep recipes METHOD` prints the defaults of a method.")
 
 
 @app.command()

@@ -59,14 +59,14 @@ def test_a_metric_says_which_end_of_it_is_good(words: str, name: str, highest: b
 
 @pytest.mark.parametrize("words", ["response_length/mean", "val/loss up", "train/loss/accuracy"])
 def test_a_metric_that_does_not_say_it_is_refused(words: str) -> None:
-    with pytest.raises(ValueError, match=r"good|max nor min"):
+    with pytest.raises(ValueError, match=r"higher or lower is better|max nor min"):
         measure_of(words)
 
 
 @pytest.mark.parametrize(
     ("words", "key", "says"),
     [
-        (["checkpoint.best=response_length/mean"], "checkpoint.best", "which end"),
+        (["checkpoint.best=response_length/mean"], "checkpoint.best", "higher or lower is better"),
         (["checkpoint.best=reward"], "checkpoint.best", "has no critic/score/mean"),
         (["checkpoint.best=val/loss", "checkpoint.keep_best=0"], "checkpoint.best", "keeps no best"),
         (["checkpoint.best=val/loss", "data.val=[]"], "checkpoint.best", "val/loss needs data.val"),

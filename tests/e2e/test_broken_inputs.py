@@ -104,12 +104,12 @@ def checkpoint(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.mark.parametrize(
     ("manifest", "why"),
     [
-        ({}, "does not tell of model.safetensors"),
-        ([], "holds list, not a JSON object"),
-        (None, "holds NoneType, not a JSON object"),
-        ("model.safetensors", "holds str, not a JSON object"),
-        ({"model.safetensors": 3}, "does not tell of optimizer.safetensors"),
-        ("without state.json", "does not tell of state.json"),
+        ({}, "has no entry for model.safetensors"),
+        ([], "contains list, not a JSON object"),
+        (None, "contains NoneType, not a JSON object"),
+        ("model.safetensors", "contains str, not a JSON object"),
+        ({"model.safetensors": 3}, "has no entry for optimizer.safetensors"),
+        ("without state.json", "has no entry for state.json"),
         ("entries of another kind", "has no size and checksum"),
         ("another folder's file", "has no size and checksum of '../step_1/model.safetensors'"),
     ],
@@ -135,7 +135,7 @@ def test_a_critic_that_the_manifest_does_not_tell_of(checkpoint: Path, tmp_path:
     folder = tmp_path / "step_1"
     shutil.copytree(checkpoint, folder)
     shutil.copy(folder / "model.safetensors", folder / "critic.safetensors")
-    assert damage_of(folder) == "manifest.json does not tell of critic.safetensors"
+    assert damage_of(folder) == "manifest.json has no entry for critic.safetensors"
 
 
 def test_an_older_checkpoint_with_a_broken_state_is_set_aside(

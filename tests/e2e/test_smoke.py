@@ -158,18 +158,18 @@ def test_a_part_that_is_missing_is_an_error(place: Path, tmp_path: Path, monkeyp
     }
     small = Smoke(checked_recipe(values), tmp_path).recipe()
     run = RunFolder(smoke.run_recipe(small))
-    assert smoke._looked_at(run, small) == PASSED.split(", ")
+    assert smoke._check_run(run, small) == PASSED.split(", ")
     for path, why in ((run.tape, "tape"), (run.checkpoints / "step_2", "checkpoints")):
         path.rename(tmp_path / "aside")
         path.mkdir(exist_ok=True) if path == run.tape else None
         with pytest.raises(AssertionError, match=why):
-            smoke._looked_at(run, small)
+            smoke._check_run(run, small)
         if path == run.tape:
             path.rmdir()
         (tmp_path / "aside").rename(path)
     (run.export / "config.json").rename(tmp_path / "config.json")
     with pytest.raises(Refusal):
-        smoke._looked_at(run, small)
+        smoke._check_run(run, small)
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ class Travelled:
 
     def on_device(self) -> int:
         """Of those that wait."""
-        return sum(storage.here is not None for storage in self.waiting)
+        return sum(storage.device_tensor is not None for storage in self.waiting)
 
 
 @pytest.fixture

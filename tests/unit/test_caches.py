@@ -54,7 +54,7 @@ def test_what_was_not_used_for_longest_goes_and_what_is_used_stays(
     monkeypatch.setenv("LOCKSTEP_CACHE_GB", str(0.5 / 1024))
     last = make("last")
     assert {one.path for one in made_folders()} == {held, last, *[Path(p) for p in [make("newest")]]}
-    assert "over LOCKSTEP_CACHE_GB" in capsys.readouterr().err
+    assert "more than LOCKSTEP_CACHE_GB" in capsys.readouterr().err
 
 
 def test_a_folder_that_was_deleted_is_made_again(cache: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_cache_that_may_only_be_read_serves(cache: Path, monkeypatch: pytest.M
 
 def test_a_bound_that_is_no_number_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE_GB", "lots")
-    with pytest.raises(Refusal, match="'lots' is no number"):
+    with pytest.raises(Refusal, match="'lots' is not a number"):
         make("one")
 
 

@@ -582,7 +582,7 @@ def test_the_command_tells_memory_time_and_traffic_in_80_columns(
     assert max(map(len, said.splitlines())) <= 80
     for phase in ("load", "generate", "reference", "update", "save", "old probs", "values", "critic"):
         assert f"│ {phase} " in said
-    assert "a step: " in said
+    assert "per step: " in said
     assert "all-gather" in said
     assert "not tested on it" in " ".join(said.split())
     assert "fits: atlas-800t-a2 has 64.0 GiB" in said

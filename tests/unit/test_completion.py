@@ -108,5 +108,5 @@ def test_in_zsh(tmp_path: Path) -> None:
 
 
 def test_a_shell_that_is_not_known_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"none for 'tcsh'\s.*bash, zsh, fish"):
+    with pytest.raises(Refusal, match=r"'tcsh' is not supported\s.*bash, zsh, fish"):
         install_for("tcsh")

@@ -311,7 +311,7 @@ def test_tokens_that_the_model_has_not_and_sequences_past_its_context_are_refuse
             model.logprobs([model.tokens([5, bad], [0, 1])])
     context = AutoModelForCausalLM.from_pretrained(tiny_folder).config.max_position_embeddings
     assert len(model.logprobs([model.tokens([5] * context, [0] * (context - 1) + [1])])) == 1
-    with pytest.raises(Refusal, match=f"has {context + 1} tokens, over the model's context of {context}"):
+    with pytest.raises(Refusal, match=f"has {context + 1} tokens, .*context of {context}"):
         model.forward_backward([model.tokens([5] * (context + 1), [0] * context + [1])], "nll")
 
 

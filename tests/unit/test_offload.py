@@ -141,8 +141,8 @@ def test_a_reward_model_on_the_host_scores_the_same(tmp_path: Path, tiny_folder:
     ("words", "where", "why"),
     [
         (["parallel.offload=params"], "parallel.offload", "params needs several processes"),
-        (["parallel.offload_reference=true"], "parallel.offload_reference", "the run has no reference of its own"),
-        (["parallel.offload_critic=optimizer"], "parallel.offload_critic", "the run has no critic of its own"),
+        (["parallel.offload_reference=true"], "parallel.offload_reference", "the run has no separate reference"),
+        (["parallel.offload_critic=optimizer"], "parallel.offload_critic", "the run has no separate critic"),
         (["parallel.offload=optimizer", "tape=true"], "parallel.offload", "a tape cannot record"),
         (["parallel.shard=2"], "parallel.shard", "2 does not divide 1 processes"),
     ],

@@ -82,8 +82,8 @@ def test_flags_for_sleep_and_adapters_are_shown(
     [
         ((), "fraction of the run's devices, 0.92, which leaves 8% to the run, also while the run trains"),
         (("rollout.sleep=true",), "0.92, which leaves 8% to the run, while it is awake: lower it with rollout.server"),
-        (("rollout.server.args=[--gpu-memory-utilization,'0.4']",), "--gpu-memory-utilization 0.4 of the run's own de"),
-        (("rollout.server.args=[--gpu-memory-utilization=0.3]",), "--gpu-memory-utilization 0.3 of the run's own dev"),
+        (("rollout.server.args=[--gpu-memory-utilization,'0.4']",), "--gpu-memory-utilization 0.4 "),
+        (("rollout.server.args=[--gpu-memory-utilization=0.3]",), "--gpu-memory-utilization 0.3 "),
         (("rollout.server.devices=[1]",), None),
     ],
 )
@@ -98,7 +98,10 @@ def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
     told = {way: dict(engine_lines(planned(online_file, *words), Cpu()))["engine weights"] for way, words in by.items()}
     files, memory = "through files", "through the run's device memory"
     assert told == {"auto": files, "files": files, "collective": "by gloo", "memory": memory}
-    assert dict(engine_lines(planned(online_file, *by["auto"]), Cuda()))["engine weights"] == f"{memory}, else {files}"
+    assert (
+        dict(engine_lines(planned(online_file, *by["auto"]), Cuda()))["engine weights"]
+        == f"{memory}, otherwise {files}"
+    )
     assert "engine weights" not in dict(engine_lines(planned(online_file), Cpu()))
 
 
@@ -106,7 +109,7 @@ def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
     ("words", "why"),
     [
         (("hand_over=files",), "applies to a server or to asynchronous generation"),
-        (("engine=sglang", "hand_over=memory"), "sglang does not open the run's memory"),
+        (("engine=sglang", "hand_over=memory"), "sglang cannot open the memory of the run"),
         (("engine=vllm", "hand_over=memory", "lora"), "an adapter is sent to a server as files"),
         (("max_staleness=1", "hand_over=files"), "asynchronous generation does not read files"),
         (("engine=vllm", "hand_over=collective", "lora"), "an adapter is sent to a server as files"),

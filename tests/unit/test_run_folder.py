@@ -53,7 +53,7 @@ def test_create_keeps_what_is_there_and_refuses_a_file(folder: RunFolder) -> Non
     folder.write_recipe("method: sft\n")
     folder.create()
     assert folder.recipe.read_text() == "method: sft\n"
-    with pytest.raises(Refusal, match="cannot be made"):
+    with pytest.raises(Refusal, match="cannot be created"):
         RunFolder(folder.recipe).create()
 
 

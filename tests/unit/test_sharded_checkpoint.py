@@ -98,7 +98,7 @@ def test_a_slice_that_the_manifest_does_not_tell_of_is_damage(writer: ShardedWri
     path = checkpoints.folder_of(tmp_path, 4)
     file, other = next((path / "shards").iterdir()), path / "shards" / "shard-00002-model-00001-of-00001.safetensors"
     other.write_bytes(file.read_bytes())
-    assert checkpoints.damage_of(path) == f"manifest.json does not tell of shards/{other.name}"
+    assert checkpoints.damage_of(path) == f"manifest.json has no entry for shards/{other.name}"
     other.unlink()
     file.unlink()
     assert checkpoints.damage_of(path) == f"{file.name} is missing"

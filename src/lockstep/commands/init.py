@@ -272,7 +272,7 @@ def _text(choices: Choices, keys: Sequence[Key]) -> str:
     meanings = described_keys()
     lines = [
         f"# {choices.method}: {TASKS[choices.method]}." if choices.method in TASKS else f"# {choices.method}.",
-        f"# `lockstep recipes {choices.method}` prints the defaults of the method; keys here override them.",
+        f"# `lockstep recipes {choices.method}` prints the defaults; keys here override them.",
         "# A `#` before a key disables it: remove the `#` to use it.",
     ]
     # A group without an active key must be a comment too.
