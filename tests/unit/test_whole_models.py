@@ -139,7 +139,7 @@ def test_a_gguf_file_that_is_not_whole_is_refused(model: Path, tmp_path: Path, m
 
     whole = write_gguf(model, tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(Refusal, match="is cut short or damaged"):
+    with pytest.raises(Refusal, match="is truncated or damaged"):
         import_gguf(tmp_path / "cut.gguf", tmp_path / "out")
     add = GGUFWriter.add_tensor
 
