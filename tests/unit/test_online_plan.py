@@ -16,10 +16,9 @@ from lockstep.device.base import Device
 from lockstep.device.cpu import Cpu
 from lockstep.device.cuda import Cuda
 from lockstep.errors import Refusal
-from lockstep.preflight.batch_plan import OnlinePlan, plan_online
+from lockstep.preflight.batch_plan import OnlinePlan, plan_online, prompt_limit
 from lockstep.preflight.memory_plan import MemoryPlan, Phase, plan_memory
 from lockstep.preflight.model_sizes import kv_bytes
-from lockstep.preflight.prepare import prompt_limit
 from lockstep.types import Prompt
 
 

@@ -6,8 +6,11 @@ import ast
 import io
 import json
 import re
+import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from lockstep.errors import Refusal
 from lockstep.run.console import LiveConsole, PlainConsole, print_problems
 from lockstep.run.output import OFFLINE_COLUMNS, visible, write
 from lockstep.run.screen import Screen, shown
+from lockstep.train import training
 from source_trees import parsed
 
 HOUSE = Path(lockstep.__file__).parent
@@ -213,3 +217,36 @@ def test_nothing_prints_but_through_the_door() -> None:
 )
 def test_the_printing_rule_can_fail(code: str) -> None:
     assert printing(ast.parse(code))
+
+
+class _InterruptedPipe(io.RawIOBase):
+    """A stream during whose first write the user presses Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        first = not self.written
+        self.written += bytes(data)
+        if first:
+            signal.raise_signal(signal.SIGINT)
+        return len(data)
+
+
+def test_ctrl_c_during_a_write_does_not_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = _InterruptedPipe()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(pipe)))
+    console = PlainConsole(OFFLINE_COLUMNS)
+    with training._graceful_interrupt(console) as received:
+        console.say("step 1")
+        console.say("step 2")
+        give_up = time.monotonic() + 60
+        while pipe.written.count(b"\n") < 3 and time.monotonic() < give_up:
+            time.sleep(0.01)
+    assert received == [signal.SIGINT]
+    steps, warning = pipe.written.split(b"\n"), b"warning: stopping after this step"
+    assert {b"step 1", b"step 2"} < set(steps)
+    assert any(line.startswith(warning) for line in steps)

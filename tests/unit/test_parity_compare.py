@@ -174,7 +174,7 @@ def test_the_step_of_parting_follows_the_bar_that_decided() -> None:
     # 1.5 % in the mean and yet out of step: 3 % from step 11 to the end.
     assert (parted.figures.parted_at, parted.verdict) == (11, "out of step")
     assert parted.decided_by.startswith(
-        "absolute mean error 1.5 % <= 2 %, but apart by more than the bar from step 11 on; end of the run: +0.03 in"
+        "absolute mean error 1.5 % <= 2 %, but outside the bar from step 11 on; end of the run: +0.03 in"
     )
     small = compare(log(train__loss=[0.01] * 20), log(train__loss=[0.01] * 10 + [0.0103] * 10)).metrics[0]
     assert small.figures.parted_at == 11

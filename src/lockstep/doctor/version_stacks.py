@@ -1,4 +1,4 @@
-"""Version comparison and the stacks of `stacks.yaml`: which one a machine has, and each as pip requirements."""
+"""Compares versions, finds which stack of `stacks.yaml` a machine has, and prints a stack as pip requirements."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Measured(MethodModels, Protocol):
 
 @torch.no_grad()
 def measure(items: Sequence[Item], objective: Objective, models: Measured) -> dict[str, float]:
-    """The mean loss over all rows as `loss`, and what the objective reports beside it."""
+    """The mean loss over all rows as `loss`, and the other metrics of the objective."""
     total, divisor = 0.0, 0.0
     sums: dict[str, float] = {}
     for group in even_groups(items, GROUP):

@@ -10,6 +10,7 @@ from lockstep.data.batching import plan_micro_batches
 from lockstep.data.dataset import Dataset, Loader, steps_and_rows
 from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.data.updates import row_size
+from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 
@@ -176,3 +177,33 @@ def logprob_limit(recipe: Recipe) -> float | None:
         return None
     # Dividing logits by a temperature below 1 scales their rounding too.
     return LOGPROB_LIMITS[recipe.model.dtype] / min(1.0, rollout.temperature)
+
+
+def prompt_limit(recipe: Recipe, config: Any) -> int:
+    """Longest prompt in tokens: the recipe's, or what a response leaves of the context and of a micro-batch."""
+    longest = recipe.rollout.max_tokens
+    context = getattr(config, "max_position_embeddings", None)
+    bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}
+    rooms = {name: bound - longest for name, bound in bounds.items() if bound}
+    wanted = recipe.data.max_prompt_tokens
+    for name, room in rooms.items():
+        if room < (wanted or 1):
+            raise Refusal.at(
+                "rollout.max_tokens",
+                f"a response of {longest} tokens leaves {room} of {name} ({bounds[name]}) to the prompt"
+                + (f", and data.max_prompt_tokens is {wanted}" if wanted else ""),
+                "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
+            )
+    return wanted or min(rooms.values(), default=2**31)
+
+
+def row_limit(recipe: Recipe, config: Any) -> int:
+    """Longest row in tokens: the recipe's, or the model's context within the token budget."""
+    context = getattr(config, "max_position_embeddings", None)
+    wanted = recipe.data.max_tokens
+    if wanted and context and wanted > context:
+        raise Refusal.at(
+            "data.max_tokens", f"{wanted} is more than the model's context of {context}", f"set it to {context} or less"
+        )
+    bounds = [bound for bound in (wanted, context, recipe.line_tokens) if bound]
+    return min(bounds)

@@ -63,11 +63,10 @@ class TargetCluster:
         return Members(1, size) if size <= on_a_node else Members(-(-size // on_a_node), on_a_node)
 
     def gather_seconds(self, whole: float, group: Members) -> float:
-        """All-gather of `whole` bytes, or a reduce-scatter of them, which goes the same way back.
+        """Seconds of an all-gather of `whole` bytes. A reduce-scatter takes the same time.
 
-        Each device gets what the others have: over the links of its node, all of it; over those between nodes what is
-        on other nodes, which comes to a node once, over the links of all its members of the group. Both go on at a
-        time.
+        All bytes cross the links inside a node. Bytes from other nodes arrive once per node and are divided over the
+        links of its group members. Both transfers overlap.
         """
         if group.size == 1:
             return 0.0

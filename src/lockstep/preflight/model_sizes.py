@@ -54,8 +54,7 @@ def _weights(kind: Any, config: Any) -> int:
 
 @dataclass(frozen=True)
 class Counted:
-    """Numbers of parameters: of the policy, those that are trained, and of what is frozen beside it, by the key that
-    keeps it on the host."""
+    """Parameter counts: of the policy, of its trained part, and of each frozen model by the key that offloads it."""
 
     parameters: int
     trained: int

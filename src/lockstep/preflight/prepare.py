@@ -32,7 +32,7 @@ from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_fore
 from lockstep.parallel.context import refuse_ranks
 from lockstep.parallel.sharding import grid_of, refuse_offload
 from lockstep.preflight.async_worker import refuse_beside, with_worker
-from lockstep.preflight.batch_plan import BatchPlan, OnlinePlan, plan_batches, plan_online
+from lockstep.preflight.batch_plan import BatchPlan, OnlinePlan, plan_batches, plan_online, prompt_limit, row_limit
 from lockstep.preflight.function_trials import try_functions
 from lockstep.preflight.memory_plan import MemoryPlan, on_device, plan_memory, refuse_misfit
 from lockstep.preflight.model_checks import (
@@ -409,41 +409,11 @@ def _warn_slow(recipe: Recipe, config: Any, device: Device, console: Console) ->
         console.warn(said)
 
 
-def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Longest prompt in tokens: the recipe's, or what a response leaves of the context and of a micro-batch."""
-    longest = recipe.rollout.max_tokens
-    context = getattr(config, "max_position_embeddings", None)
-    bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}
-    rooms = {name: bound - longest for name, bound in bounds.items() if bound}
-    wanted = recipe.data.max_prompt_tokens
-    for name, room in rooms.items():
-        if room < (wanted or 1):
-            raise Refusal.at(
-                "rollout.max_tokens",
-                f"a response of {longest} tokens leaves {room} of {name} ({bounds[name]}) to the prompt"
-                + (f", and data.max_prompt_tokens is {wanted}" if wanted else ""),
-                "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
-            )
-    return wanted or min(rooms.values(), default=2**31)
-
-
 def _read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, limit: int, console: Console) -> PromptSet:
     opened = open_sources(recipe.data.taken, recipe.data)
     with console.task("Encoding prompts", sum(map(rows_taken, recipe.data.taken, opened))) as task:
         asked = read_by_rewards(recipe.reward)
         return load_prompts(recipe.data.taken, recipe.data, tokenizer, limit, task.advance, opened, reward_fields=asked)
-
-
-def row_limit(recipe: Recipe, config: Any) -> int:
-    """Longest row in tokens: the recipe's, or the model's context within the token budget."""
-    context = getattr(config, "max_position_embeddings", None)
-    wanted = recipe.data.max_tokens
-    if wanted and context and wanted > context:
-        raise Refusal.at(
-            "data.max_tokens", f"{wanted} is more than the model's context of {context}", f"set it to {context} or less"
-        )
-    bounds = [bound for bound in (wanted, context, recipe.line_tokens) if bound]
-    return min(bounds)
 
 
 def _read(

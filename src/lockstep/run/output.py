@@ -29,7 +29,9 @@ def _escaped(code: int) -> str:
 
 def write(text: str = "", *, error: bool = False, end: str = "\n") -> None:
     """Prints to stdout or stderr and flushes."""
-    print(visible(without_concealed(text)), file=sys.stderr if error else sys.stdout, end=end, flush=True)
+    stream = sys.stderr if error else sys.stdout
+    stream.write(visible(without_concealed(text)) + end)  # one call: lines of two threads do not mix
+    stream.flush()
 
 
 def never_fail_to_encode() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import difflib
 import re
 import signal
@@ -372,18 +373,21 @@ def _finished(folder: RunFolder, steps: int) -> bool:
 
 @contextmanager
 def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
-    """The first Ctrl-C is remembered until the step is done; the second stops at once."""
-    asked: list[int] = []
+    """The first Ctrl-C ends the run after the current step; the second stops at once."""
+    received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if received:
             raise KeyboardInterrupt
-        asked.append(number)
-        console.warn("stopping after this step and a checkpoint; press Ctrl-C again to stop at once")
+        received.append(number)
+        # The signal may arrive while this thread writes to the same stream, which refuses a nested write. Another
+        # thread waits for its turn. `threading.Thread` takes locks that this thread may hold.
+        text = "stopping after this step and a checkpoint; press Ctrl-C again to stop at once"
+        _thread.start_new_thread(console.warn, (text,))
 
     before = signal.signal(signal.SIGINT, remember)
     try:
-        yield asked
+        yield received
     finally:
         signal.signal(signal.SIGINT, before)
 

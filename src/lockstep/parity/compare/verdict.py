@@ -139,38 +139,38 @@ def _scaled(figures: Figures) -> str:
     return f" ({scaled:.3g} % of the curve)"
 
 
-def _with_test(met: bool, parted: int | None, examined: Examined, allowed: float) -> Judgement:
+def _with_test(met: bool, divergence_step: int | None, examined: Examined, allowed: float) -> Judgement:
     """The verdict from bar and test, the rest of its explanation, and the divergence step of curves out of step."""
     late = [each for each in examined.findings if _is_divergence(each, examined, allowed)]
-    if late and parted is None:
-        parted = late[0].first
-    divergence = "" if not met or parted is None else f", but apart by more than the bar from step {parted} on"
+    if late and divergence_step is None:
+        divergence_step = late[0].first
+    note = "" if not met or divergence_step is None else f", but outside the bar from step {divergence_step} on"
     # A difference that began at a step is described by that step, one from the first step on as a drift.
     began = [each for each in late if each.first > int(examined.steps[0])]
     drift = [each for each in examined.findings if late and each.statistic == "drift"]
     first = began or drift
     found = [*first, *(each for each in examined.findings if each not in first)]
-    bar: BarResult = "met" if met and parted is None else "missed"
+    bar: BarResult = "met" if met and divergence_step is None else "missed"
     if found and bar == "missed":
         finding = f"; {describe(found[0], _who(examined))}{_and_more(found)}"
-        return Judgement("out of step", divergence + finding, parted, bar, "difference")
+        return Judgement("out of step", note + finding, divergence_step, bar, "difference")
     if examined.power is None:
         few = len(examined.steps)
         steps = f"{few:,} common step{'s are' if few != 1 else ' is'}"
-        remark = f"{divergence}; {steps} too few: at least {MIN_STEPS} are needed"
+        remark = f"{note}; {steps} too few: at least {MIN_STEPS} are needed"
         return Judgement("cannot tell", remark, None, bar, "cannot tell")
     if bar == "met":
         return _judged_by_test(found, examined, allowed)
     if examined.repeats == 0:
         remark = f"; the noise is unknown without repeats: {_suffices(examined, allowed)}"
-        return Judgement("cannot tell", divergence + remark, None, bar, "cannot tell")
+        return Judgement("cannot tell", note + remark, None, bar, "cannot tell")
     power = examined.power
     if power.drift_within > allowed or power.collapse > DEEP * power.noise_sd:
         remark = f", like repeats, but a drift of {power.drift_within:.2g} is not excluded"
-        explanation = f"{divergence}{remark}: {_suffices(examined, allowed)}"
+        explanation = f"{note}{remark}: {_suffices(examined, allowed)}"
         return Judgement("cannot tell", explanation, None, bar, "cannot tell")
     return Judgement(
-        "within noise", f"{divergence}, but every statistic is within the noise of repeats", None, bar, "no difference"
+        "within noise", f"{note}, but every statistic is within the noise of repeats", None, bar, "no difference"
     )
 
 
