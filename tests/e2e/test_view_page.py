@@ -382,9 +382,9 @@ def test_text_from_a_run_is_text(page: Page) -> None:
     second = page.tell("document.querySelectorAll('.response-text')[1].textContent")
     assert second == "\\x1b[31mred\\x1b[0m \\u202eright to left\\u202c", "shown, not obeyed"
     page.open("#run=long&tab=samples&step=6")
-    page.until("document.querySelector('button.whole')")
+    page.until("document.querySelector('button.show-all')")
     assert page.tell("document.querySelector('.response-text').textContent.length") == 6_000
-    page.click("button.whole")
+    page.click("button.show-all")
     page.until(f"document.querySelector('.response-text').textContent.length === {len(MEGABYTE)}")
     scrolled, width = page.widest()
     assert scrolled <= width
@@ -410,7 +410,7 @@ def test_the_recipe_and_its_difference(page: Page) -> None:
     assert "path: models/tiny" in page.text("#recipe pre")
     # What is damaged cannot be weighed, and is shown all the same.
     page.open("#run=damaged&tab=recipe&against=short")
-    page.until("document.querySelector('#difference')?.innerText.includes('Not weighed: recipe.yaml is damaged')")
+    page.until("document.querySelector('#difference')?.innerText.includes('recipe.yaml is damaged')")
     assert "optim.lr" in page.text("#difference")
 
 

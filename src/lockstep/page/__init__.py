@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 
 SCRIPTS = {
-    "viewer": ("state", "chart", "curves", "samples", "recipe", "page"),
-    "compare": ("figures", "chart", "explorer", "headline", "sections"),
+    "viewer": ("state", "curves", "samples", "recipe", "page"),
+    "compare": ("chart", "page"),
 }
 
 
