@@ -27,7 +27,7 @@ from taped_runs import record
 
 Fault = Callable[[Training, pytest.MonkeyPatch], None]
 
-ENGINE = ["first tokens", "rewards", "weight hand-over", "prefill and decode"]
+ENGINE = ["first tokens", "rewards", "weight sync", "prefill and decode"]
 ALWAYS = ["starting weights", "first loss and gradient", "learning rate 0", "padding and packing", "repeatability"]
 
 
@@ -186,8 +186,8 @@ def test_stale_weights_in_the_engine_are_seen_after_an_update(grpo: Path) -> Non
         training.generator.engine.policy = copy.deepcopy(training.models.module)  # type: ignore[attr-defined]
 
     items = checked(grpo, fault)
-    assert having(items, False) == ["weight hand-over"]
-    assert "weights from before the update" in items["weight hand-over"].means
+    assert having(items, False) == ["weight sync"]
+    assert "weights from before the update" in items["weight sync"].means
 
 
 def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
@@ -202,8 +202,8 @@ def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
         training.generator.engine.policy = stale  # type: ignore[attr-defined]
 
     items = checked(grpo, fault)
-    assert having(items, False) == ["weight hand-over"]
-    assert "neither with the new weights nor with the old" in items["weight hand-over"].means
+    assert having(items, False) == ["weight sync"]
+    assert "neither with the new weights nor with the old" in items["weight sync"].means
 
 
 def test_an_update_that_moves_nothing_proves_nothing(grpo: Path) -> None:
@@ -213,8 +213,8 @@ def test_an_update_that_moves_nothing_proves_nothing(grpo: Path) -> None:
         )
 
     items = checked(grpo, fault)
-    assert having(items, None) == ["weight hand-over"]
-    assert items["weight hand-over"].means.startswith("proves nothing: no update")
+    assert having(items, None) == ["weight sync"]
+    assert items["weight sync"].means.startswith("proves nothing: no update")
 
 
 def test_weights_that_move_at_rate_0(sft: Path) -> None:
@@ -239,7 +239,7 @@ def test_an_engine_that_wears_out_at_rate_0(grpo: Path) -> None:
     assert items["learning rate 0"].passed is False
     assert "outputs by 0 " in items["learning rate 0"].measured
     assert items["learning rate 0"].means.startswith("engine and trainer drift")
-    assert items["weight hand-over"].passed is True
+    assert items["weight sync"].passed is True
 
 
 # -- prefill and decode

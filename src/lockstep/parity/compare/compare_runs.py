@@ -186,9 +186,9 @@ def _metric_name(name: str, log: Log, where: str) -> str:
     """The metric with this name here or in the log."""
     if name in log.metrics:
         return name
-    for own, written in log.written.items():
+    for metric, written in log.written.items():
         if written == name:
-            return own
+            return metric
     names = list(dict.fromkeys([*log.metrics, *log.written.values()]))
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
     raise Refusal.at(

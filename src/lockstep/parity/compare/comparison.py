@@ -174,7 +174,7 @@ class Comparison:
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """For the support table: method, model, hardware and versions of both sides; None if unknown."""
     setup_known: bool = True
-    """Whether the set-up of both sides is known. If not, `differences` is empty."""
+    """Whether both sides recorded their set-up. If not, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
     """Shifted or selected steps, and shifts that would make the curves agree better."""
 

@@ -132,7 +132,7 @@ def _counts_from_zero(rows: Sequence[Row]) -> bool:
     return len(names) == 1 or 2 * len(names[0] & names[1]) >= len(names[1])
 
 
-# JSON lines of known trainers ----------------------------------------------------------------------------------------
+# JSON lines of specific trainers --------------------------------------------------------------------------------------
 
 HISTORY = "log_history"
 """A row with this key repeats all rows before it."""
