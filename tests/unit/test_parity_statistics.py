@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.parity.compare.curve_tests import score
-from lockstep.parity.compare.detection_power import power_of
+from lockstep.parity.compare.curve_tests import power_of, score
 from lockstep.parity.compare.noise_model import (
     SHARES,
     as_normal,

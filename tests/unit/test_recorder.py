@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import lockstep_record
 from lockstep.errors import Refusal
-from lockstep.parity.compare.compare_command import CompareOptions, compare_logs
+from lockstep.parity.compare.compare_runs import CompareOptions, compare_logs
 from lockstep.parity.compare.logs import read_log
 from lockstep.parity.replay.foreign_recording import compare_recordings, replay_recording
 from lockstep.tape.digest import digest

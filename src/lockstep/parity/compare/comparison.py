@@ -11,6 +11,7 @@ Verdict = Literal["in step", "within noise", "cannot tell", "out of step", "not 
 BarResult = Literal["met", "missed"]
 TestResult = Literal["no difference", "small difference", "difference", "cannot tell"]
 Kind = Literal["loss", "reward", "other"]
+SetupPart = Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Throughput:
 class Difference:
     """A difference in the set-up of the two sides, and its likely effect on the curves."""
 
-    part: Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"]
+    part: SetupPart
     key: str
     a: Any
     b: Any

@@ -123,8 +123,7 @@ def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
 
     def cut(call: Operator) -> Operator:
         args, kwargs = pytree.tree_map(
-            lambda leaf: sliced(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            (call.args, call.kwargs),
+            lambda leaf: sliced(leaf) if isinstance(leaf, torch.Tensor) else leaf, (call.args, call.kwargs)
         )
         return Operator(call.function, args, kwargs, [], call.device)
 
