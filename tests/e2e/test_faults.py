@@ -127,7 +127,7 @@ def test_a_fault_in_bf16_is_named_for_an_fp32_tape(name: str, tape: Callable[[st
 def test_without_a_fault_nothing_is_named(tape: Callable[[str], Path]) -> None:
     """Neither the other rounding nor the plain attention that faults are injected into raises an alarm.
 
-    The same replays of GRPO and DPO are among the clean repeats.
+    Such replays of GRPO and DPO are among the clean repeats.
     """
     for recipe, inject in (
         ("sft", other_arithmetic),
