@@ -1,4 +1,4 @@
-"""The statistics by hand, and against what is known of t, of windows and of runs with a memory."""
+"""The statistics by hand, and against the theory of t, of windows and of AR(1) runs."""
 
 from __future__ import annotations
 

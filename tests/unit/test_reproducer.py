@@ -151,7 +151,7 @@ def test_a_wrong_kernel_of_this_machine_is_shown(tmp_path: Path, here: Run) -> N
     assert here(script) == (1, "differs: found 0, wanted 1\n")
 
 
-def test_a_kernel_of_another_device_is_asked_there(tmp_path: Path, here: Run) -> None:
+def test_a_kernel_of_another_device_runs_there(tmp_path: Path, here: Run) -> None:
     """The recorded result was wrong; on a device that computes it correctly the script passes."""
     x = given()
     call = Operator(torch.ops.aten.tanh.default, (x,), {}, [x.tanh() * 1.01], "other:3")
