@@ -69,7 +69,8 @@ def warn_renamed(key: str) -> None:
     """Warns if the dotted key, or a group that contains it, is an old name."""
     if (old := _old_name(key)) is not None:
         note = f"{old} is now {RENAMED[old]}; the old name works until the next release"
-        warnings.warn(note, RenamedKey, stacklevel=2)
+        # Always this line: Python shows the same text from the same line once.
+        warnings.warn(note, RenamedKey, stacklevel=1)
 
 
 def new_attribute(name: str, fields: Iterable[str]) -> str | None:
