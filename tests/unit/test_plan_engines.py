@@ -132,7 +132,10 @@ def test_a_running_server_is_named_by_its_address(online_file: Path) -> None:
     ("words", "why"),
     [
         (("rollout.engine=vllm", "rollout.top_k=5", "rollout.truncated_sampling=ignore"), "rollout.truncated_sampling"),
-        (("rollout.engine=sglang", "rollout.top_p=0.9", "rollout.truncated_sampling=mask"), "truncated_sampling: ignore"),
+        (
+            ("rollout.engine=sglang", "rollout.top_p=0.9", "rollout.truncated_sampling=mask"),
+            "truncated_sampling: ignore",
+        ),
         (("rollout.engine=sglang", "rollout.min_p=0.1", "rollout.truncated_sampling=ignore"), "rollout.min_p"),
         (("rollout.engine=sglang", "rollout.top_p=0.9"), "rollout.truncated_sampling"),
     ],
