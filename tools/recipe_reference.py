@@ -19,8 +19,8 @@ from pydantic.fields import FieldInfo
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.loader import builtin_names, load_recipe, sections_of
-from lockstep.recipe.renamed_keys import RENAMED
 from lockstep.recipe.measure import facts_of
+from lockstep.recipe.renamed_keys import RENAMED
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import FUNCTION_PATH, Named
 from lockstep.run.console import print_problems
