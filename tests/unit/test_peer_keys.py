@@ -282,7 +282,7 @@ def test_which_groups_are_replaced(
     ]
     bounds = None if between is None else list(between)
     prompts = {0: group[0].prompt}
-    assert worth_a_place(summarised(group), prompts, DynamicSampling(rounds=2, between=bounds)) is teaches
+    assert worth_a_place(summarised(group), prompts, DynamicSampling(max_gen_batches=2, between=bounds)) is teaches
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:
