@@ -22,14 +22,13 @@ from lockstep.parity.compare.noise_model import (
     SHARES,
     TINY,
     WANDER,
-    Looks,
     Spread,
+    Windows,
     as_normal,
     as_t,
     compressed,
     contrasts,
     joined,
-    looks,
     mostly_equal,
     positive,
     spread_of,
@@ -37,6 +36,7 @@ from lockstep.parity.compare.noise_model import (
     two_sided,
     typical_square,
     window_means,
+    windows_for,
 )
 
 MAX_MISSING = 0.05
@@ -158,7 +158,7 @@ def _window_findings(
     steps: np.ndarray, difference: np.ndarray, scores: SeriesScores, spread: Spread, runs: tuple[int, int]
 ) -> list[Finding]:
     """The strongest finding of each statistic."""
-    at = looks(len(steps))
+    at = windows_for(len(steps))
     kinds, bound = np.array(at.kind), bounds(spread, runs)
     excess = np.minimum(np.nan_to_num(scores.excess, posinf=LARGEST), LARGEST)
     found: list[Finding] = []
@@ -204,9 +204,9 @@ def _trend(difference: np.ndarray) -> float:
 @dataclass(frozen=True)
 class SeriesScores:
     deviates: np.ndarray
-    """(..., looks): signed normal deviates."""
+    """(..., windows): signed normal deviates."""
     excess: np.ndarray
-    """(..., looks): the absolute deviate over the critical one; above 1 is a finding."""
+    """(..., windows): the absolute deviate over the critical one; above 1 is a finding."""
     scatter: np.ndarray
     """(...): the same for the scatter of the steps; 0 without repeats."""
     scattered: np.ndarray
@@ -224,7 +224,7 @@ class SeriesScores:
 
 def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
     """The excess of each window of the difference of the sides (..., runs, N) over the noise."""
-    at = looks(a.shape[-1])
+    at = windows_for(a.shape[-1])
     of = compressed(a, b)
     spread = spread_of(of)
     scaled = of.difference / of.scale
@@ -304,7 +304,7 @@ def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
 def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:
     """The power from the noise of one comparison. `runs`: the numbers of runs of A and B; `drift`: the mean of b -
     a."""
-    at = looks(len(steps))
+    at = windows_for(len(steps))
     need = _in_metric(spread, at, runs, _critical(spread, at) + SURE * np.sqrt(spread.likely[at.which]))
     if sum(runs) == 2:
         need = need * ROOM_ALONE
@@ -332,33 +332,33 @@ def nonzero(size: float) -> float:
 
 def bounds(spread: Spread, runs: tuple[int, int]) -> np.ndarray:
     """The smallest mean of b - a over each window that is a finding."""
-    at = looks(spread.scale.shape[-1])
+    at = windows_for(spread.scale.shape[-1])
     return _in_metric(spread, at, runs, _critical(spread, at))
 
 
 def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
     """The smallest change of a straight line, from the first step to the last, that is a finding."""
     count = spread.scale.shape[-1]
-    at = looks(count)
+    at = windows_for(count)
     critical = (at.critical * spread.raised(at))[-1:]
     size = as_t(critical, spread.trend_freedom) * np.sqrt(spread.trend) / spread.gain
     length = np.sqrt((count**2 - 1) * count / 12)
     return float(size[0]) * float(np.sqrt(1 / runs[0] + 1 / runs[1])) * (count - 1) / length
 
 
-def _uncertain(spread: Spread, at: Looks, runs: tuple[int, int]) -> float:
+def _uncertain(spread: Spread, at: Windows, runs: tuple[int, int]) -> float:
     """The one-sided 95 % error of the mean of b - a."""
     all_steps = at.kind.index("drift")
     means = as_t(np.array(SURE), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
     return float(_in_metric(spread, at, runs, means)[all_steps])
 
 
-def _critical(spread: Spread, at: Looks) -> np.ndarray:
+def _critical(spread: Spread, at: Windows) -> np.ndarray:
     """The smallest mean of each window that is a finding, in the noise of one run at scale 1."""
     return as_t(at.critical * spread.raised(at), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
 
 
-def _in_metric(spread: Spread, at: Looks, runs: tuple[int, int], means: np.ndarray) -> np.ndarray:
+def _in_metric(spread: Spread, at: Windows, runs: tuple[int, int], means: np.ndarray) -> np.ndarray:
     """Window means as differences of the sides, in the units of the metric."""
     difference = spread.uncompressed(means * np.sqrt(1 / runs[0] + 1 / runs[1]))
     return difference / window_means(1 / spread.scale, at.start, at.length)
@@ -380,7 +380,7 @@ class Wanted:
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
     """The number of repeats of one side and of steps that would exclude a drift of `limit` if there is none; None if
     even many would not. It uses the estimated noise."""
-    at = looks(steps)
+    at = windows_for(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)
     for times in (1, 2, 4, 8, MAX_TIMES_LONGER):

@@ -197,12 +197,12 @@ def _fingerprints(one: Evidence, key: str) -> list[str]:
 def _model(a: Evidence, b: Evidence) -> Differences:
     found: list[Difference] = []
     unknown = []
-    looks: tuple[tuple[SetupPart, str, str, str], ...] = (
+    parts: tuple[tuple[SetupPart, str, str, str], ...] = (
         ("weights", "model.weights", "the initial weights", "training starts from other weights"),
         ("tokenizer", "model.tokenizer", "the tokenizer", "the same text becomes other tokens"),
         ("tokenizer", "model.template", "the chat template", "prompts have another format"),
     )
-    for part, key, subject, effect in looks:
+    for part, key, subject, effect in parts:
         # A missing template is information, a missing checksum is not.
         recorded = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
         if all(recorded):
