@@ -20,8 +20,7 @@ from hand_rollouts import FAILED, plans_of, question, recipe_of
 from lockstep.algorithms.advantage import ESTIMATORS
 from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights
 from lockstep.device.cpu import Cpu
-from lockstep.parallel.context import with_context
-from lockstep.parallel.world import World, joined
+from lockstep.parallel.world import World, joined, with_context
 from lockstep.recipe import Recipe
 from lockstep.rollout.collect import Shares
 from lockstep.train.advantages import Advantages, Learned, estimate_advantages

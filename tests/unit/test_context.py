@@ -24,10 +24,10 @@ from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.logprob import Scores
 from lockstep.model.policy import Policy
 from lockstep.parallel.all_gather_attention import GatheredLayout, _GatheredAttention
-from lockstep.parallel.context import ContextGroup, refuse_ranks
+from lockstep.parallel.context import ContextGroup
 from lockstep.parallel.context_split import LAYOUTS, PLACES, Division, refuse_undivided
 from lockstep.parallel.ring_attention import RingLayout, _RingAttention
-from lockstep.parallel.world import World
+from lockstep.parallel.world import World, refuse_ranks
 from lockstep.preflight.batch_plan import OnlinePlan
 from lockstep.preflight.memory_plan import plan_memory
 from lockstep.preflight.model_sizes import activation_bytes, head_bytes

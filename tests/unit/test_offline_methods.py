@@ -17,8 +17,7 @@ from lockstep.errors import Refusal
 from lockstep.evaluate import validation as evaluate_rows
 from lockstep.kernels.divergence import TeacherDivergence
 from lockstep.methods import METHODS
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_policy
+from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.policy import Policy, Scoring, Teacher
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe, load_recipe

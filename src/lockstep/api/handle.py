@@ -44,6 +44,7 @@ from lockstep.kernels.sampling import Truncation
 from lockstep.model.export import export_model
 from lockstep.model.export_check import probe_of
 from lockstep.model.policy import Policy, Scoring
+from lockstep.model.resolve import folders_of
 from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_rollout import RolloutSettings
@@ -338,7 +339,12 @@ class Handle:
         """Writes a Hugging Face folder with a merged adapter, or with `adapter` only a PEFT folder."""
         out = Path(folder)
         weights = trained_weights(self._policy.stored)
-        how: dict[str, Any] = {"where": "the handle", "end_tokens": self._stop_ids, "files": self._files}
+        how: dict[str, Any] = {
+            "where": "the handle",
+            "folders": folders_of(self.settings),
+            "end_tokens": self._stop_ids,
+            "files": self._files,
+        }
         probe = probe_of(self._policy, self._learner.device)
         verified = export_model(self.settings, weights, out, adapter=adapter, probe=probe, **how)
         if not verified.done:

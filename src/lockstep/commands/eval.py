@@ -22,8 +22,7 @@ from lockstep.device.select import explain
 from lockstep.errors import Problem, Refusal
 from lockstep.evaluate.validation import GROUP, answer_metrics, measure
 from lockstep.methods import METHODS
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_config, load_policy, load_tokenizer
+from lockstep.model.load import load_config, load_policy, load_tokenizer, load_value_model
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.model.load import DTYPES, load_config
+from lockstep.model.load import load_config
+from lockstep.model.load_folder import DTYPES
 from lockstep.rollout.native.limits import refuse_moving_positions
 from lockstep.types import Prompt
 

@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError
 
 from lockstep.errors import Refusal, unwritten
+from lockstep.model.adapter import with_adapter
 from lockstep.model.export_check import Verification, verify_export
-from lockstep.model.heads import load_value_model, merge_adapters
-from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
-from lockstep.model.pretrained import rounded, save_generation, save_model, whole_model
-from lockstep.model.resolve import model_folder
+from lockstep.model.heads import build_value_model, merge_adapters
+from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, stream_transformers
+from lockstep.model.pretrained import rounded, save_generation, save_model, tokenizer_of, whole_model
 from lockstep.model.streamed import stored_buffers
 from lockstep.model.weight_conversion import META
 from lockstep.model.weights import refuse_other_weights, restore_weights
@@ -83,14 +83,15 @@ def export_checkpoint(
     found: Checkpoint,
     out: Path,
     *,
+    folders: ModelFolders,
     adapter: bool = False,
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> Verification:
     """Export a checkpoint as a language model or reward model, with additional text `files`."""
     state, weights = found.state, found.weights
-    how: dict[str, Any] = {"where": str(found.path), "end_tokens": state.end_tokens, "replace": replace}
-    how |= {"files": {**state.files, **files}, "probe": state.probe}
+    how: dict[str, Any] = {"where": str(found.path), "folders": folders, "end_tokens": state.end_tokens}
+    how |= {"files": {**state.files, **files}, "probe": state.probe, "replace": replace}
     if state.kind == "policy":
         return export_model(settings, weights, out, adapter=adapter, **how)
     if adapter:
@@ -104,6 +105,7 @@ def export_model(
     out: Path,
     *,
     where: str,
+    folders: ModelFolders,
     adapter: bool = False,
     end_tokens: Sequence[int] = (),
     replace: bool = False,
@@ -115,21 +117,26 @@ def export_model(
     if adapter and settings.lora is None:
         raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
     _refuse_taken(out, replace)
-    with _written(settings, out) as aside:
-        if settings.lora is not None or not _write_streamed(settings, weights, aside, where, end_tokens):
-            _write_in_memory(settings, weights, aside, where, end_tokens, adapter=adapter)
+    with _written(settings, folders, out) as aside:
+        if settings.lora is not None or not _write_streamed(settings, folders, weights, aside, where, end_tokens):
+            _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
         _write_texts(aside, files)
-        base = model_folder(settings.path) if adapter else None
+        base = folders.model if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
 
 
 def _write_streamed(
-    settings: Model, weights: Mapping[str, torch.Tensor], folder: Path, where: str, end_tokens: Sequence[int]
+    settings: Model,
+    folders: ModelFolders,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    where: str,
+    end_tokens: Sequence[int],
 ) -> bool:
     """Write tensor by tensor; False if that is not possible for the model."""
     from transformers import AutoModelForCausalLM
 
-    source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
+    source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)
     if source is None:
         return False
     refuse_other_weights(source.model, weights, where)
@@ -142,6 +149,7 @@ def _write_streamed(
 
 def _write_in_memory(
     settings: Model,
+    folders: ModelFolders,
     weights: Mapping[str, torch.Tensor],
     folder: Path,
     where: str,
@@ -154,8 +162,8 @@ def _write_in_memory(
 
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
-    base = whole_model(AutoModelForCausalLM, model_folder(settings.path), where_from, "its weights", dtype=dtype)
-    model = with_lora(base, settings.lora, seed=0)
+    base = whole_model(AutoModelForCausalLM, folders.model, where_from, "its weights", dtype=dtype)
+    model = with_adapter(base, settings.lora, 0, folders.adapter)
     restore_weights(model, weights, where)
     if adapter:
         # The path of the recipe, not the resolved folder.
@@ -204,6 +212,7 @@ def export_value_model(
     out: Path,
     *,
     where: str,
+    folders: ModelFolders,
     end_tokens: Sequence[int] = (),
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
@@ -211,24 +220,31 @@ def export_value_model(
 ) -> Verification:
     """Export a reward model as a sequence classification folder with one label, with its adapter merged."""
     _refuse_taken(out, replace)
-    with _written(settings, out) as aside:
-        _write_classifier(settings, weights, aside, where, end_tokens)
+    with _written(settings, folders, out) as aside:
+        _write_classifier(settings, folders, weights, aside, where, end_tokens)
         _write_texts(aside, files)
         return verify_export(aside, probe, "value", DTYPES[settings.dtype], str(out))
 
 
 def _write_classifier(
-    settings: Model, weights: Mapping[str, torch.Tensor], folder: Path, where: str, end_tokens: Sequence[int]
+    settings: Model,
+    folders: ModelFolders,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    where: str,
+    end_tokens: Sequence[int],
 ) -> None:
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     working = settings.model_copy(update={"dtype": "fp32"}) if settings.lora else settings
-    trained = load_value_model(working, settings.path, torch.device("cpu"), "sdpa", seed=0, key="model.path")
+    trained = build_value_model(
+        working, folders, torch.device("cpu"), "sdpa", seed=0, name=settings.path, key="model.path"
+    )
     restore_weights(trained, weights, where)
     merge_adapters(trained.decoder)
-    config = load_config(settings.path)
+    config = config_of(folders.model, settings.path)
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(
         config, dtype=DTYPES[working.dtype], trust_remote_code=False
@@ -237,8 +253,12 @@ def _write_classifier(
     classifier.base_model.load_state_dict(trained.decoder.state_dict(), assign=True)
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
-    classifier.config.pad_token_id = _padding(load_tokenizer(settings.path), end_tokens)
+    classifier.config.pad_token_id = _padding(_tokenizer(settings, folders), end_tokens)
     rounded(classifier, DTYPES[settings.dtype]).save_pretrained(folder)
+
+
+def _tokenizer(settings: Model, folders: ModelFolders) -> PreTrainedTokenizerBase:
+    return tokenizer_of(folders.model, f"model.path {settings.path}")
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> int:
@@ -260,13 +280,13 @@ def _refuse_taken(out: Path, replace: bool) -> None:
 
 
 @contextmanager
-def _written(settings: Model, out: Path) -> Iterator[Path]:
+def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `out` at the end, with the model's tokenizer."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
             yield aside
-            tokenizer, template = load_tokenizer(settings.path), aside / "chat_template.jinja"
+            tokenizer, template = _tokenizer(settings, folders), aside / "chat_template.jinja"
             if template.is_file():  # the template of the run replaces that of the model
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             tokenizer.save_pretrained(aside)

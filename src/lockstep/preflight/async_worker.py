@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.preflight.memory_plan import MemoryPlan, Phase
 from lockstep.preflight.model_sizes import kv_bytes
 from lockstep.recipe import Recipe

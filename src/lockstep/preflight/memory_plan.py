@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.parallel.offload import TOGETHER
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.model_sizes import (

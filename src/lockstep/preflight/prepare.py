@@ -28,9 +28,10 @@ from lockstep.kernels.rotary import fixed_length
 from lockstep.launch.launcher import ranks_here
 from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
-from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
-from lockstep.parallel.context import refuse_ranks
+from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.load_folder import DTYPES
 from lockstep.parallel.sharding import grid_of, refuse_offload
+from lockstep.parallel.world import refuse_ranks
 from lockstep.preflight.async_worker import refuse_beside, with_worker
 from lockstep.preflight.batch_plan import BatchPlan, OnlinePlan, plan_batches, plan_online, prompt_limit, row_limit
 from lockstep.preflight.function_trials import try_functions

@@ -11,7 +11,8 @@ from lockstep.device.base import Device
 from lockstep.device.select import explain
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.rotary import fixed_length
-from lockstep.model.load import DTYPES, load_config, load_tokenizer
+from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_rollout import RolloutSettings

@@ -17,6 +17,7 @@ from lockstep.model.export import export_checkpoint
 from lockstep.model.export_check import Verification, probe_of
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
+from lockstep.model.resolve import folders_of
 from lockstep.model.weights import held_weights, restore_weights
 from lockstep.parallel.sharding import reshard
 from lockstep.recipe import Recipe
@@ -78,7 +79,9 @@ def write_export(
     if not state.kind:  # an earlier version saved it
         state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
-    verified = export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
+    verified = export_checkpoint(
+        recipe.model, found, out, folders=folders_of(recipe.model), adapter=adapter, replace=replace, files=card
+    )
     if state.kind == "value" and STATS not in state.files:
         said.append("its scores are not normalised: there were no validation rows (data.val) to take mean and std from")
     return said, verified

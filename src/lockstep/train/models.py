@@ -24,8 +24,8 @@ from lockstep.device.base import Device, fetched
 from lockstep.kernels.divergence import Likeliest, TeacherDivergence
 from lockstep.kernels.sampling import Truncation
 from lockstep.methods import METHODS
-from lockstep.model.heads import ValueModel, load_value_model
-from lockstep.model.load import load_policy
+from lockstep.model.heads import ValueModel
+from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.policy import Policy, Scoring, Teacher, evaluating
 from lockstep.model.pretrained import told_unused
 from lockstep.model.router import experts_of_token

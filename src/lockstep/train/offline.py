@@ -18,7 +18,7 @@ from lockstep.methods import METHODS
 from lockstep.methods.base import Objective
 from lockstep.model.check import CHECK_TOLERANCE
 from lockstep.model.kernel_trial import refuse_unless_replayed
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
 from lockstep.preflight.batch_plan import BatchPlan, make_loader
 from lockstep.preflight.prepare import prepare

@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.cpu import Cpu
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
