@@ -179,7 +179,7 @@ class MicroBatch:
     origins: tuple[Origin, ...] = field(default=())
     line_E: torch.Tensor | None = None
     teacher: Callable[[MicroBatch], Any] | None = None
-    """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
+    """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/logit_divergence.py`)."""
     place_K: torch.Tensor | None = None
     """Where they stand among those targets of the update that this rank has; None where it has all of them."""
     token_grads: Callable[..., Any] | None = None

@@ -14,7 +14,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.servers.collective_transport import WeightLink
 from lockstep.rollout.servers.file_transport import SHARED_MEMORY
 from lockstep.rollout.servers.server_engine import ServerEngine

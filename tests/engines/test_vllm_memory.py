@@ -15,7 +15,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.servers import memory_transport as memory
 from lockstep.rollout.servers.adapter import Placed
 from lockstep.rollout.servers.memory_transport import SharedMemory

@@ -417,7 +417,7 @@ def generating_engine(device: str) -> None:
     from lockstep.device.select import select
     from lockstep.model.policy import Policy
     from lockstep.recipe.keys_rollout import RolloutSettings
-    from lockstep.rollout.native.engine import NativeEngine
+    from lockstep.rollout.native.native_engine import NativeEngine
     from lockstep.types import Request, Sampling
 
     kind = type(select(device))

@@ -19,7 +19,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.partial import PLAIN
-from lockstep.kernels.attention.parts import merge, sections
+from lockstep.kernels.attention.partial_attention import merge, sections
 from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.logprob import Scores
 from lockstep.model.policy import Policy

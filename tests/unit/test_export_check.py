@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from lockstep.errors import Refusal
 from lockstep.model import export_check
-from lockstep.model.export import export_model, export_value_model
 from lockstep.model.export_check import probe_of, verify_export
+from lockstep.model.export_folder import export_model, export_value_model
 from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import folders_of

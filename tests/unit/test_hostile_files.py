@@ -30,8 +30,8 @@ from lockstep.data.encode.chat import render_prompt
 from lockstep.data.row_cache import kept
 from lockstep.data.sources.read import read_rows
 from lockstep.errors import Refusal
-from lockstep.model.adapter import start_from
 from lockstep.model.gguf import import_gguf
+from lockstep.model.lora import start_from
 from lockstep.model.pretrained import tokenizer_of, whole_model
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe import load_recipe

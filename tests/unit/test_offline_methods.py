@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lockstep.errors import Refusal
 from lockstep.evaluate import validation as evaluate_rows
-from lockstep.kernels.divergence import TeacherDivergence
+from lockstep.kernels.logit_divergence import TeacherDivergence
 from lockstep.methods import METHODS
 from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.policy import Policy, Scoring, Teacher

@@ -10,7 +10,7 @@ from torch import nn
 
 from conftest import write_sft_recipe
 from lockstep.errors import Refusal
-from lockstep.model.export import export_value_model
+from lockstep.model.export_folder import export_value_model
 from lockstep.model.load import load_value_model
 from lockstep.model.resolve import folders_of
 from lockstep.model.tiny import write_tiny

@@ -366,7 +366,7 @@ def test_a_key_is_declared_and_read() -> None:
     # The third counts the memory that it keeps.
     assert reading(SOURCE, "free_cache") == {
         "recipe/keys_rollout.py",
-        "rollout/native/engine.py",
+        "rollout/native/native_engine.py",
         "preflight/memory_plan.py",
     }
 

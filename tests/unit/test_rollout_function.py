@@ -21,8 +21,8 @@ from lockstep.functions import give
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.rollout.engine import Engine, SharedWeights
-from lockstep.rollout.function import KEY, Canned, FunctionEngine, Generate, try_function
 from lockstep.rollout.hf import HfEngine
+from lockstep.rollout.rollout_function import KEY, Canned, FunctionEngine, Generate, try_function
 from lockstep.types import Completion, Example, Origin, Prompt, Question, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=24, temperature=0.8, stop_ids=(7, 9, 11, 13, 15, 17), seed=3)
@@ -129,7 +129,7 @@ def test_the_order_of_threads_changes_nothing(
     # A batch in another order may round otherwise on some devices.
     assert watched.asked[0] == [100 + row for row in range(5) for _ in range(3)]
     # Fewer at a time are other batches, whose rounding may differ; tokens and masks may not.
-    monkeypatch.setattr("lockstep.rollout.function.SIDE_BY_SIDE", 2)
+    monkeypatch.setattr("lockstep.rollout.rollout_function.SIDE_BY_SIDE", 2)
     few = run(by(conversation, engine), requests, SAMPLING)
     assert [(one.ids, one.trained, one.stop) for one in few] == [(one.ids, one.trained, one.stop) for one in usual]
 

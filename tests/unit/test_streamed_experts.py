@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocated import allocated, marked
 from lockstep.errors import Refusal
-from lockstep.model import export
+from lockstep.model import export_folder as export
 from lockstep.model import weight_conversion as conversion
 from lockstep.model.decoder import decoder_layers
 from lockstep.model.load import with_lora

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lockstep.errors import Refusal
-from lockstep.model.export import export_model
+from lockstep.model.export_folder import export_model
 from lockstep.model.load_folder import ModelFolders
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.recipe.schema import Model

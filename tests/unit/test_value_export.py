@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from lockstep.commands.export import export_run
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
-from lockstep.model.export import export_value_model
+from lockstep.model.export_folder import export_value_model
 from lockstep.model.heads import ValueModel, merge_adapters
 from lockstep.model.load import load_value_model
 from lockstep.model.resolve import folders_of

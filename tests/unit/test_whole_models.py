@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from gguf_files import write_gguf
 from lockstep.commands.generate import Conversation
 from lockstep.errors import Refusal
-from lockstep.model.export import export_model
+from lockstep.model.export_folder import export_model
 from lockstep.model.gguf import import_gguf
 from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.merged_adapter import merge_adapter

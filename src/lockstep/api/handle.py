@@ -41,8 +41,8 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.sampling import Truncation
-from lockstep.model.export import export_model
 from lockstep.model.export_check import probe_of
+from lockstep.model.export_folder import export_model
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.resolve import folders_of
 from lockstep.model.weights import restore_weights, trained_weights
@@ -51,7 +51,7 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.engine import end_ids
 from lockstep.rollout.engine_check import check_engine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.folder import RunFolder
 from lockstep.train.models import over_targets

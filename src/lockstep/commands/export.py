@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import Refusal, first_line, unwritten
-from lockstep.model.adapter import CONFIG
 from lockstep.model.export_check import Verification
+from lockstep.model.lora import CONFIG
 from lockstep.model.merged_adapter import merge_adapter
 from lockstep.model.resolve import ask_hub, base_of, hub_errors, looks_like_hub, model_folder
 from lockstep.recipe import Recipe, load_recipe

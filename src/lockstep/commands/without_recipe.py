@@ -27,7 +27,7 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.reward.rules import DEFAULT_RULES, RULES
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.run.console import Console
 from lockstep.run.files import checksum
 from lockstep.types import Failure, Prompt, Question, Rollout

@@ -11,7 +11,6 @@ from torch import nn
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
-from lockstep.model.adapter import put_adapter
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
 from lockstep.model.load_folder import (
@@ -25,6 +24,7 @@ from lockstep.model.load_folder import (
     spread,
     stream_transformers,
 )
+from lockstep.model.lora import put_adapter
 from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.weights import NONE, digits_of

@@ -9,7 +9,6 @@ import torch
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal, first_line
 from lockstep.kernels.fused import fuse
-from lockstep.model.adapter import with_adapter
 from lockstep.model.check import RUN_ERRORS, check_architecture, check_policy, unsupported
 from lockstep.model.heads import ValueModel, build_value_model
 from lockstep.model.load_folder import (
@@ -22,6 +21,7 @@ from lockstep.model.load_folder import (
     spread,
     stream_transformers,
 )
+from lockstep.model.lora import with_adapter
 from lockstep.model.policy import Policy, Scoring
 from lockstep.model.pretrained import refuse_partial, tokenizer_of
 from lockstep.model.resolve import folders_of, model_folder, stored_adapter

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
-from lockstep.model.adapter import CONFIG, WEIGHTS
 from lockstep.model.check import tokens
 from lockstep.model.export_check import Verification, probe_of_transformers, verify_export
+from lockstep.model.lora import CONFIG, WEIGHTS
 from lockstep.model.pretrained import has_tokenizer, pretrained, rounded, save_model, tokenizer_of, whole_model
 
 # Number of test tokens, and the allowed difference between merged and unmerged logits, relative to the largest logit.

@@ -13,7 +13,7 @@ from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
-from lockstep.rollout.function import try_function
+from lockstep.rollout.rollout_function import try_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -108,7 +108,7 @@ LOSSES: dict[str, LossRow] = {
     "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
 ENGINES: dict[str, EngineRow] = {
-    "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True, divided=True),
+    "native": EngineRow("lockstep.rollout.native.native_engine:open_engine", paged=True, divided=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.parallel.world import World
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import (
     ROLLOUT_FUNCTION,
     Completion,

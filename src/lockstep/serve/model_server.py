@@ -18,7 +18,7 @@ from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.model import load_reward_model, normalized_by_config
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.online_engine import LiveEngine, longest_that_fits
 from lockstep.run.output import write
 from lockstep.serve.api_request import ServedModel

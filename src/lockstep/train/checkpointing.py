@@ -13,8 +13,8 @@ import torch
 
 from lockstep.data.encode.chat_template import is_named, template_text
 from lockstep.methods import METHODS
-from lockstep.model.export import export_checkpoint
 from lockstep.model.export_check import Verification, probe_of
+from lockstep.model.export_folder import export_checkpoint
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import folders_of

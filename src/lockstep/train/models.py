@@ -21,7 +21,7 @@ from lockstep.data.batching import (
 )
 from lockstep.data.updates import Update, arrange
 from lockstep.device.base import Device, fetched
-from lockstep.kernels.divergence import Likeliest, TeacherDivergence
+from lockstep.kernels.logit_divergence import Likeliest, TeacherDivergence
 from lockstep.kernels.sampling import Truncation
 from lockstep.methods import METHODS
 from lockstep.model.heads import ValueModel

@@ -11,7 +11,7 @@ import torch
 from lockstep.data.array_store import Joined, sequences
 from lockstep.data.batching import of_all, own_part, to_device
 from lockstep.device.base import Device
-from lockstep.kernels.divergence import Whole, likeliest
+from lockstep.kernels.logit_divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
 from lockstep.preflight.prepare import Prepared
 from lockstep.recipe import Recipe

@@ -27,7 +27,7 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog, Phases, append_text, missing_steps, read_metrics, rewind_lines
 from lockstep.run.model_card import before_and_after
 from lockstep.run.sample_log import MOST_TOKENS, TokenTexts, sample_line, token_details
-from lockstep.run.trackers.base import open_sinks
+from lockstep.run.trackers.tracker import open_sinks
 from lockstep.train.advantages import Advantages
 from lockstep.train.experience import Experience
 from lockstep.train.rollouts import Rollouts

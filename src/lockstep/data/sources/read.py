@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.sources.files import DataFile, FileCache, locate
+from lockstep.data.sources.find_files import DataFile, FileCache, locate
 from lockstep.data.sources.formats import parse, read_arrow, read_parquet
 from lockstep.data.sources.rowset import (
     ArrowFile,
@@ -55,7 +55,7 @@ def read_rows(
     """The rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
     Relative paths start at `base` (default: the working directory). Files are sorted by name. `reader` is a user
-    function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/files.py`).
+    function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
     """
     if reader is not None:
         return read_own(path, reader)

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
 from lockstep.kernels.attention.layout import Cascade, Layout
-from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections, Tensors, merge
+from lockstep.kernels.attention.partial_attention import Gradients, PartialKernel, Sections, Tensors, merge
 
 # Cascade attention: sequences that share a prefix, without copying it. Every token attends to the unshared tokens of
 # its sequence and, where there is one, to the shared prefix. The two parts are merged by their log-sum-exp (lse). With

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import sent
-from lockstep.kernels.attention.parts import Sections, sections
+from lockstep.kernels.attention.partial_attention import Sections, sections
 
 # The shortest sequence of a bucket as a fraction of its longest. It keeps both padding and the number of buckets small.
 BUCKET_SHARE = 0.75

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from lockstep.kernels.attention.layout import Layout
-from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections, Tensors
+from lockstep.kernels.attention.partial_attention import Gradients, PartialKernel, Sections, Tensors
 from lockstep.kernels.fused_modules import KernelTrial
 from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 

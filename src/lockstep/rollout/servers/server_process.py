@@ -40,7 +40,7 @@ class ServerProcess:
         self._process = self._start()
 
     def _start(self) -> FunctionProcess:
-        process = FunctionProcess("lockstep.rollout.servers.entry:serve", (self._command,), self.log)
+        process = FunctionProcess("lockstep.rollout.process_entry:run_server", (self._command,), self.log)
         # Not as an argument: every user of the machine can read command lines, and the environment contains the key.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process

@@ -23,8 +23,18 @@ from lockstep.parallel.world import World
 from lockstep.recipe.loader import resolved
 from lockstep.recipe.registry import import_plugins
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Meeting, Opening, Probed, Working
+from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.worker.worker_messages import (
+    Answered,
+    Ask,
+    Failed,
+    HandOver,
+    Idle,
+    Meeting,
+    Opening,
+    Probed,
+    Working,
+)
 from lockstep.rollout.worker.worker_weights import Place, WeightGroup, WeightMemory, probe
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 

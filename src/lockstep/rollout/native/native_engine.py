@@ -28,6 +28,7 @@ from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 # Default share of free memory for the cache.
 FREE_SHARE = 0.5
 # Default share of total memory up to which a cache is kept with its CUDA graphs.

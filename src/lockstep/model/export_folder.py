@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 
 from lockstep.errors import Refusal, unwritten
-from lockstep.model.adapter import with_adapter
 from lockstep.model.export_check import Verification, verify_export
 from lockstep.model.heads import build_value_model, merge_adapters
 from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, stream_transformers
+from lockstep.model.lora import with_adapter
 from lockstep.model.pretrained import rounded, save_generation, save_model, tokenizer_of, whole_model
 from lockstep.model.streamed import stored_buffers
 from lockstep.model.weight_conversion import META
