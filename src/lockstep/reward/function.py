@@ -9,8 +9,9 @@ from typing import Any
 
 from lockstep.errors import Refusal, with_secrets
 from lockstep.functions import Unloadable, located, only_here
+from lockstep.launch.process_pool import ProcessPool
 from lockstep.recipe.keys_online import Reward
-from lockstep.reward.function_pool import LocalCalls, Pool, Target
+from lockstep.reward.function_pool import LocalCalls, Target, reward_pool
 from lockstep.reward.function_worker import CALL, Given, Raised, as_reward_function, prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
 from lockstep.types import Failure, Question
@@ -42,7 +43,7 @@ class FunctionPart(RewardPart):
             for name, value in arguments.items()
         }
         function = only_here(reference)
-        self._pool: Pool | LocalCalls
+        self._pool: ProcessPool[dict[str, Any], Given | Raised] | LocalCalls
         if function is not None:
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
             self.note = (
@@ -53,7 +54,7 @@ class FunctionPart(RewardPart):
             return
         path, word = located(reference, key)
         target = Target(str(path), word, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments))
-        self._pool = Pool(target, settings.workers)
+        self._pool = reward_pool(target, settings.workers)
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         call = {

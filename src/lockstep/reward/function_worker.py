@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import queue
-import signal
 import socket
 import struct
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from lockstep.functions import LONGEST_WHY, Unloadable, function_of, refuse_signature, run_file, told
-from lockstep.launch.worker_process import limit_memory
+from lockstep.launch.supervisor import exit_if_forked, limit_memory, worker_socket
 
 if TYPE_CHECKING:
     from lockstep.types import Message
@@ -180,15 +179,11 @@ HEADER = struct.Struct(">QQ")
 
 def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple[str, ...] = ()) -> None:
     """Loads the function, then answers calls until the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Children of the function must not keep the connection open.
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    me = os.getpid()
+    connection, worker = worker_socket(descriptor), os.getpid()
     calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     function = _load(Path(path), name, (*CALL, *extra))
-    _exit_if_forked(me)
+    exit_if_forked(worker)
     if isinstance(function, Unusable):
         connection.sendall(line_of(LOADING, function))
         return
@@ -197,14 +192,8 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple
     while True:
         number_of_call, call = calls.get()
         reply = answer(function, call, path)
-        _exit_if_forked(me)
+        exit_if_forked(worker)
         connection.sendall(line_of(number_of_call, reply))
-
-
-def _exit_if_forked(me: int) -> None:
-    """Exits in a process that the function forked and that returned from it."""
-    if os.getpid() != me:
-        os._exit(0)
 
 
 def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, bytes]]) -> None:

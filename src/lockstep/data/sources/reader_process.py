@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.functions import Unloadable, load_by_position, told
-from lockstep.launch.worker_process import limit_memory
+from lockstep.launch.supervisor import exit_if_forked, limit_memory, worker_socket
 
 ROW, BAD_ROW, UNLOADABLE, NO_ROWS, RAISED, OUT_OF_MEMORY, END = b"r", b"b", b"u", b"n", b"x", b"m", b"e"
 CALL = ("path",)
@@ -23,14 +21,10 @@ CALL = ("path",)
 
 def serve(descriptor: int, file: str, name: str, memory_bytes: int, path: str) -> None:
     """Load the reader, then send the rows of `path`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Child processes of the reader must not keep the connection open.
-    os.set_inheritable(descriptor, False)
-    me = os.getpid()
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("wb", 2**16) as stream:
+    worker = os.getpid()
+    with worker_socket(descriptor) as connection, connection.makefile("wb", 2**16) as stream:
         for kind, payload in lines(file, name, memory_bytes, path):
-            if os.getpid() != me:
-                os._exit(0)  # a process forked by the reader that returned from it
+            exit_if_forked(worker)
             stream.write(kind + payload + b"\n")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from lockstep.data.sources.reader_process import (
 from lockstep.data.sources.rowset import FileInfo, Problems, RowSet, ShapeGroups, TextFile, disagreements, merged
 from lockstep.errors import LostProcess, Refusal
 from lockstep.functions import given, located, own_function
-from lockstep.launch.worker_process import FunctionProcess
+from lockstep.launch.process_pool import LineWorker, ReplyTimeout, WorkerEnded
 from lockstep.recipe.keys_data import Data
 from lockstep.run.output import write
 from lockstep.types import Origin, Row
@@ -113,45 +113,26 @@ def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.log"
         arguments = (str(file), name, int(reader.memory_gb * 2**30), path)
-        process = FunctionProcess("lockstep.data.sources.reader_process:serve", arguments, log)
-        deadline = Deadline(process, reader.seconds)
-        how = b""
+        worker = LineWorker("lockstep.data.sources.reader_process:serve", arguments, log)
+        deadline = time.monotonic() + reader.seconds
+        how, payload, late = b"", None, False
         try:
-            with process.connection.makefile("rb") as stream:
-                for line in stream:
-                    # Ignore a partial line of a process that ended.
-                    how = line[:1] if line.endswith(b"\n") else b""
-                    if how not in (ROW, BAD_ROW):
-                        break
-                    yield how, line[1:-1]
+            while (line := worker.read_line(deadline))[:1] in (ROW, BAD_ROW):
+                yield line[:1], line[1:]
+            how = line[:1]
+        except ReplyTimeout:
+            late = True
+        except WorkerEnded:
+            pass  # reported below, with its last output
         finally:
-            deadline.cancel()
-            status = process.ended()
-            process.connection.close()
+            status = worker.ended()
+            worker.disconnect()
         if how == END:
             return
-        payload = json.loads(line[1:]) if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED) else None
-        why = _failure(path, reader, how, payload, deadline.over, f"its process {status}{_last_line(log)}")
-        disturbed = payload is None and (deadline.stopped if deadline.over else process.disturbed)
-        raise LostProcess(why.problems) if disturbed else why
-
-
-class Deadline:
-    """Kills the reader's process at the time limit."""
-
-    def __init__(self, process: FunctionProcess, seconds: float):
-        self.over = self.stopped = False
-        self._process = process
-        self._clock = threading.Timer(seconds, self._end)
-        self._clock.daemon = True
-        self._clock.start()
-
-    def _end(self) -> None:
-        self.stopped, self.over = self._process.disturbed, True
-        self._process.kill()
-
-    def cancel(self) -> None:
-        self._clock.cancel()
+        if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED):
+            payload = json.loads(line[1:])
+        why = _failure(path, reader, how, payload, late, f"its process {status}{_last_line(log)}")
+        raise LostProcess(why.problems) if payload is None and worker.lost else why
 
 
 def _failure(

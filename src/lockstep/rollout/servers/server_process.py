@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal, with_secrets
-from lockstep.launch.worker_process import FunctionProcess
+from lockstep.launch.process_pool import SupervisedProcess
 from lockstep.masking import conceal
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
@@ -39,8 +39,8 @@ class ServerProcess:
         self._command, self._environment, self.log, self._key_file = command, environment, log, key_file
         self._process = self._start()
 
-    def _start(self) -> FunctionProcess:
-        process = FunctionProcess("lockstep.rollout.process_entry:run_server", (self._command,), self.log)
+    def _start(self) -> SupervisedProcess:
+        process = SupervisedProcess("lockstep.rollout.process_entry:run_server", (self._command,), self.log)
         # Not as an argument: every user of the machine can read command lines, and the environment contains the key.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process
