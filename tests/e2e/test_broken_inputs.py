@@ -10,7 +10,7 @@ import pytest
 
 from conftest import question_rows, run, write_jsonl
 from kills import interrupted, lines
-from lockstep.commands.sample_store import Parts
+from lockstep.commands.sample import Parts
 from lockstep.errors import Refusal
 from lockstep.run.checkpoint import damage_of
 from lockstep.run.folder import RunFolder

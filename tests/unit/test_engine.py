@@ -21,8 +21,7 @@ from lockstep.kernels.attention.layout import KVCache
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.native import native_engine as engine_module
-from lockstep.rollout.native.limits import prefill_budget, prefill_bytes
-from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine, prefill_budget, prefill_bytes
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 

@@ -15,7 +15,7 @@ from lockstep.data.encode.prompt_rows import PromptCounts, PromptSet, fit_prompt
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
-from lockstep.rollout.questions import encode_questions
+from lockstep.rollout.collect import encode_questions
 from lockstep.types import Message, Origin, Prompt, Question
 
 # The tiny tokenizer has a token for each byte and one for each mark of the template.

@@ -20,7 +20,7 @@ import pytest
 
 from conftest import chat_rows, write_jsonl
 from hang import HANG, wait_until
-from lockstep.data import encode_parts as parts
+from lockstep.data import dataset as parts
 from lockstep.data import row_cache as cache
 from lockstep.data.array_store import Store, item_digests, stored
 from lockstep.data.dataset import Dataset, LoadedRows, load_rows

@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from gguf_files import write_gguf
 from lockstep.commands.generate import Conversation
 from lockstep.errors import Refusal
-from lockstep.model.export_folder import export_model
+from lockstep.model.export_folder import export_model, merge_adapter
 from lockstep.model.gguf import import_gguf
 from lockstep.model.load import load_policy, load_value_model
-from lockstep.model.merged_adapter import merge_adapter
 from lockstep.model.resolve import folders_of, model_folder
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Model

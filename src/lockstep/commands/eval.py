@@ -12,8 +12,15 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from lockstep.commands.options import refuse_long_answers, refuse_options
-from lockstep.commands.without_recipe import BY_NAME, NamedColumns, load_generator, opened_scorer, read_option_questions
+from lockstep.commands.without_recipe import (
+    BY_NAME,
+    NamedColumns,
+    load_generator,
+    opened_scorer,
+    read_option_questions,
+    refuse_long_answers,
+    refuse_options,
+)
 from lockstep.data.encode.prompt_rows import REWARD_FIELDS
 from lockstep.data.sources.read import RowSet, read_rows
 from lockstep.data.updates import even_groups, row_sizes
@@ -35,8 +42,8 @@ from lockstep.reward.process_model import PROCESS, read_judging
 from lockstep.reward.row_rewards import RuleJudge, read_by_rewards
 from lockstep.reward.rules import any_isolated, rule_for, rule_named
 from lockstep.reward.scorer import Scorer
+from lockstep.rollout.collect import Examiner, encode_questions, validation_keys
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.questions import Examiner, encode_questions, validation_keys
 from lockstep.run.console import Console
 from lockstep.run.folder import refuse_unwritable
 from lockstep.run.sample_log import sample_line

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lockstep.errors import Refusal, first_line, unwritten
 from lockstep.model.export_check import Verification
+from lockstep.model.export_folder import merge_adapter
 from lockstep.model.lora import CONFIG
-from lockstep.model.merged_adapter import merge_adapter
 from lockstep.model.resolve import ask_hub, base_of, hub_errors, looks_like_hub, model_folder
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.measure import best_measure

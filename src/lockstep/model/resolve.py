@@ -19,12 +19,11 @@ import torch
 
 from lockstep.errors import Problem, Refusal, first_line, unwritten
 from lockstep.model.export_check import Verification
-from lockstep.model.export_folder import export_checkpoint
+from lockstep.model.export_folder import export_checkpoint, merge_adapter
 from lockstep.model.fingerprint import model_files
 from lockstep.model.gguf import MAGIC, import_gguf
 from lockstep.model.load_folder import ModelFolders
 from lockstep.model.lora import CONFIG
-from lockstep.model.merged_adapter import merge_adapter
 from lockstep.model.streamed import weight_files
 from lockstep.recipe.schema import Lora, Model
 from lockstep.run import checkpoint as checkpoints

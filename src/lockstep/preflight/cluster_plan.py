@@ -25,8 +25,7 @@ from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.registry import estimator_row
-from lockstep.rollout.native.limits import fitting_prefill
-from lockstep.rollout.native.native_engine import kept_cache
+from lockstep.rollout.native.native_engine import fitting_prefill, kept_cache
 
 # A recipe on a cluster that need not be here: the memory of each phase and the time of a step.
 

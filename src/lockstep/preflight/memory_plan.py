@@ -25,8 +25,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_parallel import Offload, Parallel
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
-from lockstep.rollout.native.limits import prefill_bytes
-from lockstep.rollout.native.native_engine import FREE_SHARE
+from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
 
 # What `parallel.offload` and its kin take off a device, and what stays for the passes that need it.

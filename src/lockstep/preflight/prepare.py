@@ -52,12 +52,11 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import active_weights
+from lockstep.rollout.collect import asked_as, encode_questions
 from lockstep.rollout.engine import refuse_unknown_ids
-from lockstep.rollout.native.limits import prefill_budget, refuse_moving_positions
-from lockstep.rollout.native.native_engine import kept_cache
-from lockstep.rollout.questions import asked_as, encode_questions
-from lockstep.rollout.servers.collective_transport import refuse_shared_device
+from lockstep.rollout.native.native_engine import kept_cache, prefill_budget, refuse_moving_positions
 from lockstep.rollout.servers.server_process import refuse_absent
+from lockstep.rollout.servers.weight_transports import refuse_shared_device
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.trackers.tracker import open_sinks

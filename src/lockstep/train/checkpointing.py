@@ -44,7 +44,7 @@ from lockstep.train.resume import (
 from lockstep.train.run_writer import Run
 
 if TYPE_CHECKING:
-    from lockstep.run.sharded_checkpoint import ShardedWriter
+    from lockstep.run.checkpoint import ShardedWriter
 
 
 # What model a run makes, and a checkpoint of it as a folder.
@@ -118,7 +118,7 @@ class Checkpointer:
         self.saved_at: int | None = None
         self._writer: ShardedWriter | None = None
         if run.world.size > 1:
-            from lockstep.run.sharded_checkpoint import ShardedWriter
+            from lockstep.run.checkpoint import ShardedWriter
 
             self._writer = ShardedWriter(self.folder, run.world, self._landed)
         self._unsaid: list[tuple[Callable[[str], None], str]] = []

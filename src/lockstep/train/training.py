@@ -23,9 +23,9 @@ from lockstep.parallel.world import World
 from lockstep.preflight.prepare import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
+from lockstep.rollout.collect import Examiner, asked_as, encode_questions, validation_keys
 from lockstep.rollout.engine import validation_sampling
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.questions import Examiner, asked_as, encode_questions, validation_keys
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, run_folder

@@ -24,8 +24,8 @@ from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES, imported
 from lockstep.rollout.servers.adapter import ServerAdapter, ServerFailed, ServerNeeds, ServerStart
-from lockstep.rollout.servers.collective_transport import own_address
 from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE
+from lockstep.rollout.servers.weight_transports import own_address
 
 HOST = "127.0.0.1"
 LAST_LINES = 25

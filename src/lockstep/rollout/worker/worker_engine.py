@@ -23,10 +23,17 @@ from lockstep.model.policy import Policy
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.parallel.sharding import reshard, whole_on
 from lockstep.recipe import Recipe
-from lockstep.rollout.worker.worker_messages import Answered, Ask, Failed, HandOver, Idle, Meeting, Opening, Probed
-from lockstep.rollout.worker.worker_weights import (
+from lockstep.rollout.worker.worker_protocol import (
+    Answered,
+    Ask,
     BroadcastFailed,
+    Failed,
+    HandOver,
+    Idle,
+    Meeting,
+    Opening,
     Place,
+    Probed,
     WeightGroup,
     WeightMemory,
     probe,

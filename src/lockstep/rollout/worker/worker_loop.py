@@ -24,7 +24,7 @@ from lockstep.recipe.loader import resolved
 from lockstep.recipe.registry import import_plugins
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.native.native_engine import NativeEngine
-from lockstep.rollout.worker.worker_messages import (
+from lockstep.rollout.worker.worker_protocol import (
     Answered,
     Ask,
     Failed,
@@ -32,10 +32,13 @@ from lockstep.rollout.worker.worker_messages import (
     Idle,
     Meeting,
     Opening,
+    Place,
     Probed,
+    WeightGroup,
+    WeightMemory,
     Working,
+    probe,
 )
-from lockstep.rollout.worker.worker_weights import Place, WeightGroup, WeightMemory, probe
 from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
 
 # Interval of heartbeats while no response is finished.
