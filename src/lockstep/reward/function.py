@@ -63,7 +63,7 @@ class Target:
         return Raised(why, log=self.shown_log(index))
 
 
-class RewardWorker(PoolWorker[dict[str, Any], Given | Raised]):
+class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
     """A worker process that calls the function of a target."""
 
     def __init__(self, target: Target, index: int):
@@ -120,7 +120,7 @@ class RewardWorker(PoolWorker[dict[str, Any], Given | Raised]):
 def reward_pool(target: Target, workers: int) -> ProcessPool[dict[str, Any], Given | Raised]:
     """Processes that call the function. Refuses a function that cannot be loaded or called."""
     return ProcessPool(
-        lambda index: RewardWorker(target, index), workers, name="reward", failed=target.failed, closed=_CLOSED
+        lambda index: FunctionWorker(target, index), workers, name="reward", failed=target.failed, closed=_CLOSED
     )
 
 

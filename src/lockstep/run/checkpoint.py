@@ -322,9 +322,10 @@ def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-# Sharded, asynchronous checkpoints: each rank writes its shards while training continues. The tensors are copied first, so the next step may change them. A thread of each rank writes and checksums its files
-# and synchronises with the others over a separate process group. When all are done, the thread of rank 0 renames the
-# folder. A kill before that leaves the earlier checkpoints intact.
+# Sharded, asynchronous checkpoints: each rank writes its shards while training continues. The tensors are copied first,
+# so the next step may change them. A thread of each rank writes and checksums its files and synchronises with the
+# others over a separate process group. When all are done, the thread of rank 0 renames the folder. A kill before that
+# leaves the earlier checkpoints intact.
 
 
 class ShardedWriter:

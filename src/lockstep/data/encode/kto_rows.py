@@ -17,7 +17,7 @@ from lockstep.data.encode.preference_rows import (
     pair_of,
     prompt_description,
 )
-from lockstep.data.encode.responses import ResponseEncoder
+from lockstep.data.encode.responses import ResponseEncoder, ResponseRows
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
 from lockstep.types import Example, Judged, Origin, Row
@@ -70,7 +70,7 @@ def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
     raise finder.unknown("hold the judged responses", "set data.prompt_key, data.response_key and data.label_key")
 
 
-class JudgedRows:
+class JudgedRows(ResponseRows):
     """Reads the rows of one source as labelled responses, and counts the labels."""
 
     unusable = 0
@@ -80,18 +80,6 @@ class JudgedRows:
         self.encode = ResponseEncoder(Encoding(tokenizer, finder.data))
         self.finder = finder
         self.tally: Counter[str] = Counter()
-
-    @property
-    def split_rows(self) -> int:
-        return self.encode.split_rows
-
-    @property
-    def special_rows(self) -> int:
-        return self.encode.special_rows
-
-    @property
-    def unseparated_rows(self) -> int:
-        return self.encode.unseparated_rows
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Judged] | None]:
         columns = self.columns

@@ -119,6 +119,24 @@ class ResponseEncoder:
         return Example(array("q", [*prompt, *answer.ids]), bytes([*[0] * len(prompt), *answer.trained]), origin)
 
 
+class ResponseRows:
+    """Base of the row readers that encode with a `ResponseEncoder`: its counts of rows."""
+
+    encode: ResponseEncoder
+
+    @property
+    def split_rows(self) -> int:
+        return self.encode.split_rows
+
+    @property
+    def special_rows(self) -> int:
+        return self.encode.special_rows
+
+    @property
+    def unseparated_rows(self) -> int:
+        return self.encode.unseparated_rows
+
+
 def _answer(response: Turns) -> list[Message]:
     return response if isinstance(response, list) else [{"role": "assistant", "content": response}]
 

@@ -236,7 +236,7 @@ def flash_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Partial attention (`parts.py`). The kernel aligns causal sequences at their end too."""
+    """Partial attention (`partial_attention.py`). The kernel aligns causal sequences at their end too."""
     out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         query_THD, key_SGD, value_SGD, *_cu_seqlens(where), False, scale=scale, **_window(window)
     )

@@ -26,8 +26,8 @@ from lockstep.rollout.servers.weight_check import (
     repeat_noise,
     why_rejected,
 )
-from lockstep.rollout.servers.weight_transports import REMEDY
 from lockstep.rollout.servers.weight_transports import (
+    REMEDY,
     SharedMemory,
     Unopened,
     WeightLink,
