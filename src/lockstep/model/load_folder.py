@@ -1,6 +1,6 @@
 """Loads transformers models from a local Hugging Face folder, splits them over ranks, and fuses their operators.
 
-`load.py` resolves model names to folders and uses this module; `export_folder.py` uses it with folders that are resolved.
+`load.py` resolves model names to folders and uses this module; `export_folder.py` gets folders that are resolved.
 """
 
 from __future__ import annotations
