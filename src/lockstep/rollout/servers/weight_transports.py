@@ -112,7 +112,7 @@ def _remove_stale(parent: Path) -> None:
 # Both sides run on separate threads, because a collective cannot be interrupted. The run watches the HTTP request and
 # its side of the collective, and stops waiting when either fails or exceeds the time limit.
 
-KEY = "rollout.hand_over"
+KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
 # Time limit of the rendezvous, and of one tensor.
 MEETING_SECONDS = 600.0
@@ -133,12 +133,12 @@ class WeightLink:
         client: ServerClient,
         device: Device,
         index: int,
-        answer_limit: float,
+        request_timeout: float,
         progress: Callable[[str], None],
     ):
         self.server_adapter, self.client, self.device, self.index = server_adapter, client, device, index
-        self._limit, self._progress = answer_limit, progress
-        seconds = min(answer_limit, MEETING_SECONDS)
+        self._limit, self._progress = request_timeout, progress
+        seconds = min(request_timeout, MEETING_SECONDS)
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.meeting = GroupMeeting(
             own_address(client.address),
@@ -270,7 +270,7 @@ def own_address(server: str) -> str:
 
 def by_collective(settings: RolloutSettings) -> bool:
     """Whether weights go by a collective; `auto` never selects it."""
-    return ENGINES[settings.engine].served and settings.hand_over == "collective"
+    return ENGINES[settings.engine].served and settings.weight_sync == "collective"
 
 
 def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
@@ -357,8 +357,8 @@ def by_memory(
     of the run: same machine, and no copy needed."""
     if not ENGINES[settings.engine].served or adapter:
         return False
-    if settings.hand_over != "auto":
-        return settings.hand_over == "memory"
+    if settings.weight_sync != "auto":
+        return settings.weight_sync == "memory"
     server = settings.server
     same_device = server.devices is None or server.devices == [first_visible(device)]
     exclusive = settings.url is None and processes == 1 and server.tensor_parallel == 1 and same_device
