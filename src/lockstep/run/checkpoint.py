@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import CheckpointException, async_save
 
 from lockstep.errors import Refusal, first_line
 from lockstep.parallel.sharded_files import StoredTensors, files_of, writer_of
@@ -343,6 +342,9 @@ class ShardedWriter:
 
     def begin(self, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         """Waits for the previous checkpoint, copies the shards of this rank (tensors by part) and starts writing."""
+        # Imported here: only runs of several processes need it, and it takes a second.
+        from torch.distributed.checkpoint import async_save
+
         self.settle()
         target = folder_of(self.checkpoints, state.step)
         parts = {part_prefix(part) + name: one for part, content in tensors.items() for name, one in content.items()}
@@ -369,6 +371,8 @@ class ShardedWriter:
         self._thread.shutdown()
 
     def _finish(self, saving: Future[Any], state: State, folder: Path, target: Path) -> None:
+        from torch.distributed.checkpoint import CheckpointException
+
         result: dict[str, Any] | str
         try:
             saving.result()
@@ -396,6 +400,6 @@ class ShardedWriter:
 
 def _reason(error: BaseException) -> str:
     """The first error; torch reports the errors of all ranks to every rank."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+    if failures := getattr(error, "failures", None):
+        error = next(iter(failures.values()))[0]
     return first_line(error) or type(error).__name__
