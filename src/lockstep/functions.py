@@ -92,7 +92,7 @@ class Unloadable(Exception):
 
 
 @dataclass(frozen=True)
-class OwnFunction:
+class UserFunction:
     """A user function and its recipe key. Its exceptions are reported with file, name and line.
 
     `seconds` is the time limit of a call, and `limit` the key that sets it; None means no limit here.
@@ -120,7 +120,7 @@ class OwnFunction:
         except Exception as error:
             raise Refusal.at(self.where, f"raised {told(error, file)}", "fix the function") from error
 
-    def calling(self, function: Callable[..., Any]) -> OwnFunction:
+    def calling(self, function: Callable[..., Any]) -> UserFunction:
         """The same key and limit for a wrapper of the function."""
         return replace(self, function=function)
 
@@ -157,9 +157,9 @@ def located(function_path: str, key: str) -> tuple[Path, str]:
     return file, name
 
 
-def own_function(
+def load_user_function(
     function_path: str, key: str, call: Sequence[str], seconds: float | None = None, limit: str = ""
-) -> OwnFunction:
+) -> UserFunction:
     """Loads the function of a path and checks that it accepts the positional arguments `call`.
 
     `seconds` is the time limit of a call, set by the key `limit`.
@@ -169,14 +169,14 @@ def own_function(
     else:
         file, name = located(function_path, key)
         try:
-            return OwnFunction(key, function_path, load_by_position(file, name, call), seconds, limit)
+            return UserFunction(key, function_path, load_by_position(file, name, call), seconds, limit)
         except Unloadable as error:
             raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
     try:
         refuse_signature(function, function_path.rpartition(":")[2], call, by_name=False)
     except Unloadable as error:
         raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
-    return OwnFunction(key, function_path, function, seconds, limit)
+    return UserFunction(key, function_path, function, seconds, limit)
 
 
 def given(function_path: str) -> bool:
@@ -294,14 +294,14 @@ def line_of(error: BaseException, path: str) -> str:
 
 __all__ = [
     "LONGEST_WHY",
-    "OwnFunction",
     "Unloadable",
+    "UserFunction",
     "file_being_run",
     "give",
     "given",
     "is_function_path",
+    "load_user_function",
     "located",
     "only_here",
-    "own_function",
     "told",
 ]

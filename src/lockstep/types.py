@@ -33,7 +33,7 @@ class Example:
     """A row as tokens. `trained[i]` is 1 where token i is a target (predicted from the tokens before it), else 0."""
 
     ids: Sequence[int]
-    trained: Sequence[int]
+    loss_mask: Sequence[int]
     origin: Origin
 
     def __len__(self) -> int:
@@ -43,14 +43,14 @@ class Example:
     def examples(self) -> tuple[Example, ...]:
         return (self,)
 
-    def asked(self) -> list[tuple[int, int]]:
+    def scored_tokens(self) -> list[tuple[int, int]]:
         """(position, token id) of each question to the model. The first token has nothing before it."""
-        return [(i - 1, self.ids[i]) for i in range(1, len(self.ids)) if self.trained[i]]
+        return [(i - 1, self.ids[i]) for i in range(1, len(self.ids)) if self.loss_mask[i]]
 
     @property
     def targets(self) -> int:
         """How many tokens are really predicted."""
-        return self.trained[1:].count(1)
+        return self.loss_mask[1:].count(1)
 
     @property
     def trained_tokens(self) -> int:
@@ -59,7 +59,7 @@ class Example:
 
     def cut(self, span: slice) -> Self:
         """The tokens of the span alone."""
-        return replace(self, ids=self.ids[span], trained=self.trained[span])
+        return replace(self, ids=self.ids[span], loss_mask=self.loss_mask[span])
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ScoredExample(Example):
     positions: Sequence[int] = ()
     token_ids: Sequence[int] = (0,)
 
-    def asked(self) -> list[tuple[int, int]]:
+    def scored_tokens(self) -> list[tuple[int, int]]:
         return [(position, token) for position in self.positions for token in self.token_ids]
 
     @property
@@ -112,7 +112,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class Single:
+class _SingleExample:
     """A row of one sequence, with something said about it."""
 
     example: Example
@@ -127,34 +127,34 @@ class Single:
 
 
 @dataclass(frozen=True)
-class Judged(Single):
+class LabeledResponse(_SingleExample):
     """A response with a verdict."""
 
     desirable: bool
 
 
 @dataclass(frozen=True)
-class Steps(Single):
+class StepLabels(_SingleExample):
     """A solution with a verdict on each step: `labels[i]` is the wanted distribution over the token ids at step i."""
 
     example: ScoredExample
     labels: tuple[tuple[float, ...], ...]
 
 
-class Divided(Protocol):
+class ContextSplit(Protocol):
     """How the ranks of a context group divide a micro-batch (`parallel/context_split.py`)."""
 
-    def own(self, batch: MicroBatch) -> MicroBatch:
+    def local_part(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of the micro-batch, and the targets that they predict."""
 
     @property
-    def own_T(self) -> torch.Tensor:
+    def local_T(self) -> torch.Tensor:
         """On the host: where this rank's tokens stand on the whole line."""
 
     def layout(self, device: torch.device, kernel: str) -> Any:
         """How the attention named `kernel` finds the tokens of all ranks."""
 
-    def answers(self, said: Any) -> Any:
+    def gather_outputs(self, said: Any) -> Any:
         """What a module says of this rank's targets, as what it says of all."""
 
 
@@ -163,7 +163,7 @@ class MicroBatch:
     """What one device runs forward at once: packed rows in one line (N = 1), or right-padded rows.
 
     `lengths` are the sequence lengths in order: along the line when packed, one for each row when padded. Sequences on
-    a line may share their beginning, which then stands there once; `line_E` says where each token of the whole
+    a line may share their beginning, which then stands there once; `packed_index_E` says where each token of the whole
     sequences, one after another, is on the line (None: they stand there whole).
     `predictors_K` index the flattened N*T positions whose hidden state predicts `targets_K`; `index_K` says where
     these targets stand among all the targets of the update.
@@ -177,21 +177,21 @@ class MicroBatch:
     targets_K: torch.Tensor
     index_K: torch.Tensor
     origins: tuple[Origin, ...] = field(default=())
-    line_E: torch.Tensor | None = None
+    packed_index_E: torch.Tensor | None = None
     teacher: Callable[[MicroBatch], Any] | None = None
     """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
-    place_K: torch.Tensor | None = None
+    local_index_K: torch.Tensor | None = None
     """Where they stand among those targets of the update that this rank has; None where it has all of them."""
     token_grads: Callable[..., Any] | None = None
     """Tells how the loss depends on each target, up to a factor, before it is whole (see `kernels/logprob.py`)."""
-    context: Divided | None = None
+    context: ContextSplit | None = None
     """Who has which of its tokens, where the ranks of a context group divide it. A rank's own part says so too, and
     its `lengths` are still those of whole sequences."""
 
     @property
-    def own_K(self) -> torch.Tensor:
+    def vector_index_K(self) -> torch.Tensor:
         """Where the targets stand in this rank's vectors of the update."""
-        return self.index_K if self.place_K is None else self.place_K
+        return self.index_K if self.local_index_K is None else self.local_index_K
 
     @property
     def tokens(self) -> int:
@@ -251,7 +251,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialResponse:
     """A response as far as it was written before a pause."""
 
     ids: list[int] = field(default_factory=list)
@@ -274,7 +274,7 @@ class Request:
     first: int = 0
     max_tokens: int | None = None
     question: Question | None = None
-    begun: Mapping[int, Begun] | None = None
+    partial_responses: Mapping[int, PartialResponse] | None = None
 
 
 # Why a completion ended that did not end: its engine was asked to pause.
@@ -295,7 +295,7 @@ class Completion:
     stop: str
     """Why it ended: `token`, `string` or `length`; `environment` where a rollout function ended it, `failed` where
     that function failed."""
-    trained: Sequence[int] = ()
+    loss_mask: Sequence[int] = ()
     """As in `Rollout`."""
     versions: Sequence[int] = ()
     """As in `Rollout`."""
@@ -303,7 +303,7 @@ class Completion:
     """Why there is no response, where a rollout function failed."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trained", _mask(self.trained, self.ids))
+        object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
 
 
 def _mask(trained: Sequence[int], ids: Sequence[int]) -> list[int]:
@@ -341,7 +341,7 @@ class Failure:
         return self.part if self.part == ROLLOUT_FUNCTION else f"reward.{self.part}"
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """Why, and where to look further."""
         return self.why + (f" (what it printed last is in {self.log})" if self.log else "")
 
@@ -372,23 +372,23 @@ class Rollout:
     stop: str
     text: str
     score: Score | Failure
-    earned: tuple[tuple[int, float], ...] = ()
-    trained: Sequence[int] = ()
+    token_rewards: tuple[tuple[int, float], ...] = ()
+    loss_mask: Sequence[int] = ()
     versions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trained", _mask(self.trained, self.ids))
+        object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
 
     @property
-    def written(self) -> int:
+    def num_response_tokens(self) -> int:
         """Tokens that the policy wrote."""
-        return sum(self.trained)
+        return sum(self.loss_mask)
 
     @property
     def turns(self) -> list[Turn]:
         """The tokens in order, cut wherever the writer changes."""
         found: list[Turn] = []
-        for token, trained in zip(self.ids, self.trained, strict=True):
+        for token, trained in zip(self.ids, self.loss_mask, strict=True):
             if not found or found[-1].policy != bool(trained):
                 found.append(Turn(bool(trained), []))
             found[-1].ids.append(token)
@@ -396,15 +396,15 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RolloutMeta:
     """A rollout without its tokens and its text: what every rank knows of it, wherever it is."""
 
     prompt_index: int
     sample: int
     prompt_tokens: int
-    tokens: int
+    response_length: int
     """Of the response, an environment's among them."""
-    written: int
+    num_response_tokens: int
     """Those that the policy wrote."""
     shared: int
     """Tokens at the beginning of the sequence that all scored responses to the prompt have in common, none trained."""
@@ -415,4 +415,4 @@ class Summary:
     @property
     def length(self) -> int:
         """Of the whole sequence."""
-        return self.prompt_tokens + self.tokens
+        return self.prompt_tokens + self.response_length

@@ -111,7 +111,7 @@ def test_a_penalty_that_is_not_compared_is_taken_off_token_by_token():
     """Scores 1 and 0: 0.5 from their mean on either side. Penalties of 0.1, 0.2 and of 0.4, each with those to come."""
     sequence = torch.tensor([0, 0, 1])
     rewards, penalties = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.1, 0.2, 0.4])
-    signals = Signals(rewards, sequence, torch.tensor([0, 0]), taken_off_K=penalties)
+    signals = Signals(rewards, sequence, torch.tensor([0, 0]), kl_penalty_K=penalties)
     advantages = ESTIMATORS["dr_grpo"](signals, gamma=1.0, lam=1.0).advantages_K
     torch.testing.assert_close(advantages, torch.tensor([0.5 - 0.3, 0.5 - 0.2, -0.5 - 0.4]))
     # A group that compares it sees 0.7 and -0.4.

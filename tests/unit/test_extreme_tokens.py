@@ -86,8 +86,8 @@ def kept_weights(draw: Draw, sequence_K: torch.Tensor, count: int) -> torch.Tens
     """Weights of an update, of a random aggregation, with dropped tokens and importance weights."""
     keep_K = (~draw.chance(0.3, len(sequence_K))).float()
     kind = AGGREGATIONS[int(draw.whole(0, len(AGGREGATIONS) - 1, 1))]
-    average_K, divisor = aggregation_weights(kind, sequence_K, keep_K, count, 64)
-    return average_K / divisor * draw.of((1.0, 1.0, 2.0, math.exp(-20)), len(sequence_K))
+    loss_weights_K, divisor = aggregation_weights(kind, sequence_K, keep_K, count, 64)
+    return loss_weights_K / divisor * draw.of((1.0, 1.0, 2.0, math.exp(-20)), len(sequence_K))
 
 
 def finite(*values: torch.Tensor) -> None:
@@ -174,15 +174,15 @@ def test_the_whole_loss_of_an_update_with_divergence_and_entropy(name: str) -> N
                 0.2,
                 sequence_K=tokens.sequence_K,
                 advantages_K=tokens.advantages_K,
-                average_K=tokens.weights_K,
+                loss_weights_K=tokens.weights_K,
                 penalty_K=tokens.weights_K,
-                importance_K=torch.ones(len(logprobs)),
-                engine_K=engine,
+                is_weights_K=torch.ones(len(logprobs)),
+                rollout_logprobs_K=engine,
                 old_K=tokens.old_K,
                 reference_K=reference,
-                held_K=tokens.held_K,
+                selected_K=tokens.selected_K,
             )
-            batch: Any = SimpleNamespace(own_K=torch.arange(len(logprobs)))
+            batch: Any = SimpleNamespace(vector_index_K=torch.arange(len(logprobs)))
             return loss(Scores(logprobs, entropies), batch)
 
         sums = of(logprobs, entropies, reference)
@@ -244,7 +244,7 @@ def test_tokens_held_back_by_covariance() -> None:
     for draw, count in rounds():
         old, advantages = draw.logprobs(count), draw.sizes(count)
         keep = (~draw.chance(0.3, count)).float()
-        held = covariance.kl_cov_held(old, advantages, keep, share=0.1)
+        held = covariance.select_kl_cov(old, advantages, keep, share=0.1)
         assert int(held.sum()) == max(int(0.1 * int(keep.sum())), 1)
         # The same by hand, with an impossible token at -10,000.
         places = keep.nonzero().flatten().tolist()

@@ -14,9 +14,9 @@ from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import ESTIMATORS, Signals
 from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
 from lockstep.data.sources.read import read_rows
-from lockstep.data.sources.user_reader import OwnReader
+from lockstep.data.sources.user_reader import UserReader
 from lockstep.errors import Refusal
-from lockstep.functions import own_function
+from lockstep.functions import load_user_function
 from lockstep.preflight.function_trials import try_advantage, try_loss
 from lockstep.recipe import load_recipe
 from lockstep.recipe.loader import dump_recipe, recipe_with
@@ -156,7 +156,7 @@ def test_the_dry_run_refuses_a_loss_that_would_train_nothing(tmp_path: Path) -> 
 )
 def test_a_function_that_cannot_be_had(tmp_path: Path, where: str, text: str, said: str) -> None:
     (tmp_path / "own.py").write_text(text)
-    told = refusal(lambda: own_function(where.format(tmp_path), "algorithm.advantage", ("signals",)))
+    told = refusal(lambda: load_user_function(where.format(tmp_path), "algorithm.advantage", ("signals",)))
     assert told.startswith("algorithm.advantage")
     assert said in told
 
@@ -196,14 +196,14 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
     where = place(
         tmp_path, "def mine(path):\n    for i in range(3):\n        yield {'text': f'{path} {i}', 'n': (i, None)}\n"
     )
-    rows = read_rows("db://numbers", reader=OwnReader(where))
+    rows = read_rows("db://numbers", reader=UserReader(where))
     assert list(rows) == [{"text": f"db://numbers {i}", "n": [i, None]} for i in range(3)]
     assert rows.columns == ("text", "n")
     assert str(rows.origin(2)) == "db://numbers row 2"
     same = tmp_path / "same.py"
     same.write_text("def mine(path):\n    return [{'text': f'{path} {i}', 'n': [i, None]} for i in range(3)]\n")
-    assert read_rows("db://numbers", reader=OwnReader(f"{same}:mine")).fingerprint == rows.fingerprint
-    assert read_rows("db://others", reader=OwnReader(where)).fingerprint != rows.fingerprint
+    assert read_rows("db://numbers", reader=UserReader(f"{same}:mine")).fingerprint == rows.fingerprint
+    assert read_rows("db://others", reader=UserReader(where)).fingerprint != rows.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
 )
 def test_a_reader_that_gives_no_rows_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(path):\n    {body}\n")
-    told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where)))
+    told = refusal(lambda: read_rows("rows.db", reader=UserReader(where)))
     assert f"data.reader {where}" in told
     assert said in told
 
@@ -231,4 +231,4 @@ def test_the_rows_of_a_json_file_and_of_a_reader_of_it_train_alike(tmp_path: Pat
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(4)))
     where = place(tmp_path, "import json\ndef mine(path):\n    return map(json.loads, open(path))\n")
-    assert list(read_rows(str(file), reader=OwnReader(where))) == list(read_rows(str(file)))
+    assert list(read_rows(str(file), reader=UserReader(where))) == list(read_rows(str(file)))

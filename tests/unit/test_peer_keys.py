@@ -26,8 +26,8 @@ from lockstep.reward.remote import RemotePart, scores_in
 from lockstep.reward.row_rewards import shaped
 from lockstep.rollout.engine import validation_sampling
 from lockstep.train.advantages import estimate_advantages
-from lockstep.train.experience import experience_of, summarised
-from lockstep.train.logprobs import Annotated
+from lockstep.train.experience import build_experience, rollout_metas
+from lockstep.train.logprobs import ModelOutputs
 from lockstep.train.optim import Optimizer
 from lockstep.train.rollout_checks import teaches as worth_a_place
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
@@ -228,7 +228,7 @@ def test_prompts_without_a_chat_template(tiny_folder: Path) -> None:
     assert ids == tokenizer(text)["input_ids"]
     example = Encoding(tokenizer, data).joined("1+{}", "2", Origin("q", 1))
     assert list(example.ids[: len(ids)]) == ids
-    assert list(example.trained) == [0] * len(ids) + [1] * (len(example.ids) - len(ids))
+    assert list(example.loss_mask) == [0] * len(ids) + [1] * (len(example.ids) - len(ids))
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_a_divergence_in_the_reward_beside_the_one_in_the_loss(tmp_path: Path) -
         Rollout(Prompt(question, [1]), 0, i, [5, 6], [-1.0, -1.0], "token", "a", Score(score, {"rule": score}))
         for i, score in enumerate((1.0, 3.0))
     ]
-    known = Annotated(old_K=torch.full((4,), -1.0), reference_K=torch.full((4,), -1.5), values_K=None)
-    found = estimate_advantages(experience_of(rollouts, None), known, recipe, kl_coefficient=7.0)
+    known = ModelOutputs(old_K=torch.full((4,), -1.0), reference_K=torch.full((4,), -1.5), values_K=None)
+    found = estimate_advantages(build_experience(rollouts, None), known, recipe, kl_coefficient=7.0)
     assert found.rewards_K.tolist() == pytest.approx([-0.1, 0.9, -0.1, 2.9])
     with pytest.raises(Refusal, match=r"algorithm\.kl\.reward_coefficient"):
         online(tmp_path, "algorithm.kl.where=reward", "algorithm.kl.reward_coefficient=0.2")
@@ -282,7 +282,7 @@ def test_which_groups_are_replaced(
     ]
     bounds = None if between is None else list(between)
     prompts = {0: group[0].prompt}
-    assert worth_a_place(summarised(group), prompts, DynamicSampling(rounds=2, between=bounds)) is teaches
+    assert worth_a_place(rollout_metas(group), prompts, DynamicSampling(rounds=2, between=bounds)) is teaches
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:

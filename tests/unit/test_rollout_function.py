@@ -91,18 +91,18 @@ def test_turns_are_masked_and_scored_as_the_trainer_scores_them(
     inner = engine if kind == "native" else HfEngine(policy.generating, load_tokenizer(str(folder)).decode)
     made = run(by(conversation, inner), requests, SAMPLING)
     assert [(one.request, one.sample) for one in made] == [(r, s) for r in range(5) for s in range(3)]
-    assert any(0 in one.trained for one in made)
+    assert any(0 in one.loss_mask for one in made)
     for one in made:
-        spoken = [token for token, mine in zip(one.ids, one.trained, strict=True) if not mine]
+        spoken = [token for token, mine in zip(one.ids, one.loss_mask, strict=True) if not mine]
         assert bytes(spoken).decode() == f"<{one.request}" * (len(spoken) // 2)
-        assert all((score == 0.0) == (not mine) for score, mine in zip(one.logprobs, one.trained, strict=True))
+        assert all((score == 0.0) == (not mine) for score, mine in zip(one.logprobs, one.loss_mask, strict=True))
         prompt = list(requests[one.request].ids)
-        row = Example(prompt + one.ids, [0] * len(prompt) + list(one.trained), Origin("x", 0))
+        row = Example(prompt + one.ids, [0] * len(prompt) + list(one.loss_mask), Origin("x", 0))
         policy.scoring = Scoring(temperature=0.8)
         with torch.no_grad():
             scored = policy(micro_batch([row], packed=True, pad_id=0)).logprobs_K
         policy.scoring = Scoring()
-        wanted = torch.tensor([score for score, mine in zip(one.logprobs, one.trained, strict=True) if mine])
+        wanted = torch.tensor([score for score, mine in zip(one.logprobs, one.loss_mask, strict=True) if mine])
         torch.testing.assert_close(scored, wanted, rtol=0, atol=2e-4)
 
 
@@ -131,7 +131,7 @@ def test_the_order_of_threads_changes_nothing(
     # Fewer at a time are other batches, whose rounding may differ; tokens and masks may not.
     monkeypatch.setattr("lockstep.rollout.function.SIDE_BY_SIDE", 2)
     few = run(by(conversation, engine), requests, SAMPLING)
-    assert [(one.ids, one.trained, one.stop) for one in few] == [(one.ids, one.trained, one.stop) for one in usual]
+    assert [(one.ids, one.loss_mask, one.stop) for one in few] == [(one.ids, one.loss_mask, one.stop) for one in usual]
 
 
 def test_those_who_wait_are_answered_together(requests: list[Request]) -> None:

@@ -81,7 +81,7 @@ def transformers_own(folder: Path, coefficient: float) -> tuple[float, dict[str,
     width = max(len(row.ids) for row in ROWS)
     ids = torch.tensor([list(row.ids) + [0] * (width - len(row.ids)) for row in ROWS])
     mask = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in ROWS])
-    trained = torch.tensor([list(row.trained) + [0] * (width - len(row.ids)) for row in ROWS]).bool()
+    trained = torch.tensor([list(row.loss_mask) + [0] * (width - len(row.ids)) for row in ROWS]).bool()
     with each.module.generating() as model:  # type: ignore[operator]
         model.train()
         output = model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hand_rollouts import recipe_of, rollout
-from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.experience import experience_of
-from lockstep.train.logprobs import Annotated
+from lockstep.train.advantages import Advantages, TrainBatch
+from lockstep.train.experience import build_experience
+from lockstep.train.logprobs import ModelOutputs
 from lockstep.train.monitor import STEPS_BETWEEN_WARNINGS as QUIET
 from lockstep.train.monitor import Warnings, no_signal
 
@@ -99,7 +99,7 @@ def missing(scores: list[float], advantages: list[float], keep: list[float] | No
     values, ones = torch.tensor(advantages), torch.ones(len(scores))
     kept = ones if keep is None else torch.tensor(keep)
     found = Advantages(values, values, values, kept, ones, metrics)
-    learned = Learned(experience_of(made), Annotated(None, None, None), found)
+    learned = TrainBatch(build_experience(made), ModelOutputs(None, None, None), found)
     said = no_signal(learned, recipe_of(**keys))
     return None if said is None else said.cause
 

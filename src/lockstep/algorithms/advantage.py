@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
+from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
 from lockstep.errors import Refusal
 
 
@@ -118,14 +118,14 @@ class Signals:
     """1 - 2 p + sum of all words' squared probabilities: the squared gradient of log p by the logits."""
     rewards: tuple[tuple[float, torch.Tensor], ...] = ()
     """The rewards that `gdpo` compares one by one: weight, and the scores of the sequences."""
-    taken_off_K: torch.Tensor | None = None
+    kl_penalty_K: torch.Tensor | None = None
     """A penalty that a group does not compare: taken off the advantages, at each token with all that follow."""
-    whole: WholeStep = EVERYTHING
+    reduce: StepReduce = SINGLE_PROCESS
 
     @property
     def scores_S(self) -> torch.Tensor:
         """What each sequence earned over all its tokens."""
-        return self.whole.sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
+        return self.reduce.sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def flash_reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """FlashREINFORCE (OpenRLHF 0.11): s minus the mean score of the whole step; no groups, nothing is whitened."""
     scores_S = signals.scores_S.double()
-    present_S = signals.whole.sum_by(torch.ones_like(signals.rewards_K), signals.sequence_K, len(scores_S)) > 0
+    present_S = signals.reduce.sum_by(torch.ones_like(signals.rewards_K), signals.sequence_K, len(scores_S)) > 0
     least = scores_S[present_S].min() if bool(present_S.any()) else scores_S.new_zeros(())
     above_S = scores_S - least  # equal scores become exact zeros
     baseline = above_S[present_S].sum() / present_S.sum().clamp(min=1)
@@ -252,12 +252,12 @@ def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Est
     nothing to compare with: its baseline is 0 (verl's `handle_zero_tail`).
     """
     energy_K = _needed(signals.energy_K, "optimal_token_baseline", "the squared probabilities of all words").double()
-    sequence_K, whole = signals.sequence_K, signals.whole
+    sequence_K, whole = signals.sequence_K, signals.reduce
     returns_K = return_to_go(signals.rewards_K, sequence_K, gamma)
     group_S, groups = _numbered(signals.group_S)
     place_K = positions(sequence_K)
     energy_K = running_sum(energy_K, sequence_K)
-    width = int(max(whole.greatest(place_K), -1.0)) + 1
+    width = int(max(whole.max(place_K), -1.0)) + 1
     key_K = group_S[sequence_K] * width + place_K
 
     def over_group(values_K: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 
 
 def whitened(
-    values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, whole: WholeStep = EVERYTHING
+    values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, whole: StepReduce = SINGLE_PROCESS
 ) -> torch.Tensor:
     """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0.
 
@@ -297,11 +297,11 @@ def whitened(
     """
     count = whole.count(len(values_K))
     # Equal values become exact zeros, which no rounding of their mean can undo.
-    shifted_K = values_K - whole.greatest(values_K) if count else values_K
-    centred_K = shifted_K - whole.total(shifted_K.sum()) / max(count, 1)
+    shifted_K = values_K - whole.max(values_K) if count else values_K
+    centred_K = shifted_K - whole.sum_tensor(shifted_K.sum()) / max(count, 1)
     if not divide:
         return centred_K
-    variance = whole.total(centred_K.square().sum()) / (count if biased else max(count - 1, 1))
+    variance = whole.sum_tensor(centred_K.square().sum()) / (count if biased else max(count - 1, 1))
     return centred_K * torch.rsqrt(variance + VARIANCE_FLOOR)
 
 
@@ -317,7 +317,7 @@ class _Groups:
     def __init__(self, signals: Signals, scores_S: torch.Tensor | None = None):
         """`scores_S` in place of what the sequences earned in all."""
         self._signals = signals
-        whole, sequence_K, sequences = signals.whole, signals.sequence_K, len(signals.group_S)
+        whole, sequence_K, sequences = signals.reduce, signals.sequence_K, len(signals.group_S)
         lengths_S = whole.sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), sequence_K, sequences)
         if scores_S is None:
             scores_S = whole.sum_by(signals.rewards_K.double(), sequence_K, sequences)
@@ -367,10 +367,10 @@ def _estimate(
 ) -> Estimate:
     """`whitens`: the estimator's paper whitens over the step."""
     dtype, wanted = signals.rewards_K.dtype, signals.whitening
-    if signals.taken_off_K is not None:
-        advantages_K = advantages_K - return_to_go(signals.taken_off_K, signals.sequence_K, 1.0)
+    if signals.kl_penalty_K is not None:
+        advantages_K = advantages_K - return_to_go(signals.kl_penalty_K, signals.sequence_K, 1.0)
     if wanted.over == "step" or (wanted.over == "own" and whitens):
-        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide, whole=signals.whole)
+        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide, whole=signals.reduce)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.algorithms.reduce import EVERYTHING, WholeStep, log_ratio, sequence_mean, sum_by
+from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, log_ratio, sequence_mean, sum_by
 from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
@@ -49,7 +49,7 @@ class Corrected:
 
 def correct(
     trainer_K: torch.Tensor,
-    engine_K: torch.Tensor,
+    rollout_logprobs_K: torch.Tensor,
     sequence_K: torch.Tensor,
     sequences: int,
     *,
@@ -62,7 +62,7 @@ def correct(
     normalize: bool = False,
     reject: Sequence[Band] = (),
     rejected: str = "left_out",
-    whole: WholeStep = EVERYTHING,
+    whole: StepReduce = SINGLE_PROCESS,
 ) -> Corrected:
     """Weights by ratio, from `floor` to `cap`, and a mask of what lies outside of every band.
 
@@ -74,12 +74,12 @@ def correct(
     """
     if rejected not in ("left_out", "zero"):
         raise Refusal.at("algorithm.correction.rejected", f"{rejected!r} is not known", "left_out or zero")
-    log_ratio_K = _log_ratio(trainer_K, engine_K, whole)
-    importance_K = _importance(weight, log_ratio_K, sequence_K, sequences)
+    log_ratio_K = _log_ratio(trainer_K, rollout_logprobs_K, whole)
+    is_weights_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     most = math.inf if cap is None or weight == "none" else cap
-    weights_K = importance_K
+    weights_K = is_weights_K
     if weight != "none":
-        weights_K = importance_K.clamp(floor, most)
+        weights_K = is_weights_K.clamp(floor, most)
         if normalize:
             weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences, whole)
     bands = [*reject, *([Band(MASKS[mask], "ratio", high, low)] if mask in MASKS else [])]
@@ -87,12 +87,12 @@ def correct(
         raise _unknown("algorithm.correction.mask", mask)
     keep_K = torch.ones_like(log_ratio_K)
     for band in bands:
-        keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, engine_K, sequence_K, sequences)
+        keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, rollout_logprobs_K, sequence_K, sequences)
     metrics = {
         **_disagreement(log_ratio_K, whole),
         "rollout_corr/weight_mean": whole.mean(weights_K),
         **_effective_share(weights_K, whole),
-        "rollout_corr/capped_share": whole.mean(importance_K > most),
+        "rollout_corr/capped_share": whole.mean(is_weights_K > most),
         "rollout_corr/masked_share": whole.mean(keep_K == 0),
         "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences, whole),
     }
@@ -101,15 +101,17 @@ def correct(
     return Corrected(weights_K, keep_K, metrics)
 
 
-def logprob_difference(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep) -> tuple[float, float]:
+def logprob_difference(
+    trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, whole: StepReduce
+) -> tuple[float, float]:
     """The mean of |d| over the step, and k3, which estimates KL(engine, trainer). A token without a number makes both
     NaN."""
-    log_ratio_K = log_ratio(trainer_K, engine_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio_K = log_ratio(trainer_K, rollout_logprobs_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return whole.mean(log_ratio_K.abs()), whole.mean(log_ratio_K.exp() - log_ratio_K - 1)
 
 
-def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep) -> torch.Tensor:
-    difference_K = log_ratio(trainer_K, engine_K).detach()
+def _log_ratio(trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, whole: StepReduce) -> torch.Tensor:
+    difference_K = log_ratio(trainer_K, rollout_logprobs_K).detach()
     unknown, tokens = whole.count(int(difference_K.isnan().sum())), whole.count(len(difference_K))
     if unknown:
         raise Refusal.at(
@@ -132,7 +134,7 @@ def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor
 
 
 def _mean_weight(
-    weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: WholeStep
+    weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: StepReduce
 ) -> float:
     """Over all tokens, or over the sequences that have one. A step without weight is left as it is."""
     if weight == "token":
@@ -149,12 +151,12 @@ def _inside(
     band: Band,
     log_ratio_K: torch.Tensor,
     trainer_K: torch.Tensor,
-    engine_K: torch.Tensor,
+    rollout_logprobs_K: torch.Tensor,
     sequence_K: torch.Tensor,
     sequences: int,
 ) -> torch.Tensor:
     """1 where the band holds. Bounds of ratios are compared as logarithms: a product of many would overflow."""
-    judged_K = _statistic(band.by, log_ratio_K, trainer_K, engine_K)
+    judged_K = _statistic(band.by, log_ratio_K, trainer_K, rollout_logprobs_K)
     if band.over != "token":
         judged_K = _over(band.over, judged_K, sequence_K, sequences)
     low, high = band.low, band.high
@@ -166,14 +168,16 @@ def _inside(
     return inside_K.to(log_ratio_K.dtype)
 
 
-def _statistic(by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, engine_K: torch.Tensor) -> torch.Tensor:
+def _statistic(
+    by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor
+) -> torch.Tensor:
     if by == "ratio":
         return log_ratio_K
     if by == "k2":
         return 0.5 * log_ratio_K.square()
     if by == "k3":
         return log_ratio_K.exp() - log_ratio_K - 1
-    p_K, q_K = (logprobs_K.exp().clamp(COIN_FLOOR, 1 - COIN_FLOOR) for logprobs_K in (engine_K, trainer_K))
+    p_K, q_K = (logprobs_K.exp().clamp(COIN_FLOOR, 1 - COIN_FLOOR) for logprobs_K in (rollout_logprobs_K, trainer_K))
     if by == "binary_kl":
         return p_K * (p_K / q_K).log() + (1 - p_K) * ((1 - p_K) / (1 - q_K)).log()
     if by == "tv":
@@ -192,25 +196,25 @@ def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences
     raise Refusal.at("algorithm.correction.reject", f"{over!r} is not known", "token, sum, mean or max")
 
 
-def _disagreement(log_ratio_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
+def _disagreement(log_ratio_K: torch.Tensor, whole: StepReduce) -> dict[str, float]:
     """`kl` estimates KL(engine, trainer) by k1, `k3` the same by k3: both are 0 when they agree."""
     ratio_K = log_ratio_K.double().exp()
     return {
         "rollout_corr/ratio_mean": whole.mean(ratio_K),
-        "rollout_corr/ratio_max": max(whole.greatest(ratio_K), 0.0),
+        "rollout_corr/ratio_max": max(whole.max(ratio_K), 0.0),
         "rollout_corr/kl": whole.mean(-log_ratio_K),
         "rollout_corr/k3": whole.mean(ratio_K - log_ratio_K.double() - 1),
     }
 
 
-def _effective_share(weights_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
+def _effective_share(weights_K: torch.Tensor, whole: StepReduce) -> dict[str, float]:
     """Effective sample size over the number of tokens: 1 when all weigh alike. Undefined, and left out, where no token
     has a weight."""
     squares, mean = whole.mean(weights_K.double().square()), whole.mean(weights_K)
     return {"rollout_corr/effective_share": mean**2 / squares} if squares > 0 else {}
 
 
-def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: WholeStep) -> float:
+def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: StepReduce) -> float:
     """Of the sequences that have tokens, the share that keeps none."""
     present_S = sum_by(torch.ones_like(keep_K), sequence_K, sequences) > 0
     lost_S = present_S & (sum_by(keep_K, sequence_K, sequences) == 0)

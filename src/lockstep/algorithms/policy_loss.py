@@ -26,14 +26,14 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What the losses see. `held_K` (0/1) marks the tokens that `clip_cov` and `kl_cov` hold back, over the update."""
+    """What the losses see. `selected_K` (0/1) marks the tokens that `clip_cov` and `kl_cov` hold back, over the update."""
 
     logprobs_K: torch.Tensor
     old_K: torch.Tensor
     advantages_K: torch.Tensor
     weights_K: torch.Tensor
     sequence_K: torch.Tensor
-    held_K: torch.Tensor | None = None
+    selected_K: torch.Tensor | None = None
 
     @property
     def counted_K(self) -> torch.Tensor:
@@ -108,20 +108,22 @@ def geo_mean(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 
 
 def clip_cov(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
-    """Clip-Cov (arXiv 2505.22617): PPO's clip, and no loss at the held tokens; see `covariance.clip_cov_held`."""
-    held_K = _held(tokens)
+    """Clip-Cov (arXiv 2505.22617): PPO's clip, and no loss at the held tokens; see `covariance.select_clip_cov`."""
+    selected_K = _held(tokens)
     tokens = _counted(tokens)
     loss_K, clipped_K = _clipped(_log_ratio(tokens).exp(), tokens.advantages_K, low, high)
-    return _sums(tokens, torch.where(held_K, 0.0, loss_K), pg_clipfrac=clipped_K & ~held_K, pg_heldfrac=held_K)
+    return _sums(
+        tokens, torch.where(selected_K, 0.0, loss_K), pg_clipfrac=clipped_K & ~selected_K, pg_heldfrac=selected_K
+    )
 
 
 def kl_cov(tokens: PolicyTokens, *, weight: float) -> Sums:
     """KL-Cov (arXiv 2505.22617): -A r without a clip, plus weight |d| at the held tokens; see `covariance`."""
-    held_K = _held(tokens)
+    selected_K = _held(tokens)
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)
-    loss_K = -tokens.advantages_K * d_K.exp() + torch.where(held_K, weight * d_K.abs(), 0.0)
-    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(held_K), pg_heldfrac=held_K)
+    loss_K = -tokens.advantages_K * d_K.exp() + torch.where(selected_K, weight * d_K.abs(), 0.0)
+    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(selected_K), pg_heldfrac=selected_K)
 
 
 def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
@@ -188,7 +190,7 @@ def policy_gradient(tokens: PolicyTokens) -> Sums:
     return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))
 
 
-def own_loss(tokens: PolicyTokens, *, function: Callable[[PolicyTokens], torch.Tensor]) -> Sums:
+def user_loss(tokens: PolicyTokens, *, function: Callable[[PolicyTokens], torch.Tensor]) -> Sums:
     """A loss at each token by a function of the user's, with the caller's weights and the one division of all."""
     tokens = _counted(tokens)
     return _sums(tokens, torch.where(tokens.counted_K, function(tokens), 0.0))
@@ -253,9 +255,9 @@ def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
 
 
 def _held(tokens: PolicyTokens) -> torch.Tensor:
-    if tokens.held_K is None:
+    if tokens.selected_K is None:
         raise Refusal.at("algorithm.loss", "a covariance loss needs the tokens held back, and the update has none")
-    return tokens.held_K > 0
+    return tokens.selected_K > 0
 
 
 def _sums(tokens: PolicyTokens, loss_K: torch.Tensor, **happened_K: torch.Tensor) -> Sums:

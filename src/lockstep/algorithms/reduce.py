@@ -59,35 +59,35 @@ def _as_they_are(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class WholeStep:
+class StepReduce:
     """From numbers over the tokens that are here to those over all tokens of the step. Where all of them are here there
     is nothing to do; where others are elsewhere, everybody who has some must ask for the same, in the same order.
     """
 
-    total: Callable[[torch.Tensor], torch.Tensor] = _as_they_are
+    sum_tensor: Callable[[torch.Tensor], torch.Tensor] = _as_they_are
     """Sums; may write over what it is given."""
-    largest: Callable[[torch.Tensor], torch.Tensor] = _as_they_are
+    max_tensor: Callable[[torch.Tensor], torch.Tensor] = _as_they_are
 
     def count(self, tokens: int) -> int:
-        return int(self.total(torch.tensor(tokens, dtype=torch.float64)))
+        return int(self.sum_tensor(torch.tensor(tokens, dtype=torch.float64)))
 
     def sum(self, values_K: torch.Tensor) -> torch.Tensor:
         """In float64."""
-        return self.total(values_K.sum(dtype=torch.float64))
+        return self.sum_tensor(values_K.sum(dtype=torch.float64))
 
     def mean(self, values_K: torch.Tensor) -> float:
         """0 where there is no token."""
         return float(self.sum(values_K)) / max(self.count(len(values_K)), 1)
 
-    def greatest(self, values_K: torch.Tensor) -> float:
+    def max(self, values_K: torch.Tensor) -> float:
         least = torch.tensor(-float("inf"), dtype=torch.float64)
-        return float(self.largest(values_K.double().max() if len(values_K) else least))
+        return float(self.max_tensor(values_K.double().max() if len(values_K) else least))
 
     def sum_by(self, values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Tensor:
-        return self.total(sum_by(values_K, key_K, count))
+        return self.sum_tensor(sum_by(values_K, key_K, count))
 
 
-EVERYTHING = WholeStep()
+SINGLE_PROCESS = StepReduce()
 
 
 def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Tensor:
@@ -109,13 +109,13 @@ def aggregation_weights(
     keep_K: torch.Tensor,
     sequences: int,
     max_tokens: int,
-    times_S: torch.Tensor | None = None,
-    whole: WholeStep = EVERYTHING,
+    repeats_S: torch.Tensor | None = None,
+    whole: StepReduce = SINGLE_PROCESS,
 ) -> tuple[torch.Tensor, float]:
     """Weights and divisor over a whole update: its loss is `sum(weights_K * loss_K) / divisor`.
 
     The tokens of a sequence are all here or none of them. A sequence without a kept token (`keep_K` 0 everywhere, or no
-    token at all) is not counted. One that counts `times_S` times is as good as so many copies of it. The divisor is at
+    token at all) is not counted. One that counts `repeats_S` times is as good as so many copies of it. The divisor is at
     least 1, so that an update with nothing kept has loss 0 and not 0/0.
 
     - `token_mean`: every kept token counts alike (DAPO, arXiv 2503.14476).
@@ -126,9 +126,9 @@ def aggregation_weights(
     """
     keep_K = keep_K if keep_K.is_floating_point() else keep_K.to(torch.float32)
     lengths_S = sum_by(keep_K, sequence_K, sequences)
-    times_S = torch.ones_like(lengths_S) if times_S is None else times_S.to(lengths_S)
-    weights_K = keep_K * times_S[sequence_K]
-    counted = max(float(whole.sum(times_S[lengths_S > 0])), 1.0)
+    repeats_S = torch.ones_like(lengths_S) if repeats_S is None else repeats_S.to(lengths_S)
+    weights_K = keep_K * repeats_S[sequence_K]
+    counted = max(float(whole.sum(repeats_S[lengths_S > 0])), 1.0)
     if kind == "token_mean":
         return weights_K, max(float(whole.sum(weights_K)), 1.0)
     if kind == "token_sum":

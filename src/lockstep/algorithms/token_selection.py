@@ -18,7 +18,7 @@ from lockstep.errors import Refusal
 # it, so that the size of micro-batches and the number of devices cannot change it; no token is clipped at that point.
 
 
-def clip_cov_held(
+def select_clip_cov(
     old_K: torch.Tensor,
     advantages_K: torch.Tensor,
     keep_K: torch.Tensor,
@@ -39,7 +39,7 @@ def clip_cov_held(
     return _marked(old_K, band[order[: _count(share, keep_K)]])
 
 
-def kl_cov_held(
+def select_kl_cov(
     old_K: torch.Tensor,
     advantages_K: torch.Tensor,
     keep_K: torch.Tensor,
@@ -58,7 +58,7 @@ def kl_cov_held(
 
 
 # By the loss that holds tokens back.
-HELD: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": clip_cov_held, "kl_cov": kl_cov_held}
+HELD: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 
 
 def _covariance(old_K: torch.Tensor, advantages_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:
@@ -77,9 +77,9 @@ def _count(share: float, keep_K: torch.Tensor) -> int:
 
 
 def _marked(like_K: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    held_K = torch.zeros_like(like_K)
-    held_K[chosen] = 1
-    return held_K
+    selected_K = torch.zeros_like(like_K)
+    selected_K[chosen] = 1
+    return selected_K
 
 
 # Policy filtration (PF-PPO, arXiv 2409.06957): responses whose reward can be relied on are learned from more often.
@@ -93,7 +93,7 @@ METHODS = ("none", "pow", "max_min", "max_random")
 LEAST = 1e-8
 
 
-def drawn_times(scores_S: torch.Tensor, method: str, power: float, generator: torch.Generator) -> torch.Tensor:
+def draw_repeats(scores_S: torch.Tensor, method: str, power: float, generator: torch.Generator) -> torch.Tensor:
     """How often each response is drawn: S draws with replacement, by weight.
 
     `pow` weighs |s|^power, `max_min` the step's best and worst scores 1 and others 0, `max_random` the best ones 0.4

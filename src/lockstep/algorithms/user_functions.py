@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals
-from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens, own_loss
-from lockstep.functions import OwnFunction, is_function_path, own_function
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens, user_loss
+from lockstep.functions import UserFunction, is_function_path, load_user_function
 from lockstep.types import Sums
 
 ADVANTAGE, LOSS, LIMIT = "algorithm.advantage", "algorithm.loss", "algorithm.function_limit"
@@ -19,18 +19,20 @@ ADVANTAGE, LOSS, LIMIT = "algorithm.advantage", "algorithm.loss", "algorithm.fun
 def estimator(name: str, seconds: float) -> Callable[..., Estimate]:
     """`advantage(signals)` of the user's gives one number for each response, or one for each token, in `seconds`."""
     if is_function_path(name):
-        return partial(_estimated, own_function(name, ADVANTAGE, ("signals",), seconds, LIMIT))
+        return partial(_estimated, load_user_function(name, ADVANTAGE, ("signals",), seconds, LIMIT))
     return ESTIMATORS[name]
 
 
 def policy_loss(name: str, keys: Mapping[str, Any], seconds: float) -> Callable[[PolicyTokens], Sums]:
     """`loss(tokens)` of the user's gives a loss at each token, in `seconds`; ours take their settings from `keys`."""
     if is_function_path(name):
-        return partial(own_loss, function=partial(_losses, own_function(name, LOSS, ("tokens",), seconds, LIMIT)))
+        return partial(
+            user_loss, function=partial(_losses, load_user_function(name, LOSS, ("tokens",), seconds, LIMIT))
+        )
     return partial(LOSSES[name], **keys)
 
 
-def _estimated(function: OwnFunction, signals: Signals, **unused: float) -> Estimate:
+def _estimated(function: UserFunction, signals: Signals, **unused: float) -> Estimate:
     tokens, sequences = len(signals.sequence_K), len(signals.group_S)
     remedy = f"return {sequences} numbers, one for each response (group_S), or {tokens}, one for each token"
     found = function(signals)
@@ -46,7 +48,7 @@ def _estimated(function: OwnFunction, signals: Signals, **unused: float) -> Esti
     return Estimate(advantages_K, signals.scores_S[signals.sequence_K])
 
 
-def _losses(function: OwnFunction, tokens: PolicyTokens) -> torch.Tensor:
+def _losses(function: UserFunction, tokens: PolicyTokens) -> torch.Tensor:
     remedy = f"return a tensor of {len(tokens.logprobs_K)} losses, one for each token, made of tokens.logprobs_K"
     found = function(tokens)
     if not isinstance(found, torch.Tensor):

@@ -155,6 +155,6 @@ def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
     raise Refusal.at(
         REWARD_OPTIONS.get(f"reward.{failure.part}", f"reward {failure.part}"),
         f"{len(failed)} of {len(made)} responses could not be scored, more than --max-failures {most:g}; the first, "
-        f"for {first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
+        f"for {first.prompt.question.origin}: {failure.message}; response: {first.text[:200]!r}",
         f"fix the reward, or raise --max-failures; finished chunks stay in {folder}",
     )

@@ -33,6 +33,6 @@ METHODS: dict[str, Method] = {
     "simpo": _PAIRS,
     "orpo": _PAIRS,
     "cpo": _PAIRS,
-    "kto": Method(reader=kto.reader, objective=kto.JudgedResponses, check=kto.check),
+    "kto": Method(reader=kto.reader, objective=kto.KtoObjective, check=kto.check),
     "distill": Method(reader=sft.reader, objective=distill.Distilled),
 }

@@ -10,20 +10,20 @@ import torch
 from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched, row_logratios, row_means
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.encode.kto_rows import JudgedRows
+from lockstep.data.encode.kto_rows import LabeledRows
 from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Reader, Task
 from lockstep.recipe import Recipe
-from lockstep.types import Example, Judged, MicroBatch, Sums
+from lockstep.types import Example, LabeledResponse, MicroBatch, Sums
 
 
-def reader(recipe: Recipe) -> Reader[Judged]:
-    return partial(load_rows, Dataset, JudgedRows)
+def reader(recipe: Recipe) -> Reader[LabeledResponse]:
+    return partial(load_rows, Dataset, LabeledRows)
 
 
-def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem], list[str]]:
+def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[list[Problem], list[str]]:
     """Rows of both kinds, and never an update of one: its mismatched pair would be the pair itself."""
     problems, settings = [], recipe.preference
     verdicts = [item.desirable for item in rows.items]
@@ -48,13 +48,13 @@ def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem
     return problems, [note] if note else []
 
 
-class JudgedResponses:
+class KtoObjective:
     def __init__(self, recipe: Recipe):
         settings = recipe.preference
         self.free = settings.reference_free
         self.keys = settings.model_dump(include={"beta", "desirable", "undesirable"})
 
-    def task(self, update: Update[Judged], models: MethodModels) -> Task:
+    def task(self, update: Update[LabeledResponse], models: MethodModels) -> Task:
         strangers, cut = _strangers(update.items, models.longest)
         logratios = self._logratios(models.arrange(strangers), models)
         # Without a reference the baseline is the policy's own mean, which is below zero: only a divergence is clamped.
@@ -104,13 +104,13 @@ class JudgedResponses:
         )
 
 
-def _by_sequence(values_K: torch.Tensor, update: Update[Judged] | Update[Example]) -> torch.Tensor:
+def _by_sequence(values_K: torch.Tensor, update: Update[LabeledResponse] | Update[Example]) -> torch.Tensor:
     return sum_by(values_K, update.sequence_K, len(update.examples))
 
 
-def _strangers(items: Sequence[Judged], longest: int) -> tuple[list[Example], int]:
+def _strangers(items: Sequence[LabeledResponse], longest: int) -> tuple[list[Example], int]:
     """Each prompt with the response to another one, and how many of these had to be cut to fit."""
-    firsts = [next(i for i, trained in enumerate(item.example.trained) if trained) for item in items]
+    firsts = [next(i for i, trained in enumerate(item.example.loss_mask) if trained) for item in items]
     prompts = [list(item.example.ids[:first]) for item, first in zip(items, firsts, strict=True)]
     responses = [list(item.example.ids[first:]) for item, first in zip(items, firsts, strict=True)]
     try:
@@ -122,7 +122,7 @@ def _strangers(items: Sequence[Judged], longest: int) -> tuple[list[Example], in
     for item, prompt, partner in zip(items, prompts, partners, strict=True):
         room = longest - len(prompt)
         response = responses[partner][:room]
-        trained = items[partner].example.trained[firsts[partner] :][:room]
+        trained = items[partner].example.loss_mask[firsts[partner] :][:room]
         cut += len(response) < len(responses[partner])
         examples.append(Example([*prompt, *response], [*[0] * len(prompt), *trained], item.origin))
     return examples, cut

@@ -17,10 +17,10 @@ from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Reader, Task
 from lockstep.recipe import Recipe
 from lockstep.reward.process_model import PROCESS
-from lockstep.types import MicroBatch, Steps, Sums
+from lockstep.types import MicroBatch, StepLabels, Sums
 
 
-def reader(recipe: Recipe) -> Reader[Steps]:
+def reader(recipe: Recipe) -> Reader[StepLabels]:
     return partial(load_rows, Dataset, partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens))
 
 
@@ -29,7 +29,7 @@ def files(recipe: Recipe) -> dict[str, str]:
     return {PROCESS: json.dumps(recipe.prm.model_dump(), ensure_ascii=False, indent=2)}
 
 
-def scores(items: Sequence[Steps], models: MethodModels) -> list[dict[str, Any]]:
+def scores(items: Sequence[StepLabels], models: MethodModels) -> list[dict[str, Any]]:
     """The probability that each step is good, beside its label."""
     lines = []
     logprobs_K = models.logprobs(models.arrange(items))
@@ -45,7 +45,7 @@ class Stepwise(Plain):
     def __init__(self, recipe: Recipe):
         self.judging = len(recipe.prm.tokens)
 
-    def task(self, update: Update[Steps], models: MethodModels) -> Task:
+    def task(self, update: Update[StepLabels], models: MethodModels) -> Task:
         # The targets are every judging token at every position, so the labels in order stand beside them one for one.
         labels_K = torch.tensor([p for item in update.items for label in item.labels for p in label])
 

@@ -183,8 +183,8 @@ def _received(batch: MicroBatch | None) -> Callable[[], Received]:
     ids, positions, predictors, targets = (
         fetched(tensor) for tensor in (batch.input_ids_NT, batch.position_ids_NT, batch.predictors_K, batch.targets_K)
     )
-    lengths, packed, line_E = batch.lengths, batch.packed, batch.line_E
-    return lambda: Received(ids(), positions(), predictors(), targets(), lengths, packed, line_E)
+    lengths, packed, packed_index_E = batch.lengths, batch.packed, batch.packed_index_E
+    return lambda: Received(ids(), positions(), predictors(), targets(), lengths, packed, packed_index_E)
 
 
 def answers_of(output: Any) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from lockstep.algorithms.advantage import Estimate, Signals, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
 from lockstep.algorithms.divergence import adapted, divergence
-from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
-from lockstep.algorithms.token_selection import drawn_times
+from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
+from lockstep.algorithms.token_selection import draw_repeats
 from lockstep.algorithms.user_functions import estimator
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
@@ -19,7 +19,7 @@ from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import active_weights
 from lockstep.run.runtime import generator_of
 from lockstep.train.experience import Experience, part_of
-from lockstep.train.logprobs import Annotated
+from lockstep.train.logprobs import ModelOutputs
 
 # From scores to advantages: the divergence in the reward, the estimator, and the correction of rollouts.
 
@@ -29,38 +29,38 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Advantages:
-    """For every token of a step that is here. `keep_K` is 0 for tokens that are left out of the loss, `importance_K`
-    their weight otherwise; `times_S` is how often a response of the step counts, where that is not once."""
+    """For every token of a step that is here. `keep_K` is 0 for tokens that are left out of the loss, `is_weights_K`
+    their weight otherwise; `repeats_S` is how often a response of the step counts, where that is not once."""
 
     rewards_K: torch.Tensor
     advantages_K: torch.Tensor
     returns_K: torch.Tensor
     keep_K: torch.Tensor
-    importance_K: torch.Tensor
+    is_weights_K: torch.Tensor
     metrics: dict[str, float]
-    times_S: torch.Tensor | None = None
+    repeats_S: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Learned:
+class TrainBatch:
     """What the updates of a step learn from: its responses, what the models said of them, and their advantages."""
 
     experience: Experience
-    known: Annotated
+    outputs: ModelOutputs
     advantages: Advantages
 
 
 def estimate_advantages(
-    experience: Experience, known: Annotated, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
+    experience: Experience, known: ModelOutputs, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
 ) -> Advantages:
     """`seed` is of what is drawn: which responses count how often."""
-    algorithm, sequence_K, whole = recipe.algorithm, experience.sequence_K, experience.whole
+    algorithm, sequence_K, whole = recipe.algorithm, experience.sequence_K, experience.reduce
     metrics: dict[str, float] = {}
     # What was not earned at a step of the response is earned at its end.
-    earned_S = sum_by(experience.earned_K, sequence_K, experience.sequences)
-    rewards_K = experience.earned_K.clone()
-    rewards_K[experience.last_K] += (experience.scores_S - earned_S)[list(experience.numbers)]
-    kl, taken_off_K = algorithm.kl, None
+    earned_S = sum_by(experience.token_rewards_K, sequence_K, experience.sequences)
+    rewards_K = experience.token_rewards_K.clone()
+    rewards_K[experience.last_K] += (experience.scores_S - earned_S)[list(experience.local_numbers)]
+    kl, kl_penalty_K = algorithm.kl, None
     if kl.in_reward():
         assert known.old_K is not None
         assert known.reference_K is not None
@@ -70,13 +70,13 @@ def estimate_advantages(
         if kl.compared or not estimator_row(algorithm.advantage).groups:
             rewards_K -= penalty_K
         else:
-            taken_off_K = penalty_K
+            kl_penalty_K = penalty_K
         metrics["actor/reward_kl_penalty"] = whole.mean(kl_K)
     corrected = _corrected(experience, known, algorithm.correction)
-    keep_K, importance_K = corrected.keep_K, corrected.weights_K
+    keep_K, is_weights_K = corrected.keep_K, corrected.weights_K
     metrics |= corrected.metrics
     if algorithm.overlong.skip:
-        cut_S = torch.tensor([summary.stop == "length" for summary in experience.summaries])
+        cut_S = torch.tensor([summary.stop == "length" for summary in experience.metas])
         keep_K = torch.where(cut_S[sequence_K], 0.0, keep_K)
         metrics["response/skipped_ratio"] = float(cut_S.double().mean())
     signals = Signals(
@@ -86,20 +86,20 @@ def estimate_advantages(
         known.values_K,
         experience.baseline_S,
         Whitening(**algorithm.whiten.model_dump()),
-        _energy(known, importance_K),
+        _energy(known, is_weights_K),
         _parts(experience, recipe) if estimator_row(algorithm.advantage).parts else (),
-        taken_off_K,
+        kl_penalty_K,
         whole,
     )
     estimate = _estimate(experience, signals, algorithm)
-    times_S = None
+    repeats_S = None
     if algorithm.filtration.method != "none":
         # Every rank knows all scores, and draws the same.
-        times_S = drawn_times(experience.scores_S, **algorithm.filtration.model_dump(), generator=generator_of(seed))
-        metrics["actor/filtered_share"] = float((times_S == 0).double().mean())
-    rewards_K = rewards_K if taken_off_K is None else rewards_K - taken_off_K
+        repeats_S = draw_repeats(experience.scores_S, **algorithm.filtration.model_dump(), generator=generator_of(seed))
+        metrics["actor/filtered_share"] = float((repeats_S == 0).double().mean())
+    rewards_K = rewards_K if kl_penalty_K is None else rewards_K - kl_penalty_K
     metrics |= _described(experience, rewards_K, estimate.advantages_K, estimate.returns_K, known.values_K)
-    return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, importance_K, metrics, times_S)
+    return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, is_weights_K, metrics, repeats_S)
 
 
 def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) -> Estimate:
@@ -110,23 +110,23 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
 
     # A function of the user's sees the whole step, as in one process; a rank keeps the numbers of its own tokens.
     def every(vector_K: torch.Tensor | None) -> torch.Tensor | None:
-        return None if vector_K is None else experience.everywhere(vector_K)
+        return None if vector_K is None else experience.all_gather(vector_K)
 
     everything = replace(
         signals,
-        rewards_K=experience.everywhere(signals.rewards_K),
-        sequence_K=torch.repeat_interleave(torch.arange(experience.sequences), experience.written_S),
+        rewards_K=experience.all_gather(signals.rewards_K),
+        sequence_K=torch.repeat_interleave(torch.arange(experience.sequences), experience.num_response_tokens_S),
         values_K=every(signals.values_K),
         energy_K=every(signals.energy_K),
-        taken_off_K=every(signals.taken_off_K),
-        whole=EVERYTHING,
+        kl_penalty_K=every(signals.kl_penalty_K),
+        reduce=SINGLE_PROCESS,
     )
     found = advantage(everything, **given)
-    own = experience.places_of(slice(0, experience.sequences))
+    own = experience.local_positions(slice(0, experience.sequences))
     return Estimate(found.advantages_K[own], found.returns_K[own])
 
 
-def _corrected(experience: Experience, known: Annotated, settings: Correction) -> Corrected:
+def _corrected(experience: Experience, known: ModelOutputs, settings: Correction) -> Corrected:
     """What rollout correction leaves of the tokens; all of them where it is off."""
     if not settings.compares:
         whole_K = torch.ones(len(experience.sequence_K))
@@ -135,17 +135,21 @@ def _corrected(experience: Experience, known: Annotated, settings: Correction) -
     assert trainer_K is not None
     keys = settings.model_dump(exclude={"bypass", "reject"})
     bands = [Band(**band.model_dump()) for band in settings.reject]
-    engine_K, sequence_K, sequences = experience.engine_K, experience.sequence_K, experience.sequences
-    return correct(trainer_K, engine_K, sequence_K, sequences, **keys, reject=bands, whole=experience.whole)
+    rollout_logprobs_K, sequence_K, sequences = (
+        experience.rollout_logprobs_K,
+        experience.sequence_K,
+        experience.sequences,
+    )
+    return correct(trainer_K, rollout_logprobs_K, sequence_K, sequences, **keys, reject=bands, whole=experience.reduce)
 
 
-def _energy(known: Annotated, importance_K: torch.Tensor) -> torch.Tensor | None:
+def _energy(known: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor | None:
     """The squared gradient of each token's log-probability by the logits, as it enters the loss."""
     if known.squares_K is None:
         return None
     own_K = known.old_K if known.trainer_K is None else known.trainer_K
     assert own_K is not None
-    return (1 - 2 * own_K.exp() + known.squares_K) * importance_K.square()
+    return (1 - 2 * own_K.exp() + known.squares_K) * is_weights_K.square()
 
 
 def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.Tensor], ...]:
@@ -153,7 +157,7 @@ def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.T
     weights = recipe.algorithm.gdpo_rewards or active_weights(recipe.reward)[0]
     if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
         weights = {**weights, "overlong": 1.0}
-    summaries, prompts, key = experience.summaries, experience.prompts, "algorithm.gdpo_rewards"
+    summaries, prompts, key = experience.metas, experience.prompts, "algorithm.gdpo_rewards"
     return tuple(
         (weight, torch.tensor([part_of(summary, prompts, name, key) for summary in summaries]))
         for name, weight in weights.items()
@@ -167,11 +171,11 @@ def _described(
     returns_K: torch.Tensor,
     values_K: torch.Tensor | None,
 ) -> dict[str, float]:
-    whole = experience.whole
+    whole = experience.reduce
     rewards_S = whole.sum_by(rewards_K.double(), experience.sequence_K, experience.sequences)
     metrics = {
-        **_spread("critic/score", experience.scores_S, EVERYTHING),
-        **_spread("critic/rewards", rewards_S, EVERYTHING),
+        **_spread("critic/score", experience.scores_S, SINGLE_PROCESS),
+        **_spread("critic/rewards", rewards_S, SINGLE_PROCESS),
         **_spread("critic/advantages", advantages_K, whole),
         **_spread("critic/returns", returns_K, whole),
     }
@@ -183,26 +187,26 @@ def _described(
     return metrics
 
 
-def _explained_variance(returns_K: torch.Tensor, values_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
+def _explained_variance(returns_K: torch.Tensor, values_K: torch.Tensor, whole: StepReduce) -> dict[str, float]:
     """1 - Var(return - value) / Var(return); undefined, and left out, where the returns are the same but for rounding.
 
     A return is a sum of rewards and values in single precision: its rounding error grows with the largest of them.
     """
     unexplained, total = _variance(returns_K - values_K, whole), _variance(returns_K, whole)
-    scale = max(whole.greatest(returns_K.abs()), whole.greatest(values_K.abs()))
+    scale = max(whole.max(returns_K.abs()), whole.max(values_K.abs()))
     return {"critic/vf_explained_var": 1 - unexplained / total} if total > (ROUNDING * scale) ** 2 else {}
 
 
-def _variance(values_K: torch.Tensor, whole: WholeStep) -> float:
+def _variance(values_K: torch.Tensor, whole: StepReduce) -> float:
     centred_K = values_K.double() - whole.mean(values_K)
     return whole.mean(centred_K.square())
 
 
-def _spread(name: str, values: torch.Tensor, whole: WholeStep) -> dict[str, float]:
+def _spread(name: str, values: torch.Tensor, whole: StepReduce) -> dict[str, float]:
     return {
         f"{name}/mean": whole.mean(values),
-        f"{name}/max": whole.greatest(values),
-        f"{name}/min": -whole.greatest(-values),
+        f"{name}/max": whole.max(values),
+        f"{name}/min": -whole.max(-values),
     }
 
 

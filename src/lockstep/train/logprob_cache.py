@@ -159,4 +159,4 @@ def _known_by(example: Example) -> bytes:
 
 def _content(example: Example) -> bytes:
     ids = np.asarray([len(example), *example.ids], dtype=np.int64)
-    return ids.tobytes() + np.asarray(example.asked(), dtype=np.int64).tobytes()
+    return ids.tobytes() + np.asarray(example.scored_tokens(), dtype=np.int64).tobytes()

@@ -25,7 +25,7 @@ from lockstep.types import MicroBatch, Origin, Prompt, Question, Rollout
 
 
 @dataclass(frozen=True)
-class UpdateLines:
+class UpdateRows:
     """The responses of one optimizer step by their numbers, and who trains on which of them in which micro-batch."""
 
     responses: slice
@@ -54,7 +54,7 @@ class UpdatePlan:
 
 
 @dataclass(frozen=True)
-class Annotated:
+class ModelOutputs:
     """For every token of a step that is here; what a recipe does not use is None."""
 
     old_K: torch.Tensor | None
@@ -67,14 +67,14 @@ class Annotated:
     """The sum of the squared probabilities of all words."""
 
 
-def lay_updates(experience: Experience, models: Models, batch: Batch) -> list[UpdateLines]:
+def pack_minibatches(experience: Experience, models: Models, batch: Batch) -> list[UpdateRows]:
     """The step cut into optimizer steps by prompts, each packed by itself, a prompt once before its responses."""
     each = batch.prompts_per_update or batch.prompts
-    runs = [experience.of_prompts(first, first + each) for first in range(0, batch.prompts, each)]
-    return [UpdateLines(run, models.lay(experience.outlines(run))) for run in runs if run.stop > run.start]
+    runs = [experience.responses_to(first, first + each) for first in range(0, batch.prompts, each)]
+    return [UpdateRows(run, models.lay(experience.outlines(run))) for run in runs if run.stop > run.start]
 
 
-def plan_updates(experience: Experience, updates: Sequence[UpdateLines], models: Models) -> list[UpdatePlan]:
+def plan_updates(experience: Experience, updates: Sequence[UpdateRows], models: Models) -> list[UpdatePlan]:
     """The micro-batches of this rank, whose responses are here.
 
     Old and new log-probs come from the same micro-batches, so that their ratio is exactly 1 before an update.
@@ -82,11 +82,11 @@ def plan_updates(experience: Experience, updates: Sequence[UpdateLines], models:
     return [_planned(experience, update, models) for update in updates]
 
 
-def _planned(experience: Experience, update: UpdateLines, models: Models) -> UpdatePlan:
-    run, tokens = update.responses, experience.tokens_of(update.responses)
-    starts = [0, *accumulate(experience.written_S[run].tolist())]
-    here = {number: place for place, number in enumerate(experience.numbers) if run.start <= number < run.stop}
-    places = dict(zip(here, [0, *accumulate(experience.written_S[list(here)].tolist())], strict=False))
+def _planned(experience: Experience, update: UpdateRows, models: Models) -> UpdatePlan:
+    run, tokens = update.responses, experience.local_tokens(update.responses)
+    starts = [0, *accumulate(experience.num_response_tokens_S[run].tolist())]
+    here = {number: place for place, number in enumerate(experience.local_numbers) if run.start <= number < run.stop}
+    places = dict(zip(here, [0, *accumulate(experience.num_response_tokens_S[list(here)].tolist())], strict=False))
     batches = []
     for line in update.shares[models.world.dp_rank]:
         numbers = [run.start + laid.number for laid in line]
@@ -102,8 +102,8 @@ def _planned(experience: Experience, update: UpdateLines, models: Models) -> Upd
 
 
 def annotate(
-    plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: PhaseTimer, engine_K: torch.Tensor
-) -> Annotated:
+    plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: PhaseTimer, rollout_logprobs_K: torch.Tensor
+) -> ModelOutputs:
     old_K = trainer_K = squares_K = reference_K = values_K = None
     settings, energy = recipe.algorithm.correction, estimator_row(recipe.algorithm.advantage).energy
     if old_needed(recipe, len(plans)):
@@ -114,14 +114,14 @@ def annotate(
             else:
                 old_K = torch.cat([models.logprobs(plan) for plan in plans])
     if settings.bypass:
-        old_K, trainer_K = engine_K, old_K
+        old_K, trainer_K = rollout_logprobs_K, old_K
     if recipe.algorithm.kl.where != "none":
         with phases("ref"):
             reference_K = torch.cat([models.reference_logprobs(plan) for plan in plans])
     if models.critic is not None:
         with phases("values"):
             values_K = torch.cat([models.values(plan) for plan in plans])
-    return Annotated(old_K, reference_K, values_K, trainer_K, squares_K)
+    return ModelOutputs(old_K, reference_K, values_K, trainer_K, squares_K)
 
 
 def check_engine_logprobs(
@@ -130,7 +130,7 @@ def check_engine_logprobs(
     recipe: Recipe,
     phases: PhaseTimer,
     experience: Experience,
-    known: Annotated,
+    known: ModelOutputs,
 ) -> dict[str, float]:
     """Compare the engine's log-probs of the step's tokens with the trainer's own, before any update.
 
@@ -143,9 +143,9 @@ def check_engine_logprobs(
     if trainer_K is None:
         with phases("old_log_prob"):
             trainer_K = torch.cat([models.logprobs(plan) for plan in plans])
-    mean, k3 = logprob_difference(trainer_K, experience.engine_K, experience.whole)
+    mean, k3 = logprob_difference(trainer_K, experience.rollout_logprobs_K, experience.reduce)
     if not (mean <= limit and k3 <= limit / 2):
-        tokens = experience.whole.count(len(trainer_K))
+        tokens = experience.reduce.count(len(trainer_K))
         raise Refusal.at(
             "rollout.max_logprob_diff",
             f"the log-probs that engine {recipe.rollout.engine} returned differ from the trainer's for the same tokens "
@@ -164,16 +164,16 @@ def check_engine_logprobs(
 _KNOWN = Prompt(Question("", [], "", Origin("", 0)), ())
 
 
-def moved(experience: Experience, updates: Sequence[UpdateLines], world: World) -> Experience:
+def moved(experience: Experience, updates: Sequence[UpdateRows], world: World) -> Experience:
     """The step with the responses here that this rank trains on, and no other."""
     if world.size == 1:
         return experience
     owner = {number: share for update in updates for share, number in update.owners()}
     parcels: list[list[tuple[int, Rollout]]] = [[] for _ in range(world.size)]
-    for number, rollout in zip(experience.numbers, experience.rollouts, strict=True):
+    for number, rollout in zip(experience.local_numbers, experience.rollouts, strict=True):
         for rank in world.ranks_of(owner[number]):
             parcels[rank].append((number, replace(rollout, prompt=_KNOWN)))
     arrived = [pair for parcel in world.exchange(parcels) for pair in parcel]
-    return experience.with_own(
+    return experience.with_local_rollouts(
         {number: replace(rollout, prompt=experience.prompts[rollout.prompt_index]) for number, rollout in arrived}
     )

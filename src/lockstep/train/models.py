@@ -214,7 +214,7 @@ def over_targets(
     with resident(module), evaluating(module):
         said = [fetched(pick(run_on(module, batch, device))) for batch in asked.batches]
     for batch, numbers in zip(asked.batches, said, strict=True):
-        vector[..., batch.own_K] = numbers()
+        vector[..., batch.vector_index_K] = numbers()
     return vector if asked.spread else world.sum_tensor(vector)
 
 

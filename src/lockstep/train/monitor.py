@@ -12,7 +12,7 @@ from lockstep.recipe.measure import Measure, measure_of
 from lockstep.recipe.registry import estimator_row, loss_row
 from lockstep.recipe.schema import StopEarly
 from lockstep.reward.scorer import active_weights
-from lockstep.train.advantages import Learned
+from lockstep.train.advantages import TrainBatch
 from lockstep.train.step import Learner
 
 # When a run ends before its last step: a metric has stopped to improve, or the updates change nothing.
@@ -152,22 +152,22 @@ class IdleUpdates:
         return IdleCause(zero, "check the loss and its settings, and the rows (lockstep data show)")
 
 
-def no_signal(learned: Learned, recipe: Recipe) -> IdleCause | None:
+def no_signal(learned: TrainBatch, recipe: Recipe) -> IdleCause | None:
     """What the responses of a step lack for its updates to learn from them (a collective); None where there is some.
 
     A divergence, an entropy bonus or a router's loss may still give a gradient: it is not what the rewards ask for.
     Without rewards, as when a teacher alone is followed, the divergence is what is learned.
     """
     experience, advantages = learned.experience, learned.advantages
-    metrics, whole = advantages.metrics, experience.whole
+    metrics, whole = advantages.metrics, experience.reduce
     kept_K = advantages.keep_K > 0
-    if advantages.times_S is not None:
-        kept_K &= advantages.times_S[experience.sequence_K] > 0
+    if advantages.repeats_S is not None:
+        kept_K &= advantages.repeats_S[experience.sequence_K] > 0
     cut = metrics.get("response/skipped_ratio", 0.0)
     if not whole.count(int(kept_K.sum())):
         return _all_masked(cut)
     rewarded = any(active_weights(recipe.reward)[0].values())
-    if not rewarded or whole.greatest(advantages.advantages_K[kept_K].abs()) > 0:
+    if not rewarded or whole.max(advantages.advantages_K[kept_K].abs()) > 0:
         return None
     masked = f"{cut:.0%} of the responses are masked as truncated, and of the others " if cut else ""
     if estimator_row(recipe.algorithm.advantage).groups and not metrics["critic/mixed_groups"]:
@@ -246,7 +246,7 @@ class Warnings:
 def _runs_away(recipe: Recipe) -> WarningSign:
     """Two seeds of one task: a run that learned stayed at 0.002, one that fell apart passed 0.02 on its way to 0.06."""
     held = "Remove algorithm.correction.weight and set algorithm.correction.bypass=true, or lower"
-    remedy = held if loss_row(recipe.algorithm.loss).holds else "Lower"
+    remedy = held if loss_row(recipe.algorithm.loss).trust_region else "Lower"
     return WarningSign(
         "runs away",
         lambda metrics: metrics.get("rollout_corr/k3", 0.0) > 0.02,

@@ -121,7 +121,7 @@ def staleness(rollouts: Rollouts, step: int, world: World) -> dict[str, float]:
     ages = [
         step - version
         for rollout in rollouts.experience.rollouts
-        for version, trained in zip(rollout.versions, rollout.trained, strict=True)
+        for version, trained in zip(rollout.versions, rollout.loss_mask, strict=True)
         if trained
     ]
     # A response is on one rank, where it was generated; some may have generated none.

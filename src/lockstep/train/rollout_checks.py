@@ -11,7 +11,7 @@ from lockstep.algorithms.advantage import informative
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import DynamicSampling
 from lockstep.train.experience import part_of
-from lockstep.types import FAILED, ROLLOUT_FUNCTION, Failure, Prompt, Rollout, Score, Summary
+from lockstep.types import FAILED, ROLLOUT_FUNCTION, Failure, Prompt, Rollout, RolloutMeta, Score
 
 # Responses of a step that could not be generated or scored: how many are too many, and what is said of the first.
 
@@ -43,7 +43,7 @@ def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
     return Refusal.at(
         first.score.key,
         f"{failed.count} of {total} responses {_what(first.score)}, {consequence}; the first, to "
-        f"{first.prompt.question.origin}: {first.score.told}{_response(first, 200)}",
+        f"{first.prompt.question.origin}: {first.score.message}{_response(first, 200)}",
         f"mend the {what}, or raise reward.max_failures; the last checkpoint is untouched",
     )
 
@@ -56,7 +56,7 @@ def failure_warning(failed: Unscored) -> list[str]:
     assert isinstance(first.score, Failure)
     return [
         f"{failed.count} responses {_what(first.score)} and are left out; the first, to "
-        f"{first.prompt.question.origin}: {first.score.part}: {first.score.told}{_response(first, 80)}"
+        f"{first.prompt.question.origin}: {first.score.part}: {first.score.message}{_response(first, 80)}"
     ]
 
 
@@ -76,7 +76,7 @@ def _response(rollout: Rollout, most: int) -> str:
 # Dynamic sampling: which groups of responses are worth a place in the step, and which are replaced by others.
 
 
-def teaches(group: Sequence[Summary], prompts: Mapping[int, Prompt], settings: DynamicSampling) -> bool:
+def teaches(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], settings: DynamicSampling) -> bool:
     """Scores that are not all equal, or whose mean is between two bounds."""
     metric, key = settings.metric, "algorithm.dynamic_sampling.metric"
     scores = torch.tensor(
@@ -95,11 +95,11 @@ def teaches(group: Sequence[Summary], prompts: Mapping[int, Prompt], settings: D
 # The metrics of a step's rollouts: lengths, tokens, failures and the parts of the reward.
 
 
-def rollout_metrics(every: Sequence[Summary], rollouts: Sequence[Summary], failed: int) -> dict[str, float]:
+def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta], failed: int) -> dict[str, float]:
     """Of the `rollouts` that are learned from; tokens are counted over `every` one that was generated. A response that
     its rollout function failed to make has no length."""
     rollouts = [rollout for rollout in rollouts if rollout.stop != FAILED]
-    lengths = torch.tensor([rollout.written for rollout in rollouts], dtype=torch.float64)
+    lengths = torch.tensor([rollout.num_response_tokens for rollout in rollouts], dtype=torch.float64)
     prompts = torch.tensor([rollout.prompt_tokens for rollout in rollouts], dtype=torch.float64)
     metrics = {
         "response_length/mean": float(lengths.mean()),

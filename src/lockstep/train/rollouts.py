@@ -17,8 +17,8 @@ from lockstep.rollout.engine import training_sampling
 from lockstep.rollout.generator import Generator
 from lockstep.run.metrics import PhaseTimer
 from lockstep.train import rollout_checks as checks
-from lockstep.train.experience import Experience, spread_experience, summarised
-from lockstep.types import FAILED, Failure, Prompt, Rollout, Sampling, Score, Summary
+from lockstep.train.experience import Experience, build_spread_experience, rollout_metas
+from lockstep.types import FAILED, Failure, Prompt, Rollout, RolloutMeta, Sampling, Score
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def take_rollouts(
     answers = _Answers(generator, scorer, recipe, phases)
     wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
     rounds = settings.rounds
-    kept: list[list[Summary]] = []
-    uniform: list[list[Summary]] = []
+    kept: list[list[RolloutMeta]] = []
+    uniform: list[list[RolloutMeta]] = []
     prompts: dict[int, Prompt] = {}
     used = 0
     while len(kept) < wanted and used < rounds:
@@ -65,7 +65,7 @@ def take_rollouts(
     baselines = answers.baselines(asked) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
     failed = answers.failed()
     checks.refuse_failures(failed, len(answers.every), recipe.reward.max_failures)
-    experience = spread_experience(rollouts, asked, here, baselines, generator.world)
+    experience = build_spread_experience(rollouts, asked, here, baselines, generator.world)
     checks.refuse_nothing_left(failed, len(answers.every), experience.sequences)
     metrics = checks.rollout_metrics(answers.every, rollouts, failed.count)
     metrics |= checks.straggler_metrics(generator.world.gather((answers.seconds, answers.taken)))
@@ -87,7 +87,7 @@ class _Answers:
     recipe: Recipe
     phases: PhaseTimer
     here: list[Rollout] = field(default_factory=list)
-    every: list[Summary] = field(default_factory=list)
+    every: list[RolloutMeta] = field(default_factory=list)
     seconds: float = 0.0
     taken: int = 0
     _failed: list[list[Rollout]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class _Answers:
     def sampling(self) -> Sampling:
         return training_sampling(self.recipe, self.generator.stop_ids)
 
-    def sampled(self, prompts: Mapping[int, Prompt]) -> list[Summary]:
+    def sampled(self, prompts: Mapping[int, Prompt]) -> list[RolloutMeta]:
         """Of prompts by their position in the data, which is their key too."""
         own, summaries = self._generate(prompts, self.recipe.rollout.n, self.sampling)
         self.here += own
@@ -119,24 +119,26 @@ class _Answers:
 
     def _generate(
         self, prompts: Mapping[int, Prompt], n: int, sampling: Sampling
-    ) -> tuple[list[Rollout], list[Summary]]:
+    ) -> tuple[list[Rollout], list[RolloutMeta]]:
         indices = list(prompts)
         made = self.generator.generate_here(list(prompts.values()), indices, n, sampling, self.scorer, self.phases)
         self.seconds += made.seconds
         self.taken += made.taken
         own = [shaped(replace(one, prompt_index=indices[one.prompt_index]), self.recipe) for one in made.rollouts]
         with self.phases("reward"):  # where the ranks wait for the last of them
-            shares = self.generator.world.gather(summarised(own))
+            shares = self.generator.world.gather(rollout_metas(own))
         summaries = sorted((one for share in shares for one in share), key=lambda one: (one.prompt_index, one.sample))
         for group in _groups([one for one in summaries if one.stop != FAILED]):
-            self.generator.lengths.learn(prompts[group[0].prompt_index], sum(one.tokens for one in group) / len(group))
+            self.generator.lengths.learn(
+                prompts[group[0].prompt_index], sum(one.response_length for one in group) / len(group)
+            )
         self.every += summaries
         self._failed.append([one for one in own if isinstance(one.score, Failure)])
         return own, summaries
 
 
-def _groups(rollouts: Sequence[Summary]) -> list[list[Summary]]:
-    groups: dict[int, list[Summary]] = {}
+def _groups(rollouts: Sequence[RolloutMeta]) -> list[list[RolloutMeta]]:
+    groups: dict[int, list[RolloutMeta]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.prompt_index, []).append(rollout)
     return list(groups.values())

@@ -282,7 +282,7 @@ def store_samples(run: Run, step: int, rollouts: Rollouts, experience: Experienc
         ends = [int(last) + 1 for last in experience.last_K]
         # Cut to what is told of a response, before it travels.
         spans = [slice(first, min(end, first + MOST_TOKENS)) for first, end in zip([0, *ends], ends, strict=False)]
-        own = zip(experience.numbers, experience.rollouts, spans, strict=True)
+        own = zip(experience.local_numbers, experience.rollouts, spans, strict=True)
         shares = run.world.gather([(n, r, advantages.advantages_K[at].tolist()) for n, r, at in own if n < count])
         chosen = sorted((told for share in shares for told in share), key=lambda told: told[0])
         # Ranks that divide their micro-batches have the same responses.

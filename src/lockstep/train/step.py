@@ -70,8 +70,8 @@ def token_weights(batch: MicroBatch) -> torch.Tensor:
     rows, width = batch.input_ids_NT.shape
     if not batch.tokens:
         return torch.zeros(rows * width)
-    if batch.line_E is not None:
-        return torch.bincount(batch.line_E.cpu(), minlength=rows * width).float()
+    if batch.packed_index_E is not None:
+        return torch.bincount(batch.packed_index_E.cpu(), minlength=rows * width).float()
     if batch.packed:
         return (torch.arange(rows * width) < sum(batch.lengths)).float()
     return (torch.arange(width) < torch.tensor(batch.lengths)[:, None]).float().flatten()

@@ -18,7 +18,7 @@ from lockstep.tape.module_trace import unmatched_patterns
 from lockstep.tape.tape_recorder import Recorder, Taped, TapeRecorder
 from lockstep.train.advantages import Advantages
 from lockstep.train.experience import Experience
-from lockstep.train.logprobs import Annotated
+from lockstep.train.logprobs import ModelOutputs
 from lockstep.train.models import Models
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run_writer import Run
@@ -74,24 +74,30 @@ def _spared(learner: Learner) -> frozenset[str]:
 
 
 def record_rollouts(
-    tape: Recorder, rollouts: Rollouts, experience: Experience, known: Annotated, advantages: Advantages
+    tape: Recorder, rollouts: Rollouts, experience: Experience, known: ModelOutputs, advantages: Advantages
 ) -> None:
     """Online: what a step learns from, before its first update. A step that is recorded is whole on every rank."""
     if not tape.on:
         return
-    every = experience.everything()
+    every = experience.all_rollouts_and_examples()
     judged_S = experience.scores_S if rollouts.judged_S is None else rollouts.judged_S
     generated = [rollout for rollout, _ in every] if rollouts.generated is None else rollouts.generated
     tape.rollouts(generated, judged_S, experience.baseline_S)
     tape.examples([example for _, example in every])
-    numbers = {**vars(known), **vars(advantages)}
-    tape.vectors(
-        {
-            name.removesuffix("_K"): None if value is None else experience.everywhere(value)
-            for name, value in numbers.items()
-            if name.endswith("_K")
-        }
-    )
+    # The names are part of the tape format.
+    vectors = {
+        "old": known.old_K,
+        "reference": known.reference_K,
+        "values": known.values_K,
+        "trainer": known.trainer_K,
+        "squares": known.squares_K,
+        "rewards": advantages.rewards_K,
+        "advantages": advantages.advantages_K,
+        "returns": advantages.returns_K,
+        "keep": advantages.keep_K,
+        "importance": advantages.is_weights_K,
+    }
+    tape.vectors({name: None if value is None else experience.all_gather(value) for name, value in vectors.items()})
 
 
 def record_rows(tape: Recorder, rows: Sequence[Any], references: Sequence[torch.Tensor]) -> None:

@@ -8,24 +8,24 @@ from dataclasses import replace
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.recipe import Recipe
 from lockstep.run.metrics import PhaseTimer
-from lockstep.train.advantages import Learned
+from lockstep.train.advantages import TrainBatch
 from lockstep.train.logprobs import UpdatePlan
 from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
 from lockstep.train.update_terms import (
     PolicyLoss,
-    held_tokens,
     loss_of,
     over_updates,
     policy_metrics,
     refuse_disagreement,
+    select_tokens,
     update_critic,
 )
 
 
 def update(
     plans: Sequence[UpdatePlan],
-    learned: Learned,
+    learned: TrainBatch,
     models: Models,
     recipe: Recipe,
     kl_coefficient: float,
@@ -53,7 +53,7 @@ def update(
 
 def update_policy(
     plan: UpdatePlan,
-    learned: Learned,
+    learned: TrainBatch,
     models: Models,
     recipe: Recipe,
     kl_coefficient: float,
@@ -62,13 +62,13 @@ def update_policy(
 ) -> dict[str, float]:
     """One optimizer step of the policy on a part of the experience."""
     algorithm, tokens = recipe.algorithm, plan.tokens
-    experience, known, advantages = learned.experience, learned.known, learned.advantages
+    experience, known, advantages = learned.experience, learned.outputs, learned.advantages
     sequence_K = experience.sequence_K[tokens] - plan.responses.start
-    sequences, whole = plan.responses.stop - plan.responses.start, experience.whole
-    times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
-    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, times_S, whole
-    average_K, divisor = aggregation_weights(algorithm.aggregation, *counted)
-    penalty_K = average_K
+    sequences, whole = plan.responses.stop - plan.responses.start, experience.reduce
+    repeats_S = None if advantages.repeats_S is None else advantages.repeats_S[plan.responses]
+    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, repeats_S, whole
+    loss_weights_K, divisor = aggregation_weights(algorithm.aggregation, *counted)
+    penalty_K = loss_weights_K
     if algorithm.penalty_aggregation is not None:
         weights_K, own = aggregation_weights(algorithm.penalty_aggregation, *counted)
         penalty_K = weights_K * (divisor / own)
@@ -79,16 +79,16 @@ def update_policy(
         kl_coefficient,
         sequence_K=sequence_K,
         advantages_K=advantages.advantages_K[tokens],
-        average_K=average_K,
+        loss_weights_K=loss_weights_K,
         penalty_K=penalty_K,
-        importance_K=advantages.importance_K[tokens],
-        engine_K=experience.engine_K[tokens],
+        is_weights_K=advantages.is_weights_K[tokens],
+        rollout_logprobs_K=experience.rollout_logprobs_K[tokens],
         old_K=None if known.old_K is None else known.old_K[tokens],
         reference_K=None if known.reference_K is None else known.reference_K[tokens],
-        held_K=held_tokens(algorithm, learned, plan, seed),
+        selected_K=select_tokens(algorithm, learned, plan, seed),
     )
     batches = [replace(batch, token_grads=loss.token_grads(batch)) for batch in plan.batches]
     outcome = models.trained.forward_backward(batches, loss, divisor)
-    metrics = policy_metrics(outcome, divisor, float(whole.count(int((average_K > 0).sum()))))
+    metrics = policy_metrics(outcome, divisor, float(whole.count(int((loss_weights_K > 0).sum()))))
     refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
     return metrics | models.trained.optim_step(lr)

@@ -21,7 +21,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.registry import loss_row
 from lockstep.run.runtime import generator_of
-from lockstep.train.advantages import Learned
+from lockstep.train.advantages import TrainBatch
 from lockstep.train.logprobs import UpdatePlan
 from lockstep.train.models import Models
 from lockstep.train.step import Outcome
@@ -88,21 +88,23 @@ def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:
     return {argument: getattr(algorithm, key) for argument, key in names.items()}
 
 
-def held_tokens(algorithm: Algorithm, learned: Learned, plan: UpdatePlan, seed: tuple[int, ...]) -> torch.Tensor | None:
+def select_tokens(
+    algorithm: Algorithm, learned: TrainBatch, plan: UpdatePlan, seed: tuple[int, ...]
+) -> torch.Tensor | None:
     """Tokens that the covariance losses hold back, chosen over the whole update."""
-    held = loss_row(algorithm.loss).held
+    held = loss_row(algorithm.loss).selection_keys
     if held is None:
         return None
-    old_K, advantages = learned.known.old_K, learned.advantages
+    old_K, advantages = learned.outputs.old_K, learned.advantages
     assert old_K is not None
     experience, tokens = learned.experience, plan.tokens
     # Chosen by rank and by a draw over all of them, which no sum tells: every rank looks at the whole update.
     vectors = [
-        experience.everywhere(vector_K[tokens], plan.responses)
+        experience.all_gather(vector_K[tokens], plan.responses)
         for vector_K in (old_K, advantages.advantages_K, advantages.keep_K)
     ]
-    held_K = HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=generator_of(seed))
-    return held_K if experience.world.size == 1 else held_K[experience.places_of(plan.responses)]
+    selected_K = HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=generator_of(seed))
+    return selected_K if experience.world.size == 1 else selected_K[experience.local_positions(plan.responses)]
 
 
 @dataclass(frozen=True)
@@ -115,23 +117,23 @@ class PolicyLoss:
     kl_coefficient: float
     sequence_K: torch.Tensor
     advantages_K: torch.Tensor
-    average_K: torch.Tensor
+    loss_weights_K: torch.Tensor
     penalty_K: torch.Tensor
     """How divergence and entropy are averaged, up to the same divisor."""
-    importance_K: torch.Tensor
-    engine_K: torch.Tensor
+    is_weights_K: torch.Tensor
+    rollout_logprobs_K: torch.Tensor
     old_K: torch.Tensor | None
     reference_K: torch.Tensor | None
-    held_K: torch.Tensor | None
+    selected_K: torch.Tensor | None
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> Sums:
-        tokens, logprobs = self._tokens(batch.own_K), scores.logprobs_K
+        tokens, logprobs = self._tokens(batch.vector_index_K), scores.logprobs_K
         sums = self._sums(logprobs, scores.entropies_K, tokens)
         # The first update of a step compares what the engine said with what the trainer says of the same weights: over
         # all tokens, since those that disagree most are left out of everything else.
         bypass = self.algorithm.correction.bypass
         old = logprobs.detach() if tokens.old_K is None or bypass else tokens.old_K
-        difference = (old.exp() - sent(self.engine_K[batch.own_K], self.device).exp()).abs()
+        difference = (old.exp() - sent(self.rollout_logprobs_K[batch.vector_index_K], self.device).exp()).abs()
         sums.metrics |= {"probs_diff": difference.sum(), "probs_diff_squared": difference.square().sum()}
         largest = difference.max() if len(difference) else difference.new_zeros(())
         return Sums(sums.loss, sums.metrics, {"probs_diff": largest})
@@ -149,7 +151,7 @@ class PolicyLoss:
             logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             if not whole:
-                whole.append(self._tokens(batch.own_K))
+                whole.append(self._tokens(batch.vector_index_K))
             with torch.enable_grad():
                 own = logprobs_R.detach().requires_grad_()
                 spread = None if entropies_R is None else entropies_R.detach().requires_grad_()
@@ -165,15 +167,15 @@ class PolicyLoss:
             return None if vector is None else sent(vector[own_K], self.device)
 
         local_K = torch.unique_consecutive(self.sequence_K[own_K], return_inverse=True)[1]
-        weights = (self.advantages_K, self.average_K, self.penalty_K, self.importance_K)
-        vectors = (*weights, self.old_K, self.reference_K, self.held_K)
+        weights = (self.advantages_K, self.loss_weights_K, self.penalty_K, self.is_weights_K)
+        vectors = (*weights, self.old_K, self.reference_K, self.selected_K)
         return _Tokens(sent(local_K, self.device), *map(take, vectors))  # type: ignore[arg-type]
 
     def _sums(self, logprobs: torch.Tensor, entropies: torch.Tensor | None, tokens: _Tokens) -> Sums:
         penalty = tokens.penalty_K
         old = logprobs.detach() if tokens.old_K is None else tokens.old_K
-        weights = tokens.average_K * tokens.importance_K
-        seen = PolicyTokens(logprobs, old, tokens.advantages_K, weights, tokens.local_K, tokens.held_K)
+        weights = tokens.loss_weights_K * tokens.is_weights_K
+        seen = PolicyTokens(logprobs, old, tokens.advantages_K, weights, tokens.local_K, tokens.selected_K)
         sums = self.policy_loss(seen)
         loss, metrics = sums.loss, {**sums.metrics, "pg_loss": sums.loss}
         if tokens.old_K is None:
@@ -208,12 +210,12 @@ class _Tokens:
     local_K: torch.Tensor
     """Which of its sequences, 0, 1, ..., a token belongs to."""
     advantages_K: torch.Tensor
-    average_K: torch.Tensor
+    loss_weights_K: torch.Tensor
     penalty_K: torch.Tensor
-    importance_K: torch.Tensor
+    is_weights_K: torch.Tensor
     old_K: torch.Tensor | None
     reference_K: torch.Tensor | None
-    held_K: torch.Tensor | None
+    selected_K: torch.Tensor | None
 
     def part(self, part: slice) -> _Tokens:
         return _Tokens(*(None if vector is None else vector[part] for vector in vars(self).values()))  # type: ignore[arg-type]
@@ -222,25 +224,27 @@ class _Tokens:
 # An update of the critic: its values on the returns.
 
 
-def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Recipe, lr: float) -> dict[str, float]:
+def update_critic(plan: UpdatePlan, learned: TrainBatch, models: Models, recipe: Recipe, lr: float) -> dict[str, float]:
     """One optimizer step of the critic on a part of the experience."""
-    values_K, advantages = learned.known.values_K, learned.advantages
+    values_K, advantages = learned.outputs.values_K, learned.advantages
     assert models.critic is not None
     assert values_K is not None
     tokens, clip = plan.tokens, recipe.critic.clip
     old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
     sequence_K = learned.experience.sequence_K[tokens] - plan.responses.start
-    sequences, whole = plan.responses.stop - plan.responses.start, learned.experience.whole
-    times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
-    average_K, divisor = aggregation_weights(
-        recipe.critic.aggregation, sequence_K, keep_K, sequences, recipe.rollout.max_tokens, times_S, whole
+    sequences, whole = plan.responses.stop - plan.responses.start, learned.experience.reduce
+    repeats_S = None if advantages.repeats_S is None else advantages.repeats_S[plan.responses]
+    loss_weights_K, divisor = aggregation_weights(
+        recipe.critic.aggregation, sequence_K, keep_K, sequences, recipe.rollout.max_tokens, repeats_S, whole
     )
 
     def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
-        old, returns, average = (sent(vector[batch.own_K], models.device) for vector in (old_K, returns_K, average_K))
+        old, returns, average = (
+            sent(vector[batch.vector_index_K], models.device) for vector in (old_K, returns_K, loss_weights_K)
+        )
         return value_loss(values_K, old, returns, average, clip=clip)
 
-    kept = float(whole.count(int((average_K > 0).sum())))
+    kept = float(whole.count(int((loss_weights_K > 0).sum())))
     outcome = models.critic.forward_backward(plan.batches, loss, divisor)
     names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {

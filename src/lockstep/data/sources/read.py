@@ -35,7 +35,7 @@ from lockstep.data.sources.rowset import (
     merged,
     partly_there,
 )
-from lockstep.data.sources.user_reader import OwnReader, read_own
+from lockstep.data.sources.user_reader import UserReader, read_own
 from lockstep.errors import Refusal, missing_extra
 from lockstep.run.files import checksum
 
@@ -50,7 +50,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_rows(
-    path: str, *, base: Path | None = None, reader: OwnReader | None = None, cache: Path | None = None
+    path: str, *, base: Path | None = None, reader: UserReader | None = None, cache: Path | None = None
 ) -> RowSet:
     """The rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 

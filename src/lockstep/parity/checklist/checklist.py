@@ -209,7 +209,7 @@ def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout]
 
 def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return [
-        replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS], trained=r.trained[:FIRST_TOKENS])
+        replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS], loss_mask=r.loss_mask[:FIRST_TOKENS])
         for r in rollouts
     ]
 
