@@ -26,7 +26,7 @@ from lockstep.recipe import Recipe
 from lockstep.rollout.collect import Shares
 from lockstep.train.advantages import Advantages, TrainBatch, estimate_advantages
 from lockstep.train.experience import Experience, build_experience, build_spread_experience, rollout_metas
-from lockstep.train.logprobs import ModelOutputs, moved, pack_minibatches, plan_updates
+from lockstep.train.logprobs import ModelOutputs, pack_minibatches, plan_updates, redistribute
 from lockstep.train.models import Models, Packing
 from lockstep.train.update_terms import select_tokens
 from lockstep.types import Prompt, Rollout, Score
@@ -76,7 +76,7 @@ def spread(every: list[Rollout], world: World, models: Models, recipe: Recipe) -
     assert summaries == rollout_metas(every)
     generated = build_spread_experience(summaries, prompts, own, None, world)
     updates = pack_minibatches(generated, models, recipe.batch)
-    experience = moved(generated, updates, world)
+    experience = redistribute(generated, updates, world)
     return experience, plan_updates(experience, updates, models)
 
 

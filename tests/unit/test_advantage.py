@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, informative, whitened
+from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, informative, whiten
 from lockstep.errors import Refusal
 from work import lines_run, operators_run
 
@@ -254,9 +254,9 @@ def test_gae_and_returns_carry_across_observations(gamma, lam):
 
 
 def test_whitening_of_one_or_equal_values_is_zero():
-    assert whitened(torch.tensor([4.2])).tolist() == [0]
-    assert whitened(torch.full((1000,), 0.1)).tolist() == [0] * 1000
-    assert whitened(torch.tensor([1.0, 3.0], dtype=torch.float64)).tolist() == pytest.approx(
+    assert whiten(torch.tensor([4.2])).tolist() == [0]
+    assert whiten(torch.full((1000,), 0.1)).tolist() == [0] * 1000
+    assert whiten(torch.tensor([1.0, 3.0], dtype=torch.float64)).tolist() == pytest.approx(
         [-1 / math.sqrt(2 + 1e-8), 1 / math.sqrt(2 + 1e-8)], rel=1e-12
     )
 

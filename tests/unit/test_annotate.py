@@ -21,7 +21,7 @@ from lockstep.preflight.batch_plan import old_needed
 from lockstep.recipe import Recipe
 from lockstep.train.advantages import _energy, estimate_advantages
 from lockstep.train.experience import Experience, build_experience
-from lockstep.train.logprobs import ModelOutputs, UpdatePlan, annotate
+from lockstep.train.logprobs import ModelOutputs, UpdatePlan, compute_model_outputs
 from lockstep.train.models import Models, Packing, build_learner, build_reference
 from lockstep.types import MicroBatch, Score
 
@@ -86,7 +86,7 @@ def annotated(beta: float = 0.1, *, old: Sequence[float] = OLD, **keys: Any) -> 
     recipe = recipe_of(**{"batch__prompts": 2, "rollout__n": 2, **keys})
     models, phases = FakeModels(critic=recipe.algorithm.advantage == "gae", old=old), Phases()
     plans, rollout_logprobs_K = planned(made(), recipe), made().rollout_logprobs_K
-    known = annotate(plans, models, recipe, phases, rollout_logprobs_K)  # type: ignore[arg-type]
+    known = compute_model_outputs(plans, models, recipe, phases, rollout_logprobs_K)  # type: ignore[arg-type]
     advantages = estimate_advantages(made(), known, recipe, beta)
     return SimpleNamespace(**vars(known), **vars(advantages)), models, phases
 
@@ -323,7 +323,7 @@ def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folde
     learner, packing = build_learner(recipe, *where), Packing.of(recipe, World(), 0)
     models = Models(learner.module, packing, where[2], learner, reference=build_reference(recipe, *where))
     parts = planned(experience, recipe)
-    known = annotate(parts, models, recipe, Phases(), torch.zeros(0))
+    known = compute_model_outputs(parts, models, recipe, Phases(), torch.zeros(0))
     library = AutoModelForCausalLM.from_pretrained(tiny_folder)
     expected = []
     with torch.no_grad():
@@ -413,7 +413,7 @@ def test_squares_of_all_words_and_the_energy_of_a_token(tiny_folder: Path) -> No
     where = (select("cpu"), World(), torch.device("cpu"))
     learner, packing = build_learner(recipe, *where), Packing.of(recipe, World(), 0)
     models = Models(learner.module, packing, where[2], learner)
-    known = annotate(planned(experience, recipe), models, recipe, Phases(), experience.rollout_logprobs_K)
+    known = compute_model_outputs(planned(experience, recipe), models, recipe, Phases(), experience.rollout_logprobs_K)
     library = AutoModelForCausalLM.from_pretrained(tiny_folder)
     squares, energies = [], []
     with torch.no_grad():

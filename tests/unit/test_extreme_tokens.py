@@ -20,7 +20,7 @@ from lockstep.algorithms import correction, preference
 from lockstep.algorithms import divergence as kl
 from lockstep.algorithms import preference as pair_losses
 from lockstep.algorithms import token_selection as covariance
-from lockstep.algorithms.divergence import DIVERGENCES, folded
+from lockstep.algorithms.divergence import DIVERGENCES, fold_rest
 from lockstep.algorithms.divergence import distribution_divergence as divergence
 from lockstep.algorithms.kto import kl_estimate, kto_loss, row_logratios, row_means
 from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
@@ -29,7 +29,7 @@ from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights, sum_by
 from lockstep.algorithms.token_losses import good_probability, nll, step_loss, value_loss
 from lockstep.kernels.logprob import Head, Scores, token_scores
 from lockstep.recipe.keys_online import Kl
-from lockstep.train.update_terms import PolicyLoss, loss_of
+from lockstep.train.update_terms import PolicyLoss, make_policy_loss
 from loss_settings import SETTINGS
 
 CASES, TOGETHER = 10_000, 250
@@ -169,7 +169,7 @@ def test_the_whole_loss_of_an_update_with_divergence_and_entropy(name: str) -> N
         ) -> Any:
             loss = PolicyLoss(
                 recipe.algorithm,
-                loss_of(recipe.algorithm),
+                make_policy_loss(recipe.algorithm),
                 torch.device("cpu"),
                 0.2,
                 sequence_K=tokens.sequence_K,
@@ -353,7 +353,7 @@ def test_distillation(kind: str, cut: bool) -> None:
         teacher[:20] = student.detach()[:20]
         if cut:
             ids = teacher.topk(words - 1).indices
-            student, teacher = folded(student, ids), folded(teacher, ids)
+            student, teacher = fold_rest(student, ids), fold_rest(teacher, ids)
         each = divergence(student, teacher, kind=kind, mix=0.3)
         finite(each)
         assert (each >= -1e-5).all(), each.min()

@@ -20,7 +20,7 @@ from lockstep.algorithms.advantage import Signals
 from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.user_reader import UserReader
 from lockstep.errors import LostProcess, Refusal
-from lockstep.functions import TimeUp, give, time_limit
+from lockstep.functions import TimeUp, register_callable, time_limit
 from lockstep.preflight.function_trials import try_advantage, try_loss
 
 SHORT = 0.3
@@ -220,8 +220,10 @@ def test_a_reader_from_python_runs_here_with_the_limit_of_time(tmp_path: Path) -
         yield rows[0]
         threading.Event().wait()
 
-    assert list(read_rows("rows.db", reader=UserReader(give("data.reader", mine)))) == rows
-    told = refusal(lambda: read_rows("rows.db", reader=UserReader(give("data.reader", stalls), seconds=SHORT)))
+    assert list(read_rows("rows.db", reader=UserReader(register_callable("data.reader", mine)))) == rows
+    told = refusal(
+        lambda: read_rows("rows.db", reader=UserReader(register_callable("data.reader", stalls), seconds=SHORT))
+    )
     assert told.startswith(f"data.reader {__file__}:stalls: did not return within 0.3 s (data.reader_limit)")
 
 

@@ -22,7 +22,7 @@ from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.train.advantages import Advantages, TrainBatch
 from lockstep.train.experience import Experience, build_experience
-from lockstep.train.logprobs import ModelOutputs, annotate
+from lockstep.train.logprobs import ModelOutputs, compute_model_outputs
 from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.update import update_policy
 from lockstep.train.update_terms import update_critic
@@ -199,7 +199,7 @@ def step(folder: Path, shared: bool, monkeypatch: pytest.MonkeyPatch, **keys: An
     experience = made()
     (plan,) = plans_of(experience, models, recipe.batch)
     tokens = sum(batch.input_ids_NT.numel() for batch in plan.batches)
-    known = annotate([plan], models, recipe, lambda name: monkeypatch.context(), torch.zeros(0))
+    known = compute_model_outputs([plan], models, recipe, lambda name: monkeypatch.context(), torch.zeros(0))
     assert known.old_K is not None
     count = len(experience.sequence_K)
     vectors = torch.randn(2, count, generator=torch.Generator().manual_seed(5))

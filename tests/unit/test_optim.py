@@ -16,7 +16,7 @@ from lockstep.run.checkpoint import State
 from lockstep.tape.tape_format import StepRecord
 from lockstep.train.optim import LossScale, Optimizer, learning_rate, warmup_steps
 from lockstep.train.optim_offload import HostOptimizer
-from lockstep.train.resume import changed_decay
+from lockstep.train.resume import weight_decay_changes
 
 
 def rates(total: int, **settings) -> list[float]:
@@ -152,13 +152,13 @@ def test_a_checkpoint_whose_steps_decayed_biases_is_resumed_aloud():
     settings = Optim(weight_decay=0.1)
     _, optimizer = hybrid("device", settings, masters=False)
     old = State(step=3, rows_seen=0, recipe={}, data={}, world_size=1)
-    (said,) = changed_decay(old, [optimizer], settings)
+    (said,) = weight_decay_changes(old, [optimizer], settings)
     assert "weight decay skips experts_bias and 1 more from now on" in said
-    assert not changed_decay(replace(old, decay_rule="role"), [optimizer], settings)
-    assert not changed_decay(old, [optimizer], Optim(weight_decay=0.0))
+    assert not weight_decay_changes(replace(old, decay_rule="role"), [optimizer], settings)
+    assert not weight_decay_changes(old, [optimizer], Optim(weight_decay=0.0))
     every = Optim(weight_decay=0.1, decay_all=True)
-    assert not changed_decay(old, [optimizer], every)
-    (said,) = changed_decay(replace(old, recipe={"parallel": {"offload": "all"}}), [optimizer], every)
+    assert not weight_decay_changes(old, [optimizer], every)
+    (said,) = weight_decay_changes(replace(old, recipe={"parallel": {"offload": "all"}}), [optimizer], every)
     assert "optim.decay_all" in said
 
 

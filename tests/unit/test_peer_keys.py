@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whitened
+from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whiten
 from lockstep.data.dataset import Loader, steps_and_rows
 from lockstep.data.encode.chat_template import with_arguments
 from lockstep.data.encode.encoding import Encoding
@@ -29,7 +29,7 @@ from lockstep.train.advantages import estimate_advantages
 from lockstep.train.experience import build_experience, rollout_metas
 from lockstep.train.logprobs import ModelOutputs
 from lockstep.train.optim import Optimizer
-from lockstep.train.rollout_checks import teaches as worth_a_place
+from lockstep.train.rollout_checks import has_signal as worth_a_place
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 
 
@@ -64,9 +64,9 @@ def test_whitening_with_n_and_without_the_division() -> None:
     """1, 2, 6: mean 3, squares 4 + 1 + 9 = 14; variance 14/2 with n - 1, 14/3 with n."""
     values = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
     centred = [-2.0, -1.0, 3.0]
-    assert whitened(values).tolist() == pytest.approx([x / 7**0.5 for x in centred])
-    assert whitened(values, biased=True).tolist() == pytest.approx([x / (14 / 3) ** 0.5 for x in centred])
-    assert whitened(values, divide=False).tolist() == pytest.approx(centred)
+    assert whiten(values).tolist() == pytest.approx([x / 7**0.5 for x in centred])
+    assert whiten(values, biased=True).tolist() == pytest.approx([x / (14 / 3) ** 0.5 for x in centred])
+    assert whiten(values, divide=False).tolist() == pytest.approx(centred)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_divergence_in_the_reward_beside_the_one_in_the_loss(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("scores", "between", "teaches"),
+    ("scores", "between", "has_signal"),
     [
         ((0.0, 1.0), None, True),
         ((1.0, 1.0), None, False),
@@ -273,7 +273,7 @@ def test_a_divergence_in_the_reward_beside_the_one_in_the_loss(tmp_path: Path) -
     ],
 )
 def test_which_groups_are_replaced(
-    scores: tuple[float, ...], between: tuple[float, float] | None, teaches: bool
+    scores: tuple[float, ...], between: tuple[float, float] | None, has_signal: bool
 ) -> None:
     question = Question("s", [], "1", Origin("q", 1), {})
     group = [
@@ -282,7 +282,7 @@ def test_which_groups_are_replaced(
     ]
     bounds = None if between is None else list(between)
     prompts = {0: group[0].prompt}
-    assert worth_a_place(rollout_metas(group), prompts, DynamicSampling(rounds=2, between=bounds)) is teaches
+    assert worth_a_place(rollout_metas(group), prompts, DynamicSampling(rounds=2, between=bounds)) is has_signal
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import Qwen2Config
 from hang import HANG
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
-from lockstep.functions import give
+from lockstep.functions import register_callable
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.rollout.engine import Engine, SharedWeights
@@ -55,7 +55,7 @@ def requests() -> list[Request]:
 
 def by(function: Callable[..., Any], inner: Engine, seconds: float = HANG, *, tolerant: bool = True) -> FunctionEngine:
     return FunctionEngine(
-        inner, give(KEY, function), lambda text: list(text.encode()), str, 259, seconds, tolerant=tolerant
+        inner, register_callable(KEY, function), lambda text: list(text.encode()), str, 259, seconds, tolerant=tolerant
     )
 
 
@@ -313,10 +313,10 @@ def test_a_check_of_the_engine_goes_to_the_engine(engine: Engine) -> None:
 def test_the_dry_run_needs_no_model() -> None:
     prompt = Prompt(question(4), [1, 2, 3])
     tried = (prompt, 24, [48, 7], lambda text: list(text.encode()), str, 259, HANG)
-    line = try_function(give(KEY, straight), *tried)
+    line = try_function(register_callable(KEY, straight), *tried)
     assert line.endswith("straight: 2 tokens of the policy and 0 of the environment, tried on a stand-in")
     with pytest.raises(Refusal, match=r"returned a NoneType, not two, for rows\.jsonl row 4"):
-        try_function(give(KEY, returning(None)), *tried)
+        try_function(register_callable(KEY, returning(None)), *tried)
 
 
 @pytest.mark.parametrize("tolerant", [True, False])

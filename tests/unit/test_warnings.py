@@ -12,7 +12,7 @@ from lockstep.train.advantages import Advantages, TrainBatch
 from lockstep.train.experience import build_experience
 from lockstep.train.logprobs import ModelOutputs
 from lockstep.train.monitor import STEPS_BETWEEN_WARNINGS as QUIET
-from lockstep.train.monitor import Warnings, no_signal
+from lockstep.train.monitor import Warnings, find_idle_cause
 
 FINE = {"actor/entropy": 1.0}
 
@@ -100,7 +100,7 @@ def missing(scores: list[float], advantages: list[float], keep: list[float] | No
     kept = ones if keep is None else torch.tensor(keep)
     found = Advantages(values, values, values, kept, ones, metrics)
     learned = TrainBatch(build_experience(made), ModelOutputs(None, None, None), found)
-    said = no_signal(learned, recipe_of(**keys))
+    said = find_idle_cause(learned, recipe_of(**keys))
     return None if said is None else said.cause
 
 

@@ -288,7 +288,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 }
 
 
-def whitened(
+def whiten(
     values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, whole: StepReduce = SINGLE_PROCESS
 ) -> torch.Tensor:
     """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0.
@@ -370,7 +370,7 @@ def _estimate(
     if signals.kl_penalty_K is not None:
         advantages_K = advantages_K - return_to_go(signals.kl_penalty_K, signals.sequence_K, 1.0)
     if wanted.over == "step" or (wanted.over == "own" and whitens):
-        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide, whole=signals.reduce)
+        advantages_K = whiten(advantages_K, biased=wanted.biased, divide=wanted.divide, whole=signals.reduce)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.algorithms.reduce import LEAST, floored, log_ratio
+from lockstep.algorithms.reduce import LEAST, floor_logprobs, log_ratio
 from lockstep.errors import Refusal
 
 # The divergence of the policy from its reference, estimated on the sampled tokens.
@@ -64,7 +64,7 @@ def divergence(
     raise Refusal.at("algorithm.kl.estimator", f"{estimator!r} is not known", f"one of {known}")
 
 
-def adapted(coefficient: float, measured: float, target: float, horizon: int, sequences: int) -> float:
+def adapt_coefficient(coefficient: float, measured: float, target: float, horizon: int, sequences: int) -> float:
     """The next coefficient: larger when the measured divergence is over its target, smaller when under.
 
     Ziegler et al. 2019 (arXiv 1909.08593): proportional to the relative error, which is bounded at +-0.2; `horizon`
@@ -98,7 +98,7 @@ def distribution_divergence(
     A word of probability 0 adds 0 to a sum that its probability weighs, never NaN; a student's 0 where the forward
     divergence needs more counts as e^-10000.
     """
-    student_RV, teacher_RV = floored(student_RV), floored(teacher_RV)
+    student_RV, teacher_RV = floor_logprobs(student_RV), floor_logprobs(teacher_RV)
     if kind == "forward":
         return _kl(teacher_RV, student_RV).sum(-1)
     if kind == "reverse":
@@ -109,7 +109,7 @@ def distribution_divergence(
     raise Refusal.at("distill.divergence", f"{kind!r} is not known", f"one of {', '.join(DIVERGENCES)}")
 
 
-def folded(logprobs_RV: torch.Tensor, ids_Rk: torch.Tensor) -> torch.Tensor:
+def fold_rest(logprobs_RV: torch.Tensor, ids_Rk: torch.Tensor) -> torch.Tensor:
     """The chosen tokens (different ones at a position), and all the others together as one more: R x (k + 1).
 
     The others are summed themselves, not as 1 less the chosen, so that a tiny rest and its gradient are right too.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms.reduce import LEAST_SUM, floored, log_ratio
+from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio
 from lockstep.types import Sums
 
 MOST_DESIRABLE = 4 / 3
@@ -57,7 +57,7 @@ def row_logratios(policy_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Te
 
 def row_means(policy_N: torch.Tensor, lengths_N: torch.Tensor) -> torch.Tensor:
     """What stands for the log-ratio where there is no reference: the mean log-probability of the row's tokens."""
-    return floored(policy_N, LEAST_SUM) / lengths_N
+    return floor_logprobs(policy_N, LEAST_SUM) / lengths_N
 
 
 def kl_estimate(logratios: torch.Tensor) -> float:
@@ -67,7 +67,7 @@ def kl_estimate(logratios: torch.Tensor) -> float:
     return max(float(logratios.detach().double().mean()), 0.0)
 
 
-def mismatched(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
+def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
     """For each row the row whose completion stands in as the mismatched one.
 
     It is the next row (around the end, never the row itself) with another prompt and another completion; where there

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.reduce import floored, log_rest, sequence_mean, sum_by
+from lockstep.algorithms.reduce import floor_logprobs, log_rest, sequence_mean, sum_by
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
@@ -218,8 +218,8 @@ def _counted(tokens: PolicyTokens) -> PolicyTokens:
     kept_K = tokens.counted_K
     return replace(
         tokens,
-        logprobs_K=floored(torch.where(kept_K, tokens.logprobs_K, 0.0)),
-        old_K=floored(torch.where(kept_K, tokens.old_K, 0.0)),
+        logprobs_K=floor_logprobs(torch.where(kept_K, tokens.logprobs_K, 0.0)),
+        old_K=floor_logprobs(torch.where(kept_K, tokens.old_K, 0.0)),
         advantages_K=torch.where(kept_K, tokens.advantages_K, 0.0),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from lockstep.algorithms.reduce import LEAST_SUM, floored, log_ratio, log_rest
+from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio, log_rest
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
@@ -213,7 +213,7 @@ def _smoothed(logits_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 # batch.)
 
 
-def paired(
+def paired_partners(
     chosen_P: torch.Tensor,
     rejected_P: torch.Tensor,
     reference_chosen_P: torch.Tensor,
@@ -230,7 +230,7 @@ def paired(
     )
 
 
-def unpaired(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Partners:
+def unpaired_partners(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Partners:
     """For `aot_unpaired`: of each chosen score the rejected one of the same rank, and the other way round."""
     return Partners(chosen_P[_of_same_rank(rejected_P, chosen_P)], rejected_P[_of_same_rank(chosen_P, rejected_P)])
 
@@ -305,7 +305,7 @@ def preference_loss(
     }
     if nll > 0:
         likelihood_P = pairs.chosen_P if pairs.likelihood_P is None else pairs.likelihood_P
-        nll_P = -floored(likelihood_P, LEAST_SUM) / pairs.chosen_length_P
+        nll_P = -floor_logprobs(likelihood_P, LEAST_SUM) / pairs.chosen_length_P
         loss_P = loss_P + nll * nll_P
         metrics["nll"] = nll_P.detach().sum()
     return Sums(loss=loss_P.sum(), metrics=metrics)
@@ -350,7 +350,7 @@ def _settings(
 
 
 def _scores(pairs: Pairs, kind: str, average: bool, divergence: str, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen_P, rejected_P = floored(pairs.chosen_P, LEAST_SUM), floored(pairs.rejected_P, LEAST_SUM)
+    chosen_P, rejected_P = floor_logprobs(pairs.chosen_P, LEAST_SUM), floor_logprobs(pairs.rejected_P, LEAST_SUM)
     if kind not in REFERENCE_FREE:
         if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
             remedy = f"choose one of {', '.join(REFERENCE_FREE)}, or give the reference's log-probabilities"

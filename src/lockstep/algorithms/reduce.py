@@ -26,7 +26,7 @@ CERTAIN = -1e-6
 """Log-probabilities above are taken as this: the sums of float32 do not tell them from 0."""
 
 
-def floored(logprobs: torch.Tensor, least: float = LEAST) -> torch.Tensor:
+def floor_logprobs(logprobs: torch.Tensor, least: float = LEAST) -> torch.Tensor:
     """At least `least`, with the gradient of what was there; minus infinity has none."""
     own = torch.where(logprobs.isinf(), 0.0, logprobs)
     return torch.where(logprobs <= least, own - own.detach() + least, logprobs)
@@ -34,7 +34,7 @@ def floored(logprobs: torch.Tensor, least: float = LEAST) -> torch.Tensor:
 
 def log_ratio(logprobs: torch.Tensor, others: torch.Tensor, least: float = LEAST) -> torch.Tensor:
     """log p - log q, a number also where one or both are minus infinity."""
-    return floored(logprobs, least) - floored(others, least)
+    return floor_logprobs(logprobs, least) - floor_logprobs(others, least)
 
 
 def log_rest(logprobs: torch.Tensor) -> torch.Tensor:

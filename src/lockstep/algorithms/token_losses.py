@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.algorithms.reduce import floored
+from lockstep.algorithms.reduce import floor_logprobs
 from lockstep.types import Sums
 
 # Supervised losses as sums over tokens. K is the number of trained tokens in a micro-batch.
@@ -19,7 +19,7 @@ def nll(logprobs_K: torch.Tensor) -> Sums:
     mean over the update, as in transformers with `num_items_in_batch`; a mean of per-row means differs from it.
     A token that the model finds impossible costs 10,000 nats; see `stable`.
     """
-    return Sums(loss=-floored(logprobs_K).sum())
+    return Sums(loss=-floor_logprobs(logprobs_K).sum())
 
 
 # The loss of a process reward model: at each judged position the wanted distribution over a few tokens.
@@ -35,7 +35,7 @@ def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
     label's. Ties are shared: of two tokens, a label of 0.5 or equal log-probabilities count 0.5. Where the model finds
     all the tokens impossible they are equally likely; see `stable`.
     """
-    restricted_LW = torch.log_softmax(floored(logprobs_LW), dim=-1)
+    restricted_LW = torch.log_softmax(floor_logprobs(logprobs_LW), dim=-1)
     loss = -(labels_LW * restricted_LW).sum()
     agreement_LW = _likeliest(restricted_LW.detach()) * _likeliest(labels_LW)
     metrics = {
@@ -48,7 +48,7 @@ def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
 
 def good_probability(logprobs_LW: torch.Tensor) -> torch.Tensor:
     """The probability of the good token at each position, among the judging ones."""
-    return torch.softmax(floored(logprobs_LW), dim=-1)[:, 0]
+    return torch.softmax(floor_logprobs(logprobs_LW), dim=-1)[:, 0]
 
 
 def _likeliest(values_LW: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Routed(NamedTuple):
     rows: torch.Tensor
 
 
-def routed(logits: tuple[torch.Tensor, ...], experts: int, weights_T: torch.Tensor) -> Routed:
+def count_routed(logits: tuple[torch.Tensor, ...], experts: int, weights_T: torch.Tensor) -> Routed:
     """Sums of the routers' logits, one tensor of [tokens, experts] a layer. `experts` are chosen of a token, and
     `weights_T` says how many sequences have it: 0 of padding."""
     weights_T = weights_T.float()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.algorithms.reduce import floored
+from lockstep.algorithms.reduce import floor_logprobs
 from lockstep.errors import Refusal
 
 # Which tokens Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617) hold back in an update.
@@ -58,11 +58,11 @@ def select_kl_cov(
 
 
 # By the loss that holds tokens back.
-HELD: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
+SELECTORS: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 
 
 def _covariance(old_K: torch.Tensor, advantages_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:
-    return _centred(advantages_K, keep_K) * _centred(floored(old_K), keep_K)
+    return _centred(advantages_K, keep_K) * _centred(floor_logprobs(old_K), keep_K)
 
 
 def _centred(values_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:

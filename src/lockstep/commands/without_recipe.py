@@ -15,7 +15,7 @@ from lockstep.data.encode.prompt_rows import REWARD_FIELDS, find_question_column
 from lockstep.data.sources.read import RowSet
 from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal
-from lockstep.functions import located
+from lockstep.functions import locate
 from lockstep.masking import comparable
 from lockstep.model.fingerprint import model_files
 from lockstep.model.resolve import model_folder
@@ -108,7 +108,7 @@ def identity_of(reward: Reward) -> dict[str, Any]:
 
 
 def _function(function_path: str) -> dict[str, str]:
-    file, name = located(function_path, "--reward-function")
+    file, name = locate(function_path, "--reward-function")
     return {"name": name, "file": checksum(file)}
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched, row_logratios, row_means
+from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched_rows, row_logratios, row_means
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.encode.kto_rows import LabeledRows
@@ -114,7 +114,7 @@ def _strangers(items: Sequence[LabeledResponse], longest: int) -> tuple[list[Exa
     prompts = [list(item.example.ids[:first]) for item, first in zip(items, firsts, strict=True)]
     responses = [list(item.example.ids[first:]) for item, first in zip(items, firsts, strict=True)]
     try:
-        partners = mismatched(prompts, responses)
+        partners = mismatched_rows(prompts, responses)
     except ValueError as error:
         where = ", ".join(str(item.origin) for item in items[:2])
         raise Refusal.at(where, f"the KL estimate of this update is impossible: {error}", "shuffle the rows") from error

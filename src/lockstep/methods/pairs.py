@@ -100,8 +100,8 @@ class Pairwise(Plain):
 
 def _partners(kind: str, policy_S: torch.Tensor, reference_S: torch.Tensor) -> Partners:
     if kind == "aot":
-        return transport.paired(*_two(policy_S), *_two(reference_S))
-    return transport.unpaired(*_two(policy_S - reference_S))
+        return transport.paired_partners(*_two(policy_S), *_two(reference_S))
+    return transport.unpaired_partners(*_two(policy_S - reference_S))
 
 
 def _weighed(values_K: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:

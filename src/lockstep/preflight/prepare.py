@@ -54,7 +54,7 @@ from lockstep.reward.scorer import active_weights
 from lockstep.rollout.engine import refuse_unknown_ids
 from lockstep.rollout.native.engine import kept_cache
 from lockstep.rollout.native.limits import prefill_budget, refuse_moving_positions
-from lockstep.rollout.questions import asked_as, encode_questions
+from lockstep.rollout.questions import encode_questions, prompt_format
 from lockstep.rollout.servers.collective_transport import refuse_shared_device
 from lockstep.rollout.servers.server_process import refuse_absent
 from lockstep.run.console import Console
@@ -313,7 +313,7 @@ def prepare_online(
         refuse_misfit(memory, total, device.name)
     remarks += [*train.warnings, *repeated_rows(recipe, train), *memory.remarks]
     if questions:
-        asked = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
+        asked = encode_questions(tokenizer, questions, recipe.data.system, prompt_format(recipe))
         remarks += seen_in_training(train.items, asked, "val.questions")
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches, remarks)
 
@@ -458,7 +458,7 @@ def _refuse_long_questions(
     context = getattr(text, "max_position_embeddings", None)
     if not questions or context is None:
         return
-    prompts = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
+    prompts = encode_questions(tokenizer, questions, recipe.data.system, prompt_format(recipe))
     long = max(prompts, key=lambda prompt: len(prompt.ids))
     longest = len(long.ids) + recipe.val.max_new_tokens
     if longest > context:

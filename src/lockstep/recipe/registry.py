@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import Problem
-from lockstep.functions import Unloadable, run_file, told
+from lockstep.functions import Unloadable, describe_error, run_file
 
 # Estimators, losses and engines declare what they need; callers check these rows, never the names. A new estimator or
 # loss is a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so their rows hold
@@ -187,9 +187,11 @@ def _import(word: str) -> Problem | None:
         return Problem(f"{KEY} {word}", error.why, error.remedy)
     except ModuleNotFoundError as error:
         if error.name != word.split(".")[0] and error.name != word:
-            return Problem(f"{KEY} {word}", f"cannot be imported: {told(error, word)}", "install what it needs")
+            return Problem(
+                f"{KEY} {word}", f"cannot be imported: {describe_error(error, word)}", "install what it needs"
+            )
         remedy = "install it, or name its file: path/to/file.py"
         return Problem(f"{KEY} {word}", "no such module", remedy)
     except Exception as error:  # noqa: BLE001 - a user module may raise anything, and it is reported
-        return Problem(f"{KEY} {word}", f"cannot be imported: {told(error, word)}", "fix the module")
+        return Problem(f"{KEY} {word}", f"cannot be imported: {describe_error(error, word)}", "fix the module")
     return None

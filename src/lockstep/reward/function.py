@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal, with_secrets
-from lockstep.functions import Unloadable, located, only_here
+from lockstep.functions import Unloadable, local_callable, locate
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.function_pool import LocalCalls, Pool, Target
 from lockstep.reward.function_worker import CALL, Given, Raised, as_reward_function, prompt_text
@@ -41,7 +41,7 @@ class FunctionPart(RewardPart):
             name: with_secrets(value, f"reward.arguments.{name}") if isinstance(value, str) else value
             for name, value in arguments.items()
         }
-        function = only_here(reference)
+        function = local_callable(reference)
         self._pool: Pool | LocalCalls
         if function is not None:
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
@@ -51,7 +51,7 @@ class FunctionPart(RewardPart):
                 "has both limits"
             )
             return
-        path, word = located(reference, key)
+        path, word = locate(reference, key)
         target = Target(str(path), word, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments))
         self._pool = Pool(target, settings.workers)
 

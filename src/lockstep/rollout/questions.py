@@ -29,7 +29,7 @@ class Examiner(Judge, Protocol):
     def answer_of(self, question: Question, text: str) -> str | None: ...
 
 
-def asked_as(recipe: Recipe) -> Data | None:
+def prompt_format(recipe: Recipe) -> Data | None:
     """The prompt format: an online run uses that of its data, an offline run chats."""
     return recipe.data if recipe.method in ONLINE else None
 

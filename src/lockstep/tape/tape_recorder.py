@@ -142,7 +142,7 @@ class TapeRecorder(Recorder):
                 self._trace(examples)
 
     def _trace(self, examples: Sequence[Example]) -> None:
-        chosen = short(examples, self.settings.rows)
+        chosen = trace_examples(examples, self.settings.rows)
         self.info["probe"] = {"rows": len(chosen), "traces": []}
         # Always packed, so that runs with different micro-batches have the same trace.
         batch = micro_batch(chosen, packed=True, pad_id=0)
@@ -214,7 +214,7 @@ class TapeRecorder(Recorder):
             self.writer.submit(lambda: self.folder.write_left(step, found))
 
 
-def short(examples: Sequence[Example], rows: int) -> list[Example]:
+def trace_examples(examples: Sequence[Example], rows: int) -> list[Example]:
     """The first sequences with targets that fit into a module trace; at least one."""
     chosen: list[Example] = []
     for example in examples:

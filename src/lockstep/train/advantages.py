@@ -8,7 +8,7 @@ import torch
 
 from lockstep.algorithms.advantage import Estimate, Signals, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
-from lockstep.algorithms.divergence import adapted, divergence
+from lockstep.algorithms.divergence import adapt_coefficient, divergence
 from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
 from lockstep.algorithms.token_selection import draw_repeats
 from lockstep.algorithms.user_functions import estimator
@@ -18,7 +18,7 @@ from lockstep.recipe.keys_online import Algorithm, Correction
 from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import active_weights
 from lockstep.run.runtime import generator_of
-from lockstep.train.experience import Experience, part_of
+from lockstep.train.experience import Experience, reward_part
 from lockstep.train.logprobs import ModelOutputs
 
 # From scores to advantages: the divergence in the reward, the estimator, and the correction of rollouts.
@@ -159,7 +159,7 @@ def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.T
         weights = {**weights, "overlong": 1.0}
     summaries, prompts, key = experience.metas, experience.prompts, "algorithm.gdpo_rewards"
     return tuple(
-        (weight, torch.tensor([part_of(summary, prompts, name, key) for summary in summaries]))
+        (weight, torch.tensor([reward_part(summary, prompts, name, key) for summary in summaries]))
         for name, weight in weights.items()
     )
 
@@ -222,4 +222,4 @@ def next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], seq
     measured = metrics.get("actor/kl" if kl.where == "loss" else "actor/reward_kl_penalty")
     if kl.target is None or measured is None:  # a critic's warm-up does not look at the policy
         return beta
-    return adapted(beta, measured, kl.target, kl.horizon, sequences)
+    return adapt_coefficient(beta, measured, kl.target, kl.horizon, sequences)

@@ -31,14 +31,14 @@ from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
 from lockstep.train.resume import (
     Fingerprints,
-    changed_decay,
+    learning_rate_changes,
     model_fingerprints,
     model_paths,
-    rate_changes,
     refuse_changed_data,
     refuse_changed_models,
     refuse_changed_recipe,
     refuse_unlike_machines,
+    weight_decay_changes,
 )
 from lockstep.train.run_writer import Run
 
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 # What model a run makes, and a checkpoint of it as a folder.
 
 
-def kind_of(recipe: Recipe) -> str:
+def model_kind(recipe: Recipe) -> str:
     """A language model, or a reward model: what `State.kind` says."""
     method = METHODS.get(recipe.method)
     return "policy" if method is None else method.model
 
 
-def files_of(recipe: Recipe, carried: Mapping[str, float], run: RunFolder) -> dict[str, str]:
+def export_files(recipe: Recipe, carried: Mapping[str, float], run: RunFolder) -> dict[str, str]:
     """What whoever uses the model must know beside it: `State.files`."""
     method = METHODS.get(recipe.method)
     files = {**(method.files(recipe) if method else {}), **_template(recipe, run)}
-    if kind_of(recipe) == "value" and carried.get("score_std"):
+    if model_kind(recipe) == "value" and carried.get("score_std"):
         files[STATS] = json.dumps({"mean": carried["score_mean"], "std": carried["score_std"]})
     return files
 
@@ -76,7 +76,7 @@ def write_export(
     """The checkpoint as what its method makes, with a card of what its run did; returns what to say of it."""
     state, said = found.state, [f"exported the model to {out}"]
     if not state.kind:  # an earlier version saved it
-        state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried, run)
+        state.kind, state.files = model_kind(recipe), export_files(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
     verified = export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
     if state.kind == "value" and STATS not in state.files:
@@ -155,10 +155,10 @@ class Checkpointer:
         changed = refuse_changed_recipe(state, resolved(run.recipe), self.fingerprints)
         for change in changed:
             console.warn(f"resuming although {change}")
-        for sentence in rate_changes(state, run.prepared.batches.steps, run.recipe):
+        for sentence in learning_rate_changes(state, run.prepared.batches.steps, run.recipe):
             console.warn(sentence)
         optimizers = [learner.optimizer for learner in self.models.learners]
-        for sentence in changed_decay(state, optimizers, run.recipe.optim):
+        for sentence in weight_decay_changes(state, optimizers, run.recipe.optim):
             console.warn(sentence)
         for sentence in refuse_changed_data(state.data, run.prepared.fingerprints):
             console.warn(sentence)
@@ -253,8 +253,8 @@ class Checkpointer:
             skipped=self.models.trained.skipped,
             end_tokens=run.prepared.end_tokens,
             planned=run.prepared.batches.steps,
-            kind=kind_of(run.recipe),
-            files=files_of(run.recipe, position.carried, run.folder),
+            kind=model_kind(run.recipe),
+            files=export_files(run.recipe, position.carried, run.folder),
             carried=dict(position.carried),
             decay_rule="role",
             probe=probe_of(_module(self.models), self.models.device),

@@ -148,7 +148,7 @@ def rollout_metas(rollouts: Sequence[Rollout]) -> list[RolloutMeta]:
     found: list[RolloutMeta] = []
     for _, members in groupby(rollouts, key=lambda rollout: rollout.prompt_index):
         group = list(members)
-        scored = [example_of(rollout) for rollout in group if isinstance(rollout.score, Score)]
+        scored = [make_example(rollout) for rollout in group if isinstance(rollout.score, Score)]
         shared = common_prompt(scored) if scored else 0
         found += [_summary(rollout, shared) for rollout in group]
     return found
@@ -183,7 +183,7 @@ def _experience(
         prompts=prompts,
         local_numbers=numbers,
         rollouts=here,
-        examples=[example_of(rollout) for rollout in here],
+        examples=[make_example(rollout) for rollout in here],
         sequence_K=torch.repeat_interleave(torch.tensor(numbers, dtype=torch.long), lengths),
         group_S=torch.tensor([summary.prompt_index for summary in summaries], dtype=torch.long),
         rollout_logprobs_K=torch.from_numpy(np.concatenate([_written(rollout) for rollout in here] or [_NONE])),
@@ -194,7 +194,7 @@ def _experience(
     )
 
 
-def part_of(summary: RolloutMeta, prompts: Mapping[int, Prompt], name: str, key: str) -> float:
+def reward_part(summary: RolloutMeta, prompts: Mapping[int, Prompt], name: str, key: str) -> float:
     """One part of what a response earned. `key` is where the recipe names it."""
     assert isinstance(summary.score, Score)
     if name not in summary.score.parts:
@@ -237,7 +237,7 @@ def _written(rollout: Rollout) -> np.ndarray:
     return logprobs[np.asarray(rollout.loss_mask, dtype=bool)]
 
 
-def example_of(rollout: Rollout) -> Example:
+def make_example(rollout: Rollout) -> Example:
     """The whole sequence, of which the policy's own tokens are trained."""
     prompt = list(rollout.prompt.ids)
     return Example(prompt + rollout.ids, [0] * len(prompt) + list(rollout.loss_mask), rollout.prompt.question.origin)

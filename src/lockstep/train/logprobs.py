@@ -101,7 +101,7 @@ def _planned(experience: Experience, update: UpdateRows, models: Models) -> Upda
     return UpdatePlan(run, tokens, batches)
 
 
-def annotate(
+def compute_model_outputs(
     plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: PhaseTimer, rollout_logprobs_K: torch.Tensor
 ) -> ModelOutputs:
     old_K = trainer_K = squares_K = reference_K = values_K = None
@@ -124,7 +124,7 @@ def annotate(
     return ModelOutputs(old_K, reference_K, values_K, trainer_K, squares_K)
 
 
-def check_engine_logprobs(
+def check_rollout_logprobs(
     plans: Sequence[UpdatePlan],
     models: Models,
     recipe: Recipe,
@@ -164,7 +164,7 @@ def check_engine_logprobs(
 _KNOWN = Prompt(Question("", [], "", Origin("", 0)), ())
 
 
-def moved(experience: Experience, updates: Sequence[UpdateRows], world: World) -> Experience:
+def redistribute(experience: Experience, updates: Sequence[UpdateRows], world: World) -> Experience:
     """The step with the responses here that this rank trains on, and no other."""
     if world.size == 1:
         return experience

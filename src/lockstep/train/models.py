@@ -153,11 +153,11 @@ class Models:
 
     def logprobs(self, asked: Asked) -> torch.Tensor:
         """The policy's log-probs, as it is now."""
-        return self.over_targets(self.module, asked, lambda scores: scores.logprobs_K)
+        return self.score_targets(self.module, asked, lambda scores: scores.logprobs_K)
 
     def logprobs_and_squares(self, asked: Asked) -> torch.Tensor:
         """Two rows: the policy's log-probs, and the sums of the squared probabilities of all words."""
-        return over_targets(
+        return score_targets(
             self.module,
             asked,
             self.world,
@@ -171,7 +171,7 @@ class Models:
             assert isinstance(asked, Update)
             found = self.cache.take("logprobs", self.cache.rows(asked))
         elif self.reference is not None:
-            found = self.over_targets(self.reference, asked, lambda scores: scores.logprobs_K)
+            found = self.score_targets(self.reference, asked, lambda scores: scores.logprobs_K)
         else:
             assert isinstance(self.module, Policy)
             with self.module.without_adapter():
@@ -182,11 +182,11 @@ class Models:
 
     def values(self, asked: Asked) -> torch.Tensor:
         assert self.critic is not None
-        return self.over_targets(self.critic.module, asked, lambda values: values)
+        return self.score_targets(self.critic.module, asked, lambda values: values)
 
     def scores(self, asked: Asked) -> torch.Tensor:
         """A reward model's scores."""
-        return self.over_targets(self.module, asked, lambda scores: scores)
+        return self.score_targets(self.module, asked, lambda scores: scores)
 
     def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
         """The update's micro-batches, each with what the teacher says of its targets."""
@@ -195,12 +195,12 @@ class Models:
             return [replace(batch, teacher=self.teacher) for batch in update.batches]
         return [replace(batch, teacher=_Cached(self.cache, self.cache.rows(update))) for batch in update.batches]
 
-    def over_targets(self, module: nn.Module, asked: Asked, pick: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        return over_targets(module, asked, self.world, self.device, pick)
+    def score_targets(self, module: nn.Module, asked: Asked, pick: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return score_targets(module, asked, self.world, self.device, pick)
 
 
 @torch.no_grad()
-def over_targets(
+def score_targets(
     module: nn.Module,
     asked: Asked,
     world: World,
@@ -233,7 +233,7 @@ class _Cached:
 # The models of a run, loaded, sharded and with their optimizers.
 
 
-def scoring_of(recipe: Recipe) -> Scoring:
+def make_scoring(recipe: Recipe) -> Scoring:
     """Responses are scored under the distribution they are sampled from."""
     if recipe.distill.teacher is not None:
         settings = recipe.distill
@@ -257,7 +257,7 @@ def build_learner(recipe: Recipe, device: Device, world: World, torch_device: to
         refuse_undivided(model, world.context, settings.path)
         _tell_unused(model, settings.path, world)
         return _learner(model, recipe, recipe.optim, device, world, torch_device, "train", offload)
-    policy = load_policy(settings, torch_device, device.attention, seed, scoring_of(recipe), sharding)
+    policy = load_policy(settings, torch_device, device.attention, seed, make_scoring(recipe), sharding)
     refuse_undivided(policy, world.context, settings.path)
     _tell_unused(policy, settings.path, world)
     name = "actor" if recipe.method in ONLINE else "train"
@@ -345,7 +345,7 @@ def _frozen(
     settings = recipe.model.model_copy(update={"path": path, "lora": None})
     refuse_other_vocabulary(recipe, key, path)
     sharding = sharding_of(recipe.parallel, device, world, on_host=on_host)
-    seed, scoring = recipe.run.seed, replace(scoring_of(recipe), squares=False)
+    seed, scoring = recipe.run.seed, replace(make_scoring(recipe), squares=False)
     policy = load_policy(settings, torch_device, device.attention, seed, scoring, sharding, frozen=True)
     refuse_undivided(policy, world.context, path)
     if path != recipe.model.path:

@@ -152,7 +152,7 @@ class IdleUpdates:
         return IdleCause(zero, "check the loss and its settings, and the rows (lockstep data show)")
 
 
-def no_signal(learned: TrainBatch, recipe: Recipe) -> IdleCause | None:
+def find_idle_cause(learned: TrainBatch, recipe: Recipe) -> IdleCause | None:
     """What the responses of a step lack for its updates to learn from them (a collective); None where there is some.
 
     A divergence, an entropy bonus or a router's loss may still give a gradient: it is not what the rewards ask for.

@@ -16,8 +16,14 @@ from lockstep.reward.scorer import Scorer
 from lockstep.run.console import Console
 from lockstep.run.runtime import open_runtime
 from lockstep.train.advantages import TrainBatch, estimate_advantages, next_coefficient
-from lockstep.train.logprobs import annotate, check_engine_logprobs, moved, pack_minibatches, plan_updates
-from lockstep.train.monitor import Warnings, no_signal
+from lockstep.train.logprobs import (
+    check_rollout_logprobs,
+    compute_model_outputs,
+    pack_minibatches,
+    plan_updates,
+    redistribute,
+)
+from lockstep.train.monitor import Warnings, find_idle_cause
 from lockstep.train.rollout_checks import failure_warning
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.train.run_writer import store_samples
@@ -77,16 +83,16 @@ def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float
     run, models, beta = training.run, training.models, training.carried["kl_coefficient"]
     recipe, batches = run.recipe, run.prepared.batches
     updates = pack_minibatches(rollouts.experience, models, recipe.batch)
-    experience = moved(rollouts.experience, updates, run.world)
+    experience = redistribute(rollouts.experience, updates, run.world)
     plans = plan_updates(experience, updates, models)
-    known = annotate(plans, models, recipe, run.phases, experience.rollout_logprobs_K)
+    known = compute_model_outputs(plans, models, recipe, run.phases, experience.rollout_logprobs_K)
     # A replay trains on recorded log-probs, and reports what differs.
-    checked = check_engine_logprobs(plans, models, recipe, run.phases, experience, known) if training.keeps else {}
+    checked = check_rollout_logprobs(plans, models, recipe, run.phases, experience, known) if training.keeps else {}
     with run.phases("adv"):
         advantages = estimate_advantages(experience, known, recipe, beta, (recipe.run.seed, step))
     record_rollouts(training.tape, rollouts, experience, known, advantages)
     learned = TrainBatch(experience, known, advantages)
-    training.idle.signal = no_signal(learned, recipe)
+    training.idle.signal = find_idle_cause(learned, recipe)
     metrics = {**rollouts.metrics, **checked, **advantages.metrics}
     metrics |= update(plans, learned, models, recipe, beta, step, batches.steps, run.phases)
     metrics["training/epoch"] = rollouts.position / batches.rows

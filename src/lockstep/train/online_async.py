@@ -77,7 +77,7 @@ class Ahead:
         online, run = self.online, self.online.training.run
         position = int(online.training.carried["position"])
         rollouts = take_rollouts(online.loader, position, self.generator, online.scorer, run.recipe, run.phases)
-        return replace(rollouts, metrics={**rollouts.metrics, **staleness(rollouts, step, self.world)})
+        return replace(rollouts, metrics={**rollouts.metrics, **staleness_metrics(rollouts, step, self.world)})
 
     def use(self) -> dict[str, float]:
         """Of the step just trained: how much of its time each side was at work, and how long the trainer waited (a
@@ -115,7 +115,7 @@ def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def staleness(rollouts: Rollouts, step: int, world: World) -> dict[str, float]:
+def staleness_metrics(rollouts: Rollouts, step: int, world: World) -> dict[str, float]:
     """By how many steps the weights that drew a token are older than those that it trains, over the policy's tokens of
     all ranks (a collective)."""
     ages = [

@@ -91,7 +91,7 @@ class Optimizer:
         """The update of these gradients, once their norm was asked for."""
         self.stepped = {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
         self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
-        self.decays = decays_of(self.parameters, settings, spared)
+        self.decays = weight_decays(self.parameters, settings, spared)
         kinds: dict[float, list[torch.Tensor]] = {}
         for name, p in self.trained.items():
             kinds.setdefault(self.decays[name], []).append(p)
@@ -226,7 +226,7 @@ class Optimizer:
         fill_all(targets, tensors)
 
 
-def decays_of(parameters: Mapping[str, torch.Tensor], settings: Optim, spared: Collection[str]) -> dict[str, float]:
+def weight_decays(parameters: Mapping[str, torch.Tensor], settings: Optim, spared: Collection[str]) -> dict[str, float]:
     """The weight decay of each parameter."""
     decayed = {name for name, p in parameters.items() if settings.decay_all or (p.ndim >= 2 and name not in spared)}
     return {name: settings.weight_decay if name in decayed else 0.0 for name in parameters}

@@ -18,7 +18,7 @@ from lockstep.parallel.sharded_files import fill_all
 from lockstep.parallel.sharding import total_norm
 from lockstep.parallel.tensor import is_sliced
 from lockstep.recipe.schema import Optim
-from lockstep.train.optim import Optimizer, decays_of, device_kernel
+from lockstep.train.optim import Optimizer, device_kernel, weight_decays
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -40,7 +40,7 @@ class HostOptimizer(Optimizer):
         spared: Collection[str] = (),
     ):
         self.parameters = dict(parameters)
-        self.decays = decays_of(self.parameters, settings, spared)
+        self.decays = weight_decays(self.parameters, settings, spared)
         self.masters, self.device, self.state_on_host, self.settings = masters, device, state_on_host, settings
         self.clip = settings.clip
         self.fused = fused

@@ -18,7 +18,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.run.console import Console
 from lockstep.train.logprob_cache import Columns, LogprobCache, Shape, fingerprint, open_cache
-from lockstep.train.models import Models, load_reference, load_teacher, over_targets
+from lockstep.train.models import Models, load_reference, load_teacher, score_targets
 from lockstep.types import Item
 
 
@@ -43,7 +43,7 @@ def _of_reference(models: Models, recipe: Recipe, prepared: Prepared, device: De
         if not loaded:
             loaded.append(load_reference(recipe, device, world, models.device))
         update = models.arrange(items)
-        return {"logprobs": over_targets(loaded[0], update, world, models.device, lambda scores: scores.logprobs_K)}
+        return {"logprobs": score_targets(loaded[0], update, world, models.device, lambda scores: scores.logprobs_K)}
 
     shapes, asked = {"logprobs": Shape("float32")}, {"dtype": recipe.model.dtype}
     return _opened(models, recipe, prepared, console, "reference", reference_folder(recipe), asked, shapes, compute)

@@ -94,7 +94,7 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
     return changed
 
 
-def rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]:
+def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]:
     """What changed keys do to the learning rate of the next step: another rate, schedule, warm-up or length."""
     before, step = state.planned, state.step
     if before is None or step >= steps:
@@ -179,7 +179,7 @@ def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: 
     return changes
 
 
-def changed_decay(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
+def weight_decay_changes(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
     """What weight decay skips from here on and did not skip in the steps before, which an earlier version made."""
     if state.decay_rule or not optim.weight_decay:
         return []

@@ -10,7 +10,7 @@ import torch
 from lockstep.algorithms.advantage import informative
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import DynamicSampling
-from lockstep.train.experience import part_of
+from lockstep.train.experience import reward_part
 from lockstep.types import FAILED, ROLLOUT_FUNCTION, Failure, Prompt, Rollout, RolloutMeta, Score
 
 # Responses of a step that could not be generated or scored: how many are too many, and what is said of the first.
@@ -76,12 +76,12 @@ def _response(rollout: Rollout, most: int) -> str:
 # Dynamic sampling: which groups of responses are worth a place in the step, and which are replaced by others.
 
 
-def teaches(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], settings: DynamicSampling) -> bool:
+def has_signal(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], settings: DynamicSampling) -> bool:
     """Scores that are not all equal, or whose mean is between two bounds."""
     metric, key = settings.metric, "algorithm.dynamic_sampling.metric"
     scores = torch.tensor(
         [
-            one.score.total if metric is None else part_of(one, prompts, metric, key)
+            one.score.total if metric is None else reward_part(one, prompts, metric, key)
             for one in group
             if isinstance(one.score, Score)
         ]

@@ -53,7 +53,7 @@ def take_rollouts(
         position += missing
         used += 1
         for group in _groups(answers.sampled(taken)):
-            (kept if rounds == 1 or checks.teaches(group, prompts, settings) else uniform).append(group)
+            (kept if rounds == 1 or checks.has_signal(group, prompts, settings) else uniform).append(group)
     # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
     # A prompt was known by its position in the data; from here on by its index in the step.

@@ -36,7 +36,7 @@ from lockstep.types import Rollout
 # The user's own code that a run uses, by content: another file of the same name is another run.
 
 
-def own_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
+def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """By key: what the recipe says, and the SHA-256 of the file it leads to (None where there is no file to read).
 
     What such a file imports in turn is not looked at.
@@ -56,7 +56,7 @@ def own_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
     }
 
 
-def changed_code(before: Any, now: dict[str, dict[str, Any]]) -> list[str]:
+def code_changes(before: Any, now: dict[str, dict[str, Any]]) -> list[str]:
     """Of a run that goes on: what has other content than in its earlier part."""
     if not isinstance(before, dict):
         return []
@@ -108,8 +108,8 @@ class Run:
         self._show_plan(fused)
         steps = self.prepared.batches.steps
         if self.world.main:
-            code = own_code(self.recipe)
-            for change in changed_code(self.folder.read_env().get("own_code"), code) if step else []:
+            code = user_code(self.recipe)
+            for change in code_changes(self.folder.read_env().get("own_code"), code) if step else []:
                 self.console.warn(change)
             self._unwritten = partial(self._write_evidence, step, switches, fused, code)
             # What was trained so far, and where, is told already: who trains nothing more rewrites nothing of it.

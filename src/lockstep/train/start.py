@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.functions import file_being_run
+from lockstep.functions import running_file
 from lockstep.launch.launcher import refuse_other_count, refuse_unread
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import recipe_with
@@ -22,7 +22,7 @@ def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overri
     the recipe takes `path/to/file.py:name`. `accept_changed` resumes a run although files of one of its models have
     changed since the checkpoint. Returns the run folder.
     """
-    file = file_being_run()
+    file = running_file()
     if file is not None:
         why = "is imported for a function in it, and starts a training run when it is imported"
         raise Refusal.at(file, why, 'put the run under: if __name__ == "__main__":')

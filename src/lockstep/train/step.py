@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lockstep.algorithms.token_losses import Routed, load_balance, routed
+from lockstep.algorithms.token_losses import Routed, count_routed, load_balance
 from lockstep.data.batching import run_on
 from lockstep.device.base import fetched
 from lockstep.errors import Refusal
@@ -61,7 +61,7 @@ class Balance:
 
     def _routed(self, batch: MicroBatch) -> Routed:
         logits = self._decoder.router_logits
-        return routed(logits, self._experts, token_weights(batch).to(logits[0].device))
+        return count_routed(logits, self._experts, token_weights(batch).to(logits[0].device))
 
 
 def token_weights(batch: MicroBatch) -> torch.Tensor:

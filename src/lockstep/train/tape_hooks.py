@@ -30,7 +30,7 @@ SMALL = 16_000_000
 BYTES_A_PARAMETER = 16
 
 
-def recorder_of(run: Run, models: Models, step: int) -> Recorder:
+def make_recorder(run: Run, models: Models, step: int) -> Recorder:
     """The recorder that the recipe asks for, after `step` steps. The tape of a finished run stays as it is."""
     recipe, steps = run.recipe, run.prepared.batches.steps
     if not recipe.tape.record or step >= steps:

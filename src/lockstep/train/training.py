@@ -25,7 +25,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
 from lockstep.rollout.engine import validation_sampling
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.questions import Examiner, asked_as, encode_questions, validation_keys
+from lockstep.rollout.questions import Examiner, encode_questions, prompt_format, validation_keys
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, run_folder
@@ -36,7 +36,7 @@ from lockstep.train.checkpointing import Checkpointer, Position
 from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.monitor import EarlyStop, IdleUpdates
 from lockstep.train.run_writer import Run
-from lockstep.train.tape_hooks import recorder_of
+from lockstep.train.tape_hooks import make_recorder
 from lockstep.types import Prompt, Question, Rollout
 
 # Validation of a run: the loss on its validation rows, and the answers to its questions.
@@ -61,7 +61,7 @@ class Validator:
         self.loss_on_rows = loss_on_rows
         self.prompts: list[Prompt] = []
         if generator is not None:
-            data = asked_as(recipe)
+            data = prompt_format(recipe)
             self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system, data)
 
     def validate(self, step: int) -> tuple[dict[str, float], list[Rollout]]:
@@ -148,7 +148,7 @@ class Training:
         self.early = EarlyStop(run.recipe.run.stop_early if keeps else None, run.world)
         self.early.recall(run.logged())
         self.idle = IdleUpdates(models.learners, run.recipe.run.max_idle_updates if keeps else None)
-        self.tape: Recorder = recorder_of(run, models, self.position.step)
+        self.tape: Recorder = make_recorder(run, models, self.position.step)
 
     @property
     def carried(self) -> dict[str, float]:
@@ -253,7 +253,7 @@ class Training:
             run.console.say(self.early.sentence(step))
         if run.world.main and self.keeps:
             self.checkpointer.export(step)
-            run.summarise(step, next_use(run.recipe.method, run.folder.path))
+            run.summarise(step, usage_hint(run.recipe.method, run.folder.path))
 
     def close(self, *, ok: bool) -> None:
         if self._generator is not None:
@@ -392,7 +392,7 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def next_use(method: str, run: Path) -> tuple[str, str]:
+def usage_hint(method: str, run: Path) -> tuple[str, str]:
     """What one does with the model that came out."""
     what, how = METHODS[method].use if method in METHODS else Method.use
     return what, how.format(run=quote(str(run)))

@@ -14,8 +14,8 @@ from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
 from lockstep.train.update_terms import (
     PolicyLoss,
-    loss_of,
-    over_updates,
+    combine_updates,
+    make_policy_loss,
     policy_metrics,
     refuse_disagreement,
     select_tokens,
@@ -48,7 +48,7 @@ def update(
                 with phases("update_actor"):
                     metrics |= update_policy(plan, learned, models, recipe, kl_coefficient, rate, seed)
             done.append(metrics)
-    return over_updates(done)
+    return combine_updates(done)
 
 
 def update_policy(
@@ -74,7 +74,7 @@ def update_policy(
         penalty_K = weights_K * (divisor / own)
     loss = PolicyLoss(
         algorithm,
-        loss_of(algorithm),
+        make_policy_loss(algorithm),
         models.device,
         kl_coefficient,
         sequence_K=sequence_K,

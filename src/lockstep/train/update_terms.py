@@ -13,7 +13,7 @@ from lockstep.algorithms.divergence import divergence
 from lockstep.algorithms.policy_loss import PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.algorithms.token_losses import value_loss
-from lockstep.algorithms.token_selection import HELD
+from lockstep.algorithms.token_selection import SELECTORS
 from lockstep.device.base import sent
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import Scores, TokenGrads
@@ -30,7 +30,7 @@ from lockstep.types import MicroBatch, Sums
 # The metrics of updates: sums as means, several updates as one, and what stops a run before it learns from them.
 
 
-def over_updates(done: Sequence[dict[str, float]]) -> dict[str, float]:
+def combine_updates(done: Sequence[dict[str, float]]) -> dict[str, float]:
     """The metrics of several updates as means over those that have them; of maxima, the largest."""
     names = dict.fromkeys(name for metrics in done for name in metrics)
     return {name: _together(name, [metrics[name] for metrics in done if name in metrics]) for name in names}
@@ -40,7 +40,7 @@ def _together(name: str, values: Sequence[float]) -> float:
     return max(values) if name.endswith("_max") else sum(values) / len(values)
 
 
-def per_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
+def mean_over_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
     """Sums over the kept tokens of an update as their means. An update that keeps none has no such number."""
     return {name: value / kept for name, value in sums.items()} if kept else {}
 
@@ -56,7 +56,7 @@ def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, f
     return {
         "actor/loss": outcome.loss,
         **{f"actor/{name}": value for name, value in averaged.items()},
-        **{f"actor/{name}": value for name, value in per_kept(sums, kept).items()},
+        **{f"actor/{name}": value for name, value in mean_over_kept(sums, kept).items()},
         "training/rollout_probs_diff_mean": means["probs_diff"],
         "training/rollout_probs_diff_max": outcome.maxima["probs_diff"],
         **({"training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5} if outcome.targets > 1 else {}),
@@ -78,7 +78,7 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
 # The loss of the policy's updates: that which a recipe names, with divergence and entropy, on a micro-batch.
 
 
-def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
+def make_policy_loss(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
     """The policy loss with the keys it reads."""
     keys = _keys(algorithm, loss_row(algorithm.loss).keys)
     return own.policy_loss(algorithm.loss, keys, algorithm.function_limit)
@@ -103,7 +103,7 @@ def select_tokens(
         experience.all_gather(vector_K[tokens], plan.responses)
         for vector_K in (old_K, advantages.advantages_K, advantages.keep_K)
     ]
-    selected_K = HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=generator_of(seed))
+    selected_K = SELECTORS[algorithm.loss](*vectors, **_keys(algorithm, held), generator=generator_of(seed))
     return selected_K if experience.world.size == 1 else selected_K[experience.local_positions(plan.responses)]
 
 
@@ -249,6 +249,6 @@ def update_critic(plan: UpdatePlan, learned: TrainBatch, models: Models, recipe:
     names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {
         "critic/vf_loss": outcome.loss,
-        **{names[name]: value for name, value in per_kept(outcome.sums, kept).items()},
+        **{names[name]: value for name, value in mean_over_kept(outcome.sums, kept).items()},
         **models.critic.optim_step(lr),
     }

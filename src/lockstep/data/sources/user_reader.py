@@ -28,7 +28,7 @@ from lockstep.data.sources.reader_process import (
 )
 from lockstep.data.sources.rowset import FileInfo, Problems, RowSet, ShapeGroups, TextFile, disagreements, merged
 from lockstep.errors import LostProcess, Refusal
-from lockstep.functions import given, load_user_function, located
+from lockstep.functions import is_registered, load_user_function, locate
 from lockstep.launch.worker_process import FunctionProcess
 from lockstep.recipe.keys_data import Data
 from lockstep.run.output import write
@@ -54,13 +54,13 @@ class UserReader:
         return Refusal.at(f"{KEY} {self.function_path}", why, remedy)
 
 
-def read_own(path: str, reader: UserReader) -> RowSet:
+def read_user_rows(path: str, reader: UserReader) -> RowSet:
     """Read all rows. The hash of their content replaces that of a file.
 
     A process that was killed or stopped from outside is restarted once. The second time raises `LostProcess`: the
     function is not at fault (the host may lack memory), so restarting the run may help.
     """
-    if given(reader.function_path):
+    if is_registered(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
     try:
         return _row_set(path, reader, _in_process(path, reader))
@@ -109,7 +109,7 @@ def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
 
 def _in_process(path: str, reader: UserReader) -> Iterator[tuple[bytes, bytes]]:
     """Encoded rows, good and bad, from the reader's process. Its failure is raised when it occurs."""
-    file, name = located(reader.function_path, KEY)
+    file, name = locate(reader.function_path, KEY)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.log"
         arguments = (str(file), name, int(reader.memory_gb * 2**30), path)

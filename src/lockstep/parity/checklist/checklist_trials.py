@@ -94,7 +94,7 @@ class Bench:
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
         """The learner's output for each target; of a policy the log-probability."""
-        return self.models.over_targets(learner.module, update, answers_of)
+        return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
         """An update whose gradient is never 0: it raises the outputs, independent of the run's loss."""
