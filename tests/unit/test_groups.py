@@ -194,7 +194,7 @@ def step(folder: Path, shared: bool, monkeypatch: pytest.MonkeyPatch, **keys: An
     )
     if not shared:
         monkeypatch.setattr(
-            Models, "lay", lambda self, some: self.packing.lay([replace(one, shared=0) for one in some], None)
+            Models, "pack", lambda self, some: self.packing.pack([replace(one, shared=0) for one in some], None)
         )
     experience = made()
     (plan,) = plans_of(experience, models, recipe.batch)
@@ -242,10 +242,10 @@ def test_padded_rows_and_single_responses_are_as_ever(tiny_folder: Path) -> None
     groups = [answered([1, 2], [3], [4, 5]), answered([1, 2], [3])]
     examples = [example for group in groups for example in group]
     packing = Packing(World(), None, 2, 0)
-    padded = batches(groups, packing.lay(outlines(groups), None)[0], packing)
+    padded = batches(groups, packing.pack(outlines(groups), None)[0], packing)
     for ours, theirs in zip(padded, arrange(examples, World(), tokens=None, rows=2, pad_id=0).batches, strict=True):
         assert torch.equal(ours.input_ids_NT, theirs.input_ids_NT)
     alone, packing = [groups[0][:1], groups[1]], Packing(World(), 64, None, 0)
-    (single,) = batches(alone, packing.lay(outlines(alone), None)[0], packing)
+    (single,) = batches(alone, packing.pack(outlines(alone), None)[0], packing)
     assert single.packed_index_E is None
     assert load(tiny_folder).alike_up_to is None

@@ -448,20 +448,20 @@ def test_the_loss_is_known_while_policy_and_reference_are_equal(tiny_folder: Pat
     for words, loss in known.items():
         recipe = recipe_of(*words.split())
         objective = METHODS[recipe.method].objective(recipe)
-        assert objective.start() == pytest.approx(loss), words
+        assert objective.initial_loss() == pytest.approx(loss), words
         items = JUDGED if recipe.method == "kto" else PAIRS
         assert measured(recipe, items, models_of(policy, CUTS[1], policy))["loss"] == pytest.approx(loss, abs=1e-5)
     unknown = ["sft", "rm", "prm", "simpo", "orpo", "cpo", "distill distill.teacher=x"]
     unknown += ["kto preference.reference_free=true", "kto preference.desirable=2.0"]
     for words in unknown:
         recipe = recipe_of(*words.split())
-        assert METHODS[recipe.method].objective(recipe).start() is None, words
+        assert METHODS[recipe.method].objective(recipe).initial_loss() is None, words
 
 
 def test_a_likelihood_term_does_not_hide_the_starting_loss(tiny_folder: Path, recipe_of) -> None:
     recipe = recipe_of("dpo", "preference.nll=0.7")
     policy = policy_of(tiny_folder)
-    assert METHODS["dpo"].objective(recipe).start() == pytest.approx(math.log(2))
+    assert METHODS["dpo"].objective(recipe).initial_loss() == pytest.approx(math.log(2))
     found = measured(recipe, PAIRS, models_of(policy, CUTS[0], policy))
     assert found["loss"] - 0.7 * found["nll"] == pytest.approx(math.log(2), abs=1e-5)
 

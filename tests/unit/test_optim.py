@@ -142,7 +142,7 @@ def test_decay_reaches_what_it_should_wherever_the_optimizer_lives(kind, masters
             p.grad = torch.zeros_like(p)
         optimizer.collect()
         optimizer.step(0.5, optimizer.gradient_norm())
-    after = optimizer.masters_held() if masters else params
+    after = optimizer.local_masters() if masters else params
     for name, start in before.items():
         factor = 0.75**2 if decay_all or name == "weight" else 1.0
         torch.testing.assert_close(after[name].detach().float(), start * factor, rtol=1e-6, atol=1e-7, msg=name)
@@ -225,7 +225,7 @@ def test_state_round_trip_continues_bit_identical():
     run(2, optimizer, params)
     other = {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
     restored = Optimizer(other.items(), Optim(), masters=True, fused=True)
-    restored.restore(optimizer.tensors())
+    restored.restore(optimizer.full_state())
     run(3, optimizer, params)
     run(3, restored, other)
     assert all(bool((params[name] == other[name]).all()) for name in params)

@@ -304,7 +304,7 @@ class Handle:
         )
         tensors = {
             checkpoints.MODEL: trained_weights(self._policy.stored),
-            checkpoints.OPTIMIZER: self._learner.optimizer.tensors(),
+            checkpoints.OPTIMIZER: self._learner.optimizer.full_state(),
         }
         Path(folder).mkdir(parents=True, exist_ok=True)
         return checkpoints.save(Path(folder), state, tensors)

@@ -10,23 +10,23 @@ from __future__ import annotations
 from lockstep.methods import distill, kto, pairs, prm, rm, sft
 from lockstep.methods.base import Method
 
-_PAIRS = Method(reader=pairs.reader, objective=pairs.Pairwise, scores=pairs.scores)
+_PAIRS = Method(reader=pairs.reader, objective=pairs.Pairwise, score_rows=pairs.scores)
 
 METHODS: dict[str, Method] = {
-    "sft": Method(reader=sft.reader, objective=sft.Supervised, alike=True),
+    "sft": Method(reader=sft.reader, objective=sft.Supervised, uniform_gradient=True),
     "rm": Method(
         reader=rm.reader,
         objective=rm.Ranked,
         model="value",
-        use=("use it", "reward.model: {run}/export"),
-        scores=rm.scores,
+        usage=("use it", "reward.model: {run}/export"),
+        score_rows=rm.scores,
     ),
     "prm": Method(
         reader=prm.reader,
         objective=prm.Stepwise,
-        use=("judge with it", "lockstep eval {run} STEPS"),
+        usage=("judge with it", "lockstep eval {run} STEPS"),
         files=prm.files,
-        scores=prm.scores,
+        score_rows=prm.scores,
     ),
     "dpo": _PAIRS,
     "ipo": _PAIRS,

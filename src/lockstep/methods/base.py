@@ -69,7 +69,7 @@ class Task:
     batches: Sequence[MicroBatch]
     loss: Loss
     divisor: float
-    answers: int = 1
+    targets_per_token: int = 1
 
 
 class Objective(Protocol):
@@ -78,7 +78,7 @@ class Objective(Protocol):
     def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
         """Metrics of an update, from the sums of what the loss counted beside it."""
 
-    def start(self) -> float | None:
+    def initial_loss(self) -> float | None:
         """The loss while policy and reference are the same; None where no such number exists."""
 
 
@@ -90,7 +90,7 @@ class Plain:
     def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
         return {self.names.get(name, name): value / divisor for name, value in sums.items()}
 
-    def start(self) -> float | None:
+    def initial_loss(self) -> float | None:
         return None
 
 
@@ -100,13 +100,13 @@ class Method:
     objective: Callable[[Recipe], Objective]
     model: Literal["policy", "value"] = "policy"
     """What is trained: a language model, or its decoder with one number for a token."""
-    alike: bool = False
+    uniform_gradient: bool = False
     """Whether the loss is a multiple of the sum of the targets' log-probabilities, so that all have one gradient."""
-    use: tuple[str, str] = ("talk to it", "lockstep generate {run} --chat")
+    usage: tuple[str, str] = ("talk to it", "lockstep generate {run} --chat")
     """What one does with the model that came out, and how."""
     files: Callable[[Recipe], dict[str, str]] = lambda recipe: {}
     """Text files that an exported model needs besides its own, by name."""
-    scores: Callable[[Sequence[Any], MethodModels], list[dict[str, Any]]] | None = None
+    score_rows: Callable[[Sequence[Any], MethodModels], list[dict[str, Any]]] | None = None
     """A line for each row, with what the model says of it: for `lockstep eval`."""
     check: Callable[[Recipe, Dataset[Any], str], tuple[list[Problem], list[str]]] = lambda recipe, rows, key: ([], [])
     """Problems of all rows together, and what is worth saying of them."""

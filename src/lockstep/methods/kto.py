@@ -95,7 +95,7 @@ class KtoObjective:
             found["margin"] = found["chosen"] - found["rejected"]
         return found | ({"kl_cut": sums["kl_cut"]} if sums["kl_cut"] else {})
 
-    def start(self) -> float | None:
+    def initial_loss(self) -> float | None:
         """Each row starts at half its weight, so it is a number only where the weights are one."""
         return (
             0.5 * self.keys["desirable"]

@@ -89,7 +89,7 @@ class Pairwise(Plain):
     def _weights(self, update: Update[Ranking]) -> torch.Tensor:
         return shared_length_weights(update.sequence_K, update.lengths_S, self.ld_alpha)
 
-    def start(self) -> float | None:
+    def initial_loss(self) -> float | None:
         nothing, one = torch.zeros(1), torch.ones(1)
         if self.free:
             return None

@@ -65,5 +65,5 @@ class Ranked:
             **({"score_std": deviation} if count > 1 else {}),
         }
 
-    def start(self) -> float | None:
+    def initial_loss(self) -> float | None:
         return None

@@ -31,7 +31,7 @@ class Decoder:
         self.model, self.kernel = model, kernel
         # Read now, because sharding renames the class of a layer.
         self._layers = decoder_layers(model)
-        self.tells_routers = False
+        self.records_router_logits = False
         """Whether a pass stores the router logits of its experts in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
@@ -87,9 +87,9 @@ class Decoder:
                 position_ids=batch.position_ids_NT,
                 use_cache=False,
                 layout=layout_of(batch, self.kernel),
-                **({"output_router_logits": True} if self.tells_routers else {}),
+                **({"output_router_logits": True} if self.records_router_logits else {}),
             )
-        if self.tells_routers:
+        if self.records_router_logits:
             self.router_logits = tuple(output.router_logits)
         return output.last_hidden_state
 

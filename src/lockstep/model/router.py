@@ -63,7 +63,7 @@ def _try_balance(config: Any) -> None:
     experts = experts_of_token(miniature.model.config) or experts  # the miniature has fewer
     ids = tokens(LENGTHS[-1], VOCABULARY)
     decoder = miniature.policy.decoder
-    decoder.tells_routers = True
+    decoder.records_router_logits = True
     try:
         miniature.policy(line_of([ids], torch.device("cpu")))
         found = count_routed(decoder.router_logits, experts, torch.ones(len(ids)))

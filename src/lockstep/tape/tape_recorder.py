@@ -208,8 +208,10 @@ class TapeRecorder(Recorder):
             return
         found: dict[str, torch.Tensor] = {}
         for observer in self.observers:
-            if observer.moved:
-                found |= {f"{observer.name}/left/{name}": one for name, one in on_host(observer.held()).items()}
+            if observer.has_weight_digests:
+                found |= {
+                    f"{observer.name}/left/{name}": one for name, one in on_host(observer.weight_digests()).items()
+                }
         if self.world.main and found:
             self.writer.submit(lambda: self.folder.write_left(step, found))
 
@@ -231,7 +233,7 @@ def weights_of(learners: Sequence[Taped]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for learner in learners:
         found |= {f"{learner.name}/model/{k}": v for k, v in trained_weights(learner.module.stored).items()}
-        found |= {f"{learner.name}/optimizer/{k}": v for k, v in learner.optimizer.tensors().items()}
+        found |= {f"{learner.name}/optimizer/{k}": v for k, v in learner.optimizer.full_state().items()}
     return found
 
 
@@ -247,7 +249,7 @@ def restore_learner(learner: Taped, weights: dict[str, torch.Tensor], where: str
         optimizer.restore({**{f"master/{name}": value for name, value in model.items()}, **state})
     else:
         optimizer.adamw.state.clear()
-        for name, master in optimizer.stepped.items():
+        for name, master in optimizer.master_weights.items():
             fill(master, masters.get(name, model[name]))
     optimizer.forget()
 

@@ -31,7 +31,7 @@ class Stepper(Protocol):
     trained: dict[str, torch.Tensor]
     adamw: torch.optim.Optimizer
 
-    def tensors(self) -> dict[str, torch.Tensor]: ...
+    def full_state(self) -> dict[str, torch.Tensor]: ...
 
     def gradient(self, name: str) -> torch.Tensor | None: ...
 
@@ -39,16 +39,16 @@ class Stepper(Protocol):
 class Observer:
     """Callbacks of a learner. This base class records nothing, for runs without a tape."""
 
-    def passed(self, batch: MicroBatch, output: Any) -> None:
+    def on_forward(self, batch: MicroBatch, output: Any) -> None:
         """Called after the forward pass of a micro-batch."""
 
-    def summed(self, loss: float, divisor: float, targets: int, scale: float) -> None:
+    def on_loss(self, loss: float, divisor: float, targets: int, scale: float) -> None:
         """Called after all micro-batches. `loss` is that of the update, `scale` the fp16 loss scale."""
 
-    def measured(self, norm: torch.Tensor, lr: float) -> None:
+    def on_gradients(self, norm: torch.Tensor, lr: float) -> None:
         """Called with the complete gradients, before clipping."""
 
-    def stepped(self) -> None:
+    def on_step(self) -> None:
         """Called after the optimizer step."""
 
 
@@ -93,7 +93,7 @@ class UpdateObserver(Observer):
     def _receive(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         self._last = args[0] if args and isinstance(args[0], MicroBatch) else None
 
-    def passed(self, batch: MicroBatch, output: Any) -> None:
+    def on_forward(self, batch: MicroBatch, output: Any) -> None:
         answers_K = answers_of(output)
         # With context parallelism each rank's model receives a part of the micro-batch; record the full one.
         full = batch.context is not None or self._last is None
@@ -103,7 +103,7 @@ class UpdateObserver(Observer):
             answers_K.register_hook(lambda gradient_K: passed.pulls.append(fetched(gradient_K.detach())))
         self._passed.append(passed)
 
-    def summed(self, loss: float, divisor: float, targets: int, scale: float) -> None:
+    def on_loss(self, loss: float, divisor: float, targets: int, scale: float) -> None:
         passed, self._passed = self._passed, []
         self.info.append(
             {"learner": self.name, "loss": loss, "divisor": divisor, "targets": targets, "micro_batches": len(passed)}
@@ -130,7 +130,7 @@ class UpdateObserver(Observer):
         self._summed.clear()
         return self.tensors | on_host(self._left)
 
-    def measured(self, norm: torch.Tensor, lr: float) -> None:
+    def on_gradients(self, norm: torch.Tensor, lr: float) -> None:
         self.info[-1] |= {"grad_norm": float(norm), "lr": lr}
         if self._digested:
             with self.aside("tape"):
@@ -151,20 +151,20 @@ class UpdateObserver(Observer):
             found[f"{self._key}/sample/{name}/count"] = count.detach().float().clone()
         self.tensors |= on_host(found)
 
-    def stepped(self) -> None:
+    def on_step(self) -> None:
         if not self.detailed:
             return
         with self.aside("tape"):
             if self._digested:
                 self._after_step()
-            self._left = {f"{self.name}/left/{name}": one for name, one in self.held().items()}
+            self._left = {f"{self.name}/left/{name}": one for name, one in self.weight_digests().items()}
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def weight_digests(self) -> dict[str, torch.Tensor]:
         """Digests of the model's parameters, on the device (a collective if sharded)."""
         return digests(self.optimizer.parameters)
 
     @property
-    def moved(self) -> bool:
+    def has_weight_digests(self) -> bool:
         """Whether this step has digests of the updated weights."""
         return bool(self._left)
 

@@ -215,7 +215,7 @@ class Checkpointer:
             state, tensors = self._state(position, rows_seen, metrics), self._tensors()
             if self._writer is None:
                 self._landed(checkpoints.save(self.folder, state, tensors))
-                self.tell()
+                self.print_messages()
             else:
                 self._writer.begin(state, tensors)
                 if not run.recipe.checkpoint.asynchronous:
@@ -227,9 +227,9 @@ class Checkpointer:
         if self._writer is not None:
             with self.run.world.stage("the checkpoint that is being written"):
                 self._writer.settle()
-        self.tell()
+        self.print_messages()
 
-    def tell(self) -> None:
+    def print_messages(self) -> None:
         """Say which checkpoints have become whole since."""
         while self._unsaid:
             how, text = self._unsaid.pop(0)
@@ -238,7 +238,7 @@ class Checkpointer:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        self.tell()
+        self.print_messages()
 
     def _state(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> checkpoints.State:
         run = self.run
@@ -273,11 +273,11 @@ class Checkpointer:
             reshard(one.module)
         tensors = {
             checkpoints.MODEL: held_weights(_stored(learner.module)),
-            checkpoints.OPTIMIZER: {**learner.optimizer.held(), **generator_states(self.run.device, rank)},
+            checkpoints.OPTIMIZER: {**learner.optimizer.local_state(), **generator_states(self.run.device, rank)},
         }
         if critic is not None:
             tensors[checkpoints.CRITIC] = held_weights(critic.module)
-            tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.held()
+            tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.local_state()
         return tensors
 
     def _landed(self, path: Path) -> None:

@@ -46,7 +46,7 @@ class UpdatePlan:
     tokens: slice
     """Of the vectors of the tokens that are here."""
     batches: list[MicroBatch]
-    spread = True
+    local_only = True
 
     @property
     def targets(self) -> int:
@@ -71,7 +71,7 @@ def pack_minibatches(experience: Experience, models: Models, batch: Batch) -> li
     """The step cut into optimizer steps by prompts, each packed by itself, a prompt once before its responses."""
     each = batch.prompts_per_update or batch.prompts
     runs = [experience.responses_to(first, first + each) for first in range(0, batch.prompts, each)]
-    return [UpdateRows(run, models.lay(experience.outlines(run))) for run in runs if run.stop > run.start]
+    return [UpdateRows(run, models.pack(experience.outlines(run))) for run in runs if run.stop > run.start]
 
 
 def plan_updates(experience: Experience, updates: Sequence[UpdateRows], models: Models) -> list[UpdatePlan]:

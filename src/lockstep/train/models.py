@@ -72,7 +72,7 @@ class Packing:
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
 
-    def lay(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[PackedRow]]:
+    def pack(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[PackedRow]]:
         """For each share, which responses make up its micro-batches. Those to one prompt begin with it, which a packed
         line has once, a divided one not."""
         alone = len({one.prompt for one in responses}) == len(responses)
@@ -105,7 +105,7 @@ class Asked(Protocol):
     def targets(self) -> int: ...
 
     @property
-    def spread(self) -> bool:
+    def local_only(self) -> bool:
         """Whether a rank wants the answers for its own targets alone, which it has counted."""
         ...
 
@@ -126,7 +126,7 @@ class Models:
     """What a reference or a teacher said of all rows, instead of the model itself."""
     longest: int = 0
     """The longest sequence in tokens that the run allows."""
-    heard: list[torch.Tensor] | None = None
+    reference_outputs: list[torch.Tensor] | None = None
     """Where a list: what the reference said since it was put here, for the tape."""
 
     @property
@@ -145,11 +145,11 @@ class Models:
     def arrange(self, items: Sequence[T]) -> Update[T]:
         return self.packing(items)
 
-    def lay(self, responses: Sequence[Outline]) -> list[list[PackedRow]]:
+    def pack(self, responses: Sequence[Outline]) -> list[list[PackedRow]]:
         """For each share, the micro-batches of the responses to some prompts, for all models of the run."""
         modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
         limits = [getattr(module, "alike_up_to", None) for module in modules]
-        return self.packing.lay(responses, min((limit for limit in limits if limit is not None), default=None))
+        return self.packing.pack(responses, min((limit for limit in limits if limit is not None), default=None))
 
     def logprobs(self, asked: Asked) -> torch.Tensor:
         """The policy's log-probs, as it is now."""
@@ -176,8 +176,8 @@ class Models:
             assert isinstance(self.module, Policy)
             with self.module.without_adapter():
                 found = self.logprobs(asked)
-        if self.heard is not None:
-            self.heard.append(found)
+        if self.reference_outputs is not None:
+            self.reference_outputs.append(found)
         return found
 
     def values(self, asked: Asked) -> torch.Tensor:
@@ -215,7 +215,7 @@ def score_targets(
         said = [fetched(pick(run_on(module, batch, device))) for batch in asked.batches]
     for batch, numbers in zip(asked.batches, said, strict=True):
         vector[..., batch.vector_index_K] = numbers()
-    return vector if asked.spread else world.sum_tensor(vector)
+    return vector if asked.local_only else world.sum_tensor(vector)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def make_scoring(recipe: Recipe) -> Scoring:
         settings = recipe.distill
         return Scoring(comparison=TeacherDivergence(settings.divergence, settings.mix, settings.temperature))
     if recipe.method not in ONLINE:
-        return Scoring(alike=METHODS[recipe.method].alike)
+        return Scoring(alike=METHODS[recipe.method].uniform_gradient)
     rollout = recipe.rollout
     truncation = Truncation(rollout.top_k, rollout.top_p, rollout.min_p) if rollout.truncated == "mask" else None
     squares = estimator_row(recipe.algorithm.advantage).energy
@@ -307,7 +307,7 @@ def _learner(
         on_host = offload in ("optimizer", "all")
         optimizer = HostOptimizer(module.trainable(), settings, **how, device=torch_device, state_on_host=on_host)
     if masters:
-        module.digits.into(optimizer.masters_held())
+        module.digits.into(optimizer.local_masters())
     scale = LossScale() if recipe.model.dtype == "fp16" else None
     return Learner(module, optimizer, torch_device, world, scale, name, _balance(module, recipe, world))
 

@@ -143,7 +143,7 @@ class IdleUpdates:
         )
 
     def _effective(self) -> int:
-        return sum(learner.effective for learner in self._learners)
+        return sum(learner.num_effective_updates for learner in self._learners)
 
     def _unexplained(self) -> IdleCause:
         zero = "the gradient of the loss is exactly zero"

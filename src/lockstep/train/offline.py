@@ -55,7 +55,7 @@ def assert_identity(
     items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
 ) -> None:
     """Refuse to train when the first update does not see policy and reference agree. A replay continues and locates."""
-    kind, wanted = reference_kind(recipe), objective.start()
+    kind, wanted = reference_kind(recipe), objective.initial_loss()
     if kind == "none":
         return
     lora = recipe.model.lora
@@ -167,9 +167,9 @@ def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, fl
     training, objective = offline.training, offline.objective
     models, run = training.models, training.run
     learner, batches = models.trained, offline.batches
-    models.heard = []
+    models.reference_outputs = []
     task = objective.task(models.arrange(rows), models)
-    record_rows(training.tape, rows, models.heard)
+    record_rows(training.tape, rows, models.reference_outputs)
     outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
     reported = objective.report(outcome.sums, task.divisor)
     return {
@@ -177,6 +177,6 @@ def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, fl
         "train/loss": outcome.loss,
         **{f"train/{name}": value for name, value in reported.items()},
         "train/tokens": outcome.tokens,
-        "train/trained_tokens": outcome.targets // task.answers,
+        "train/trained_tokens": outcome.targets // task.targets_per_token,
         **learner.optim_step(learning_rate(step, batches.steps, run.recipe.optim)),
     }

@@ -89,8 +89,10 @@ class Optimizer:
         """With a kernel of the device: the gradients, in fp32 once there was a second micro-batch."""
         self._ready: Any = None
         """The update of these gradients, once their norm was asked for."""
-        self.stepped = {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
-        self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
+        self.master_weights = (
+            {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
+        )
+        self.trained: dict[str, torch.Tensor] = dict(self.master_weights) if masters else dict(self.parameters)
         self.decays = weight_decays(self.parameters, settings, spared)
         kinds: dict[float, list[torch.Tensor]] = {}
         for name, p in self.trained.items():
@@ -106,9 +108,9 @@ class Optimizer:
             fused=fused and self._kernel is None,
         )
 
-    def masters_held(self) -> dict[str, torch.Tensor]:
+    def local_masters(self) -> dict[str, torch.Tensor]:
         """The fp32 masters by name as this rank holds them; none where the parameters themselves are stepped."""
-        return dict(self.stepped)
+        return dict(self.master_weights)
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -167,7 +169,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        for name, master in self.stepped.items():
+        for name, master in self.master_weights.items():
             self.parameters[name].copy_(master)
         self.forget()
 
@@ -200,21 +202,21 @@ class Optimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def local_state(self) -> dict[str, torch.Tensor]:
         """State by name as this rank holds it: slices where the parameters are sharded."""
-        state = {f"master/{name}": master for name, master in self.stepped.items()}
+        state = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             for key, value in self.adamw.state[parameter].items():
                 state[f"{key}/{name}"] = value
         return state
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def full_state(self) -> dict[str, torch.Tensor]:
         """Whole state by name, on the host (a collective when sharded)."""
-        return {name: whole(value).cpu() for name, value in self.held().items()}
+        return {name: whole(value).cpu() for name, value in self.local_state().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on from such a state; of one that is stored each rank reads its own slices."""
-        targets = {f"master/{name}": master for name, master in self.stepped.items()}
+        targets = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             state = self.adamw.state[parameter]
             # AdamW makes its state at the first step; a restored one needs it before.

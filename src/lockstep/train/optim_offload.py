@@ -63,7 +63,7 @@ class HostOptimizer(Optimizer):
     def _home(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._room.copy(tensor) if self.state_on_host else on_device(tensor, self.device)
 
-    def masters_held(self) -> dict[str, torch.Tensor]:
+    def local_masters(self) -> dict[str, torch.Tensor]:
         if not self.masters:
             return {}
         return {name: _as_sliced(state["master"], self.parameters[name]) for name, state in self._state.items()}
@@ -189,7 +189,7 @@ class HostOptimizer(Optimizer):
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def local_state(self) -> dict[str, torch.Tensor]:
         return {
             f"{key}/{name}": value if key == "step" else _as_sliced(value, self.parameters[name])
             for name, state in self._state.items()
@@ -197,7 +197,7 @@ class HostOptimizer(Optimizer):
         }
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        fill_all(self.held(), tensors)
+        fill_all(self.local_state(), tensors)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

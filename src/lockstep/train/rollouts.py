@@ -31,7 +31,7 @@ class Rollouts:
     metrics: dict[str, float]
     generated: list[Rollout] | None = None
     """What the engine answered, where a replay learns from recorded responses instead."""
-    judged_S: torch.Tensor | None = None
+    rescored_S: torch.Tensor | None = None
     """What this run's rewards say of recorded responses that are learned from."""
 
 

@@ -37,7 +37,7 @@ class Balance:
         self._module, self._decoder, self._experts, self._world = module, decoder, experts, world
         self._chosen_E = torch.zeros(0)
         self._rows = 0.0
-        decoder.tells_routers = True
+        decoder.records_router_logits = True
 
     @torch.no_grad()
     def count(self, micro_batches: Sequence[MicroBatch], run: Callable[[MicroBatch], object]) -> None:
@@ -122,7 +122,7 @@ class Learner:
         self.balance = balance
         self.observer = Observer()
         self.skipped = 0
-        self.effective = 0
+        self.num_effective_updates = 0
         """Updates whose gradient was not zero, skipped ones included."""
         self._origins: list[Origin] = []
 
@@ -146,7 +146,7 @@ class Learner:
         every: list[_Arriving] = []
         for batch in micro_batches:
             output = run_on(self.module, batch, self.device)
-            self.observer.passed(batch, output)
+            self.observer.on_forward(batch, output)
             sums = loss(output, batch)
             # On their way to the host while the device goes backward.
             every.append(_Arriving(sums))
@@ -161,14 +161,14 @@ class Learner:
         mean = self.world.sum([sum(values)])[0] / whole
         if not math.isfinite(mean):
             self._refuse_loss(values, micro_batches)
-        self.observer.summed(mean, whole, int(targets), scale)
+        self.observer.on_loss(mean, whole, int(targets), scale)
         return Outcome(mean, *self._companions(every), targets=int(targets), tokens=int(tokens))
 
     def optim_step(self, lr: float, divisor: float = 1.0) -> dict[str, float]:
         """One update with what `forward_backward` left behind, over `divisor` where that was not divided yet."""
         norm = self.optimizer.gradient_norm((self.scale.value if self.scale else 1.0) * divisor)
         size = norm.item()
-        self.effective += size != 0
+        self.num_effective_updates += size != 0
         metrics = {f"{self.name}/grad_norm": size, f"{self.name}/lr": lr}
         if self.balance:
             metrics[f"{self.name}/aux_loss"] = self.balance.value
@@ -188,9 +188,9 @@ class Learner:
                 f"the gradient norm is {size} with a finite loss",
                 "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
             )
-        self.observer.measured(norm, lr)
+        self.observer.on_gradients(norm, lr)
         self.optimizer.step(lr, norm)
-        self.observer.stepped()
+        self.observer.on_step()
         return metrics
 
     def _companions(self, every: list[_Arriving]) -> tuple[dict[str, float], dict[str, float]]:

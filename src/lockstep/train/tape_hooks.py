@@ -80,7 +80,7 @@ def record_rollouts(
     if not tape.on:
         return
     every = experience.all_rollouts_and_examples()
-    judged_S = experience.scores_S if rollouts.judged_S is None else rollouts.judged_S
+    judged_S = experience.scores_S if rollouts.rescored_S is None else rollouts.rescored_S
     generated = [rollout for rollout, _ in every] if rollouts.generated is None else rollouts.generated
     tape.rollouts(generated, judged_S, experience.baseline_S)
     tape.examples([example for _, example in every])

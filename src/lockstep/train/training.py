@@ -229,7 +229,7 @@ class Training:
             self.checkpointer.save(self.position, rows_seen, metrics)
             if last or stopping or idle:
                 self.checkpointer.settle()
-        self.checkpointer.tell()
+        self.checkpointer.print_messages()
         self.tape.leave(step)
         if idle and not last:
             raise self.idle.refusal(step)
@@ -394,7 +394,7 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
 
 def usage_hint(method: str, run: Path) -> tuple[str, str]:
     """What one does with the model that came out."""
-    what, how = METHODS[method].use if method in METHODS else Method.use
+    what, how = METHODS[method].usage if method in METHODS else Method.usage
     return what, how.format(run=quote(str(run)))
 
 
