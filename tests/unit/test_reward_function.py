@@ -276,7 +276,7 @@ def test_the_last_lines_printed_are_kept_and_named_with_a_failure(rewards, tmp_p
         (tmp_path / "run").mkdir()
         failure = part.submit(question(), "raise").result(GUARD)
         assert failure.log == str(log)
-        assert failure.message == failure.why + f" (what it printed last is in {log})"
+        assert failure.message == failure.why + f" (its last output is in {log})"
         until(log.exists)
         # Which process it was must not tell two runs apart.
         assert failure == Failure("function", failure.why)

@@ -1,5 +1,4 @@
-"""The online loop: the policy answers prompts, rewards judge the answers, updates follow. Every online method is this
-loop with other keys."""
+"""The online loop: generate responses, score them, update. All online methods use it with different keys."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def train_online(recipe: Recipe, console: Console, *, accept_changed: bool = Fal
 
 @dataclass(frozen=True)
 class Online:
-    """What the steps of an online run share."""
+    """The objects that all steps of an online run use."""
 
     training: Training
     loader: Loader[Prompt]
@@ -55,7 +54,7 @@ class Online:
     warnings: Warnings
 
     def take_rollouts(self) -> Rollouts:
-        """The next prompts, answered and scored."""
+        """Generates and scores responses to the next prompts."""
         training, run = self.training, self.training.run
         position = int(training.carried["position"])
         rollouts = take_rollouts(self.loader, position, training.generator, self.scorer, run.recipe, run.phases)
@@ -65,7 +64,7 @@ class Online:
 
 @contextmanager
 def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False) -> Iterator[Online]:
-    """Everything that the loop needs, checked and loaded. A replay `keeps` nothing; `accept` changed models."""
+    """Checks the recipe and loads everything. A replay sets `keeps` to False; `accept`: resume with changed models."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console)
         with (
@@ -78,23 +77,23 @@ def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept:
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
-    """What a step learns from its rollouts; returns its metrics."""
+    """Trains on the rollouts of a step; returns its metrics."""
     training = online.training
     run, models, beta = training.run, training.models, training.carried["kl_coefficient"]
     recipe, batches = run.recipe, run.prepared.batches
     updates = pack_minibatches(rollouts.experience, models, recipe.batch)
     experience = redistribute(rollouts.experience, updates, run.world)
     plans = plan_updates(experience, updates, models)
-    known = compute_model_outputs(plans, models, recipe, run.phases, experience.rollout_logprobs_K)
-    # A replay trains on recorded log-probs, and reports what differs.
-    checked = check_rollout_logprobs(plans, models, recipe, run.phases, experience, known) if training.keeps else {}
+    outputs = compute_model_outputs(plans, models, recipe, run.phases, experience.rollout_logprobs_K)
+    # A replay trains on recorded log-probs and reports differences.
+    checked = check_rollout_logprobs(plans, models, recipe, run.phases, experience, outputs) if training.keeps else {}
     with run.phases("adv"):
-        advantages = estimate_advantages(experience, known, recipe, beta, (recipe.run.seed, step))
-    record_rollouts(training.tape, rollouts, experience, known, advantages)
-    learned = TrainBatch(experience, known, advantages)
-    training.idle.signal = find_idle_cause(learned, recipe)
+        advantages = estimate_advantages(experience, outputs, recipe, beta, (recipe.run.seed, step))
+    record_rollouts(training.tape, rollouts, experience, outputs, advantages)
+    batch = TrainBatch(experience, outputs, advantages)
+    training.idle.signal = find_idle_cause(batch, recipe)
     metrics = {**rollouts.metrics, **checked, **advantages.metrics}
-    metrics |= update(plans, learned, models, recipe, beta, step, batches.steps, run.phases)
+    metrics |= update(plans, batch, models, recipe, beta, step, batches.steps, run.phases)
     metrics["training/epoch"] = rollouts.position / batches.rows
     next_beta = next_coefficient(recipe, beta, metrics, experience.sequences)
     training.carried.update(position=float(rollouts.position), kl_coefficient=next_beta)
