@@ -17,8 +17,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.reward.row_rewards import shaped
 from lockstep.train.advantages import TrainBatch, estimate_advantages
-from lockstep.train.experience import Experience, build_experience
-from lockstep.train.logprobs import ModelOutputs
+from lockstep.train.experience import Experience, ModelOutputs, build_experience
 from lockstep.train.models import Models, Packing, build_critic, build_learner
 from lockstep.train.update import update_policy
 from lockstep.train.update_terms import update_critic

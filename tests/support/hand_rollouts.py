@@ -9,8 +9,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.recipe_checks import combination_problems, with_derived_defaults
 from lockstep.recipe.schema import Batch
-from lockstep.train.experience import Experience
-from lockstep.train.logprobs import UpdatePlan, pack_minibatches, plan_updates
+from lockstep.train.experience import Experience, UpdatePlan, pack_minibatches, plan_updates
 from lockstep.train.models import Models
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 

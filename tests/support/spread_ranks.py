@@ -25,8 +25,16 @@ from lockstep.parallel.world import World, joined
 from lockstep.recipe import Recipe
 from lockstep.rollout.collect import Shares
 from lockstep.train.advantages import Advantages, TrainBatch, estimate_advantages
-from lockstep.train.experience import Experience, build_experience, build_spread_experience, rollout_metas
-from lockstep.train.logprobs import ModelOutputs, pack_minibatches, plan_updates, redistribute
+from lockstep.train.experience import (
+    Experience,
+    ModelOutputs,
+    build_experience,
+    build_spread_experience,
+    pack_minibatches,
+    plan_updates,
+    redistribute,
+    rollout_metas,
+)
 from lockstep.train.models import Models, Packing
 from lockstep.train.update_terms import select_tokens
 from lockstep.types import Prompt, Rollout, Score

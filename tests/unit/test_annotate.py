@@ -20,8 +20,7 @@ from lockstep.parallel.world import World
 from lockstep.preflight.batch_plan import old_needed
 from lockstep.recipe import Recipe
 from lockstep.train.advantages import _energy, estimate_advantages
-from lockstep.train.experience import Experience, build_experience
-from lockstep.train.logprobs import ModelOutputs, UpdatePlan, compute_model_outputs
+from lockstep.train.experience import Experience, ModelOutputs, UpdatePlan, build_experience, compute_model_outputs
 from lockstep.train.models import Models, Packing, build_learner, build_reference
 from lockstep.types import MicroBatch, Score
 

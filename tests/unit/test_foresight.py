@@ -18,8 +18,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe.registry import loss_row
 from lockstep.train import update_terms as policy_loss
 from lockstep.train.advantages import Advantages, TrainBatch
-from lockstep.train.experience import Experience, build_experience
-from lockstep.train.logprobs import ModelOutputs
+from lockstep.train.experience import Experience, ModelOutputs, build_experience
 from lockstep.train.models import Models, Packing, build_learner
 from lockstep.train.update import update_policy
 

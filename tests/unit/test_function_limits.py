@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hang import HANG
-from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import Signals
+from lockstep.algorithms.user_functions import user_estimator
 from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.user_reader import UserReader
 from lockstep.errors import LostProcess, Refusal
@@ -68,7 +68,7 @@ def test_a_call_that_never_returns_is_ended_with_its_line(tmp_path: Path, body: 
 def test_a_file_that_never_ends_its_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.functions.LOAD_SECONDS", SHORT)
     where = written(tmp_path, "def mine(signals): ...\n\nwhile True: pass\n")
-    told = refusal(lambda: own.estimator(where, HANG))
+    told = refusal(lambda: user_estimator(where, HANG))
     assert f"algorithm.advantage {where}: could not be imported in 0.3 s (own.py line 3)" in told
 
 
@@ -230,7 +230,7 @@ def test_a_reader_from_python_runs_here_with_the_limit_of_time(tmp_path: Path) -
 def test_a_step_goes_on_after_many_calls(tmp_path: Path) -> None:
     """A clock a call must not pile up threads."""
     where = written(tmp_path, "def mine(signals):\n    return signals.scores_S\n")
-    estimate = own.estimator(where, HANG)
+    estimate = user_estimator(where, HANG)
     signals = Signals(torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), torch.tensor([0, 0]))
     before = threading.active_count()
     for _ in range(200):

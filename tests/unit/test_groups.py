@@ -21,8 +21,7 @@ from lockstep.data.updates import arrange
 from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.train.advantages import Advantages, TrainBatch
-from lockstep.train.experience import Experience, build_experience
-from lockstep.train.logprobs import ModelOutputs, compute_model_outputs
+from lockstep.train.experience import Experience, ModelOutputs, build_experience, compute_model_outputs
 from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.update import update_policy
 from lockstep.train.update_terms import update_critic

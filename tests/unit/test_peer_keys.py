@@ -26,10 +26,9 @@ from lockstep.reward.remote import RemotePart, scores_in
 from lockstep.reward.row_rewards import shaped
 from lockstep.rollout.engine import validation_sampling
 from lockstep.train.advantages import estimate_advantages
-from lockstep.train.experience import build_experience, rollout_metas
-from lockstep.train.logprobs import ModelOutputs
+from lockstep.train.experience import ModelOutputs, build_experience, rollout_metas
+from lockstep.train.monitor import has_signal as worth_a_place
 from lockstep.train.optim import Optimizer
-from lockstep.train.rollout_checks import has_signal as worth_a_place
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 
 

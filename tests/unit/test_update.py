@@ -18,8 +18,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train import update as updates
 from lockstep.train.advantages import Advantages, TrainBatch, next_coefficient
-from lockstep.train.experience import Experience, build_experience
-from lockstep.train.logprobs import ModelOutputs, UpdatePlan
+from lockstep.train.experience import Experience, ModelOutputs, UpdatePlan, build_experience
 from lockstep.train.models import Models, Packing, build_critic, build_learner
 from lockstep.train.step import Outcome
 from lockstep.train.update import update, update_policy

@@ -9,8 +9,7 @@ import torch
 
 from hand_rollouts import recipe_of, rollout
 from lockstep.train.advantages import Advantages, TrainBatch
-from lockstep.train.experience import build_experience
-from lockstep.train.logprobs import ModelOutputs
+from lockstep.train.experience import ModelOutputs, build_experience
 from lockstep.train.monitor import STEPS_BETWEEN_WARNINGS as QUIET
 from lockstep.train.monitor import Warnings, find_idle_cause
 

@@ -6,20 +6,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.advantage import Estimate, Signals, Whitening, informative
+from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
 from lockstep.algorithms.divergence import adapt_coefficient, divergence
 from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
 from lockstep.algorithms.token_selection import draw_repeats
-from lockstep.algorithms.user_functions import estimator
-from lockstep.functions import is_function_path
+from lockstep.algorithms.user_functions import user_estimator
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Algorithm, Correction
 from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import active_weights
 from lockstep.run.runtime import generator_of
-from lockstep.train.experience import Experience, reward_part
-from lockstep.train.logprobs import ModelOutputs
+from lockstep.train.experience import Experience, ModelOutputs, reward_part
 
 # From scores to advantages: the divergence in the reward, the estimator, and the correction of rollouts.
 
@@ -103,12 +101,14 @@ def estimate_advantages(
 
 
 def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) -> Estimate:
-    advantage = estimator(algorithm.advantage, algorithm.function_limit)
-    given = {"gamma": algorithm.gamma, "lam": algorithm.lam}
-    if not is_function_path(algorithm.advantage) or experience.world.size == 1:
-        return advantage(signals, **given)
+    settings = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+    if algorithm.advantage in ESTIMATORS:
+        return ESTIMATORS[algorithm.advantage](signals, **settings)
+    user_function = user_estimator(algorithm.advantage, algorithm.function_limit)
+    if experience.world.size == 1:
+        return user_function(signals, **settings)
 
-    # A function of the user's sees the whole step, as in one process; a rank keeps the numbers of its own tokens.
+    # A user function gets the full step, as in one process; a rank keeps the values of its tokens.
     def every(vector_K: torch.Tensor | None) -> torch.Tensor | None:
         return None if vector_K is None else experience.all_gather(vector_K)
 
@@ -121,9 +121,9 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
         kl_penalty_K=every(signals.kl_penalty_K),
         reduce=SINGLE_PROCESS,
     )
-    found = advantage(everything, **given)
-    own = experience.local_positions(slice(0, experience.sequences))
-    return Estimate(found.advantages_K[own], found.returns_K[own])
+    estimate = user_function(everything, **settings)
+    local = experience.local_positions(slice(0, experience.sequences))
+    return Estimate(estimate.advantages_K[local], estimate.returns_K[local])
 
 
 def _corrected(experience: Experience, known: ModelOutputs, settings: Correction) -> Corrected:

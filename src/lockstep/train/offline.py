@@ -30,7 +30,7 @@ from lockstep.run.runtime import open_runtime
 from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
 from lockstep.train.reference_logprobs import add_cache
-from lockstep.train.tape_hooks import record_rows
+from lockstep.train.run_writer import record_rows
 from lockstep.train.training import Training, open_training
 from lockstep.types import Item
 

@@ -15,18 +15,16 @@ from lockstep.reward.scorer import Scorer
 from lockstep.run.console import Console
 from lockstep.run.runtime import open_runtime
 from lockstep.train.advantages import TrainBatch, estimate_advantages, next_coefficient
-from lockstep.train.logprobs import (
+from lockstep.train.experience import (
     check_rollout_logprobs,
     compute_model_outputs,
     pack_minibatches,
     plan_updates,
     redistribute,
 )
-from lockstep.train.monitor import Warnings, find_idle_cause
-from lockstep.train.rollout_checks import failure_warning
+from lockstep.train.monitor import Warnings, failure_warning, find_idle_cause
 from lockstep.train.rollouts import Rollouts, take_rollouts
-from lockstep.train.run_writer import store_samples
-from lockstep.train.tape_hooks import record_rollouts
+from lockstep.train.run_writer import record_rollouts, store_samples
 from lockstep.train.training import Training, open_training
 from lockstep.train.update import update
 from lockstep.types import Prompt

@@ -16,7 +16,7 @@ from lockstep.rollout.collect import everyone
 from lockstep.rollout.engine import training_sampling
 from lockstep.rollout.generator import Generator
 from lockstep.run.metrics import PhaseTimer
-from lockstep.train import rollout_checks as checks
+from lockstep.train import monitor as checks
 from lockstep.train.experience import Experience, build_spread_experience, rollout_metas
 from lockstep.types import FAILED, Failure, Prompt, Rollout, RolloutMeta, Sampling, Score
 

@@ -16,7 +16,7 @@ from lockstep.errors import Refusal
 from lockstep.model.decoder import Decoder
 from lockstep.model.policy import evaluating
 from lockstep.parallel.world import World
-from lockstep.tape.update_observer import Observer
+from lockstep.tape.tape_recorder import Observer
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.types import Loss, MicroBatch, Origin, Sums
 

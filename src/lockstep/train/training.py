@@ -35,8 +35,7 @@ from lockstep.tape.tape_recorder import Recorder
 from lockstep.train.checkpointing import Checkpointer, Position
 from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.monitor import EarlyStop, IdleUpdates
-from lockstep.train.run_writer import Run
-from lockstep.train.tape_hooks import make_recorder
+from lockstep.train.run_writer import Run, make_recorder
 from lockstep.types import Prompt, Question, Rollout
 
 # Validation of a run: the loss on its validation rows, and the answers to its questions.

@@ -8,19 +8,11 @@ from dataclasses import replace
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.recipe import Recipe
 from lockstep.run.metrics import PhaseTimer
+from lockstep.train import update_terms as terms
 from lockstep.train.advantages import TrainBatch
-from lockstep.train.logprobs import UpdatePlan
+from lockstep.train.experience import UpdatePlan
 from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
-from lockstep.train.update_terms import (
-    PolicyLoss,
-    combine_updates,
-    make_policy_loss,
-    policy_metrics,
-    refuse_disagreement,
-    select_tokens,
-    update_critic,
-)
 
 
 def update(
@@ -42,13 +34,13 @@ def update(
             metrics: dict[str, float] = {}
             if models.critic is not None:
                 with phases("update_critic"):
-                    metrics |= update_critic(plan, batch, models, recipe, critic_rate)
+                    metrics |= terms.update_critic(plan, batch, models, recipe, critic_rate)
             if models.critic is None or step >= recipe.critic.warmup:
                 seed = (recipe.run.seed, step, epoch, number)
                 with phases("update_actor"):
                     metrics |= update_policy(plan, batch, models, recipe, kl_coefficient, rate, seed)
             done.append(metrics)
-    return combine_updates(done)
+    return terms.combine_updates(done)
 
 
 def update_policy(
@@ -72,9 +64,9 @@ def update_policy(
     if algorithm.penalty_aggregation is not None:
         penalty_K, own_divisor = aggregation_weights(algorithm.penalty_aggregation, *counted)
         penalty_K = penalty_K * (divisor / own_divisor)
-    loss = PolicyLoss(
+    loss = terms.PolicyLoss(
         algorithm,
-        make_policy_loss(algorithm),
+        terms.make_policy_loss(algorithm),
         models.device,
         kl_coefficient,
         sequence_K=sequence_K,
@@ -85,10 +77,10 @@ def update_policy(
         rollout_logprobs_K=experience.rollout_logprobs_K[tokens],
         old_K=None if outputs.old_K is None else outputs.old_K[tokens],
         reference_K=None if outputs.reference_K is None else outputs.reference_K[tokens],
-        selected_K=select_tokens(algorithm, batch, plan, seed),
+        selected_K=terms.select_tokens(algorithm, batch, plan, seed),
     )
     micro_batches = [replace(one, token_grads=loss.token_grads(one)) for one in plan.batches]
     outcome = models.trained.forward_backward(micro_batches, loss, divisor)
-    metrics = policy_metrics(outcome, divisor, float(reduce.count(int((loss_weights_K > 0).sum()))))
-    refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
+    metrics = terms.policy_metrics(outcome, divisor, float(reduce.count(int((loss_weights_K > 0).sum()))))
+    terms.refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
     return metrics | models.trained.optim_step(lr)

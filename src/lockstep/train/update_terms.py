@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.divergence import divergence
-from lockstep.algorithms.policy_loss import PolicyTokens
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.algorithms.token_losses import value_loss
 from lockstep.algorithms.token_selection import SELECTORS
+from lockstep.algorithms.user_functions import user_policy_loss
 from lockstep.device.base import sent
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import Scores, TokenGrads
@@ -22,7 +23,7 @@ from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.registry import loss_row
 from lockstep.run.runtime import generator_of
 from lockstep.train.advantages import TrainBatch
-from lockstep.train.logprobs import UpdatePlan
+from lockstep.train.experience import UpdatePlan
 from lockstep.train.models import Models
 from lockstep.train.step import Outcome
 from lockstep.types import MicroBatch, Sums
@@ -79,9 +80,10 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
 
 
 def make_policy_loss(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
-    """The policy loss with the keys it reads."""
-    keys = _keys(algorithm, loss_row(algorithm.loss).keys)
-    return own.policy_loss(algorithm.loss, keys, algorithm.function_limit)
+    """The policy loss of the recipe with its settings: a built-in loss or a user function."""
+    if algorithm.loss not in LOSSES:
+        return user_policy_loss(algorithm.loss, algorithm.function_limit)
+    return partial(LOSSES[algorithm.loss], **_keys(algorithm, loss_row(algorithm.loss).keys))
 
 
 def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from lockstep.parity.replay.tolerances import Tolerance
 from lockstep.recipe import Recipe
 from lockstep.rollout.engine import training_sampling
 from lockstep.tape.tape_format import StepRecord
-from lockstep.tape.tape_recorder import restore_learner
+from lockstep.tape.tape_recorder import answers_of, restore_learner
 from lockstep.tape.tape_rows import fed_examples
-from lockstep.tape.update_observer import answers_of
 from lockstep.train.experience import Experience, build_experience
 from lockstep.train.models import Models
 from lockstep.train.step import Learner

@@ -45,9 +45,8 @@ from lockstep.recipe import Recipe
 from lockstep.tape.digest import BLOCKS, SKETCH, norm, relative, sketch
 from lockstep.tape.module_trace import BACKWARD, FORWARD, ROOT, Event, Trace
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
-from lockstep.tape.tape_recorder import restore_learner, trace_examples
+from lockstep.tape.tape_recorder import answers_of, restore_learner, trace_examples
 from lockstep.tape.tape_rows import fed_examples
-from lockstep.tape.update_observer import answers_of
 from lockstep.train.models import Models, build_critic, build_learner
 from lockstep.train.run_writer import Run
 from lockstep.train.step import Learner

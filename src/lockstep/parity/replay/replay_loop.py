@@ -31,11 +31,11 @@ from lockstep.tape.tape_format import TapeFolder
 from lockstep.tape.tape_recorder import refuse_no_weights, restore_learner, weights_of
 from lockstep.tape.tape_rows import items_of, rollouts_of
 from lockstep.train.experience import build_spread_experience, rollout_metas
+from lockstep.train.monitor import Unscored, rollout_metrics
 from lockstep.train.offline import Offline, open_offline
 from lockstep.train.offline import train_step as offline_step
 from lockstep.train.online import Online, open_online
 from lockstep.train.online import train_step as online_step
-from lockstep.train.rollout_checks import Unscored, rollout_metrics
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run_writer import Run
 from lockstep.train.training import Training
