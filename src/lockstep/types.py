@@ -289,8 +289,8 @@ class Completion:
     ids: list[int]
     logprobs: list[float]
     stop: str
-    """Stop reason: `token`, `string` or `length`; `environment` if a rollout function ended it, `failed` if that function
-    failed."""
+    """Stop reason: `token`, `string` or `length`; `environment` if a rollout function ended the response, `failed` if
+    it failed."""
     loss_mask: Sequence[int] = ()
     """As in `Rollout`."""
     versions: Sequence[int] = ()

@@ -394,7 +394,7 @@ def test_rewards_one_by_one_and_a_missing_one() -> None:
     found = estimate_advantages(experience, ModelOutputs(None, None, None), recipe, 0.0)
     assert found.advantages_K.tolist() == pytest.approx([one, one, -one, 0, 0, 0, 0], rel=1e-4)
     recipe = recipe_of(**keys, algorithm__gdpo_rewards={"model": 1.0})
-    with pytest.raises(Refusal, match=r"no part 'model' in its score"):
+    with pytest.raises(Refusal, match=r"no reward 'model' in its score"):
         estimate_advantages(experience, ModelOutputs(None, None, None), recipe, 0.0)
 
 

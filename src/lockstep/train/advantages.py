@@ -1,4 +1,4 @@
-"""From scores to advantages: KL in the reward, the estimator, rollout correction, and the KL coefficient."""
+"""Advantages of a step: KL in the reward, the estimator, rollout correction, and the KL coefficient."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from lockstep.reward.scorer import active_weights
 from lockstep.run.runtime import generator_of
 from lockstep.train.experience import Experience, ModelOutputs, reward_part
 
-# From scores to advantages: the divergence in the reward, the estimator, and the correction of rollouts.
-
-# Relative error of a return: single precision, added up over a response.
+# Relative rounding error of a return in single precision.
 ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """For every token of a step that is here. `keep_K` is 0 for tokens that are left out of the loss, `is_weights_K`
-    their weight otherwise; `repeats_S` is how often a response of the step counts, where that is not once."""
+    """Rewards, advantages and returns of the local tokens. `keep_K` is 0 for tokens that are excluded from the loss,
+    `is_weights_K` are importance weights, and `repeats_S` is how often each response counts (None: once)."""
 
     rewards_K: torch.Tensor
     advantages_K: torch.Tensor
@@ -41,7 +39,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What the updates of a step learn from: its responses, what the models said of them, and their advantages."""
+    """The training batch of a step: responses, model outputs and advantages."""
 
     experience: Experience
     outputs: ModelOutputs
@@ -49,54 +47,54 @@ class TrainBatch:
 
 
 def estimate_advantages(
-    experience: Experience, known: ModelOutputs, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
+    experience: Experience, outputs: ModelOutputs, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
 ) -> Advantages:
-    """`seed` is of what is drawn: which responses count how often."""
-    algorithm, sequence_K, whole = recipe.algorithm, experience.sequence_K, experience.reduce
+    """Computes the advantages of a step. `seed` is for the random draw of PF-PPO."""
+    algorithm, sequence_K, reduce = recipe.algorithm, experience.sequence_K, experience.reduce
     metrics: dict[str, float] = {}
-    # What was not earned at a step of the response is earned at its end.
-    earned_S = sum_by(experience.token_rewards_K, sequence_K, experience.sequences)
+    # The part of the score that belongs to no earlier token is the reward of the last token.
+    earlier_S = sum_by(experience.token_rewards_K, sequence_K, experience.sequences)
     rewards_K = experience.token_rewards_K.clone()
-    rewards_K[experience.last_K] += (experience.scores_S - earned_S)[list(experience.local_numbers)]
+    rewards_K[experience.last_K] += (experience.scores_S - earlier_S)[list(experience.local_numbers)]
     kl, kl_penalty_K = algorithm.kl, None
     if kl.in_reward():
-        assert known.old_K is not None
-        assert known.reference_K is not None
+        assert outputs.old_K is not None
+        assert outputs.reference_K is not None
         alone = kl.where == "reward"
-        kl_K = divergence(kl.estimator if alone else kl.reward_estimator, known.old_K, known.reference_K)
+        kl_K = divergence(kl.estimator if alone else kl.reward_estimator, outputs.old_K, outputs.reference_K)
         penalty_K = (kl_coefficient if alone else kl.reward_coefficient) * kl_K
         if kl.compared or not estimator_row(algorithm.advantage).groups:
             rewards_K -= penalty_K
         else:
             kl_penalty_K = penalty_K
-        metrics["actor/reward_kl_penalty"] = whole.mean(kl_K)
-    corrected = _corrected(experience, known, algorithm.correction)
+        metrics["actor/reward_kl_penalty"] = reduce.mean(kl_K)
+    corrected = _correct(experience, outputs, algorithm.correction)
     keep_K, is_weights_K = corrected.keep_K, corrected.weights_K
     metrics |= corrected.metrics
     if algorithm.overlong.skip:
-        cut_S = torch.tensor([summary.stop == "length" for summary in experience.metas])
+        cut_S = torch.tensor([meta.stop == "length" for meta in experience.metas])
         keep_K = torch.where(cut_S[sequence_K], 0.0, keep_K)
         metrics["response/skipped_ratio"] = float(cut_S.double().mean())
     signals = Signals(
         rewards_K,
         sequence_K,
         experience.group_S,
-        known.values_K,
+        outputs.values_K,
         experience.baseline_S,
         Whitening(**algorithm.whiten.model_dump()),
-        _energy(known, is_weights_K),
+        _energy(outputs, is_weights_K),
         _parts(experience, recipe) if estimator_row(algorithm.advantage).parts else (),
         kl_penalty_K,
-        whole,
+        reduce,
     )
     estimate = _estimate(experience, signals, algorithm)
     repeats_S = None
     if algorithm.filtration.method != "none":
-        # Every rank knows all scores, and draws the same.
+        # Every rank has all scores and draws the same.
         repeats_S = draw_repeats(experience.scores_S, **algorithm.filtration.model_dump(), generator=generator_of(seed))
         metrics["actor/filtered_share"] = float((repeats_S == 0).double().mean())
     rewards_K = rewards_K if kl_penalty_K is None else rewards_K - kl_penalty_K
-    metrics |= _described(experience, rewards_K, estimate.advantages_K, estimate.returns_K, known.values_K)
+    metrics |= _batch_metrics(experience, rewards_K, estimate.advantages_K, estimate.returns_K, outputs.values_K)
     return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, is_weights_K, metrics, repeats_S)
 
 
@@ -126,12 +124,12 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
     return Estimate(estimate.advantages_K[local], estimate.returns_K[local])
 
 
-def _corrected(experience: Experience, known: ModelOutputs, settings: Correction) -> Corrected:
-    """What rollout correction leaves of the tokens; all of them where it is off."""
+def _correct(experience: Experience, outputs: ModelOutputs, settings: Correction) -> Corrected:
+    """Applies rollout correction; without it every token has weight 1."""
     if not settings.compares:
-        whole_K = torch.ones(len(experience.sequence_K))
-        return Corrected(whole_K, whole_K)
-    trainer_K = known.trainer_K if settings.bypass else known.old_K
+        ones_K = torch.ones(len(experience.sequence_K))
+        return Corrected(ones_K, ones_K)
+    trainer_K = outputs.trainer_K if settings.bypass else outputs.old_K
     assert trainer_K is not None
     keys = settings.model_dump(exclude={"bypass", "reject"})
     bands = [Band(**band.model_dump()) for band in settings.reject]
@@ -143,83 +141,80 @@ def _corrected(experience: Experience, known: ModelOutputs, settings: Correction
     return correct(trainer_K, rollout_logprobs_K, sequence_K, sequences, **keys, reject=bands, whole=experience.reduce)
 
 
-def _energy(known: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor | None:
-    """The squared gradient of each token's log-probability by the logits, as it enters the loss."""
-    if known.squares_K is None:
+def _energy(outputs: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor | None:
+    """Squared gradient of each log-prob with respect to the logits, times the squared importance weight."""
+    if outputs.squares_K is None:
         return None
-    own_K = known.old_K if known.trainer_K is None else known.trainer_K
-    assert own_K is not None
-    return (1 - 2 * own_K.exp() + known.squares_K) * is_weights_K.square()
+    logprobs_K = outputs.old_K if outputs.trainer_K is None else outputs.trainer_K
+    assert logprobs_K is not None
+    return (1 - 2 * logprobs_K.exp() + outputs.squares_K) * is_weights_K.square()
 
 
 def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.Tensor], ...]:
-    """The rewards one by one: those that the recipe names, else all that count in the score."""
+    """The separate rewards with their weights: those of `gdpo_rewards`, else all rewards of the score."""
     weights = recipe.algorithm.gdpo_rewards or active_weights(recipe.reward)[0]
     if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
         weights = {**weights, "overlong": 1.0}
-    summaries, prompts, key = experience.metas, experience.prompts, "algorithm.gdpo_rewards"
+    metas, prompts, key = experience.metas, experience.prompts, "algorithm.gdpo_rewards"
     return tuple(
-        (weight, torch.tensor([reward_part(summary, prompts, name, key) for summary in summaries]))
+        (weight, torch.tensor([reward_part(meta, prompts, name, key) for meta in metas]))
         for name, weight in weights.items()
     )
 
 
-def _described(
+def _batch_metrics(
     experience: Experience,
     rewards_K: torch.Tensor,
     advantages_K: torch.Tensor,
     returns_K: torch.Tensor,
     values_K: torch.Tensor | None,
 ) -> dict[str, float]:
-    whole = experience.reduce
-    rewards_S = whole.sum_by(rewards_K.double(), experience.sequence_K, experience.sequences)
+    reduce = experience.reduce
+    rewards_S = reduce.sum_by(rewards_K.double(), experience.sequence_K, experience.sequences)
     metrics = {
         **_spread("critic/score", experience.scores_S, SINGLE_PROCESS),
         **_spread("critic/rewards", rewards_S, SINGLE_PROCESS),
-        **_spread("critic/advantages", advantages_K, whole),
-        **_spread("critic/returns", returns_K, whole),
+        **_spread("critic/advantages", advantages_K, reduce),
+        **_spread("critic/returns", returns_K, reduce),
     }
     mixed = experience.group_S[informative(experience.scores_S, experience.group_S)].unique()
     metrics["critic/mixed_groups"] = len(mixed) / len(experience.group_S.unique())
     if values_K is not None:
-        metrics |= _spread("critic/values", values_K, whole)
-        metrics |= _explained_variance(returns_K, values_K, whole)
+        metrics |= _spread("critic/values", values_K, reduce)
+        metrics |= _explained_variance(returns_K, values_K, reduce)
     return metrics
 
 
-def _explained_variance(returns_K: torch.Tensor, values_K: torch.Tensor, whole: StepReduce) -> dict[str, float]:
-    """1 - Var(return - value) / Var(return); undefined, and left out, where the returns are the same but for rounding.
+def _explained_variance(returns_K: torch.Tensor, values_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
+    """1 - Var(return - value) / Var(return); omitted if the returns are equal up to rounding.
 
-    A return is a sum of rewards and values in single precision: its rounding error grows with the largest of them.
+    A return is a sum in single precision: its rounding error grows with the largest reward or value.
     """
-    unexplained, total = _variance(returns_K - values_K, whole), _variance(returns_K, whole)
-    scale = max(whole.max(returns_K.abs()), whole.max(values_K.abs()))
+    unexplained, total = _variance(returns_K - values_K, reduce), _variance(returns_K, reduce)
+    scale = max(reduce.max(returns_K.abs()), reduce.max(values_K.abs()))
     return {"critic/vf_explained_var": 1 - unexplained / total} if total > (ROUNDING * scale) ** 2 else {}
 
 
-def _variance(values_K: torch.Tensor, whole: StepReduce) -> float:
-    centred_K = values_K.double() - whole.mean(values_K)
-    return whole.mean(centred_K.square())
+def _variance(values_K: torch.Tensor, reduce: StepReduce) -> float:
+    centred_K = values_K.double() - reduce.mean(values_K)
+    return reduce.mean(centred_K.square())
 
 
-def _spread(name: str, values: torch.Tensor, whole: StepReduce) -> dict[str, float]:
+def _spread(name: str, values: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
     return {
-        f"{name}/mean": whole.mean(values),
-        f"{name}/max": whole.max(values),
-        f"{name}/min": -whole.max(-values),
+        f"{name}/mean": reduce.mean(values),
+        f"{name}/max": reduce.max(values),
+        f"{name}/min": -reduce.max(-values),
     }
 
 
-# The weight of the divergence from the reference, from one step to the next.
-
-
 def next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], sequences: int) -> float:
-    """The next step's, after a step of `sequences` responses; writes the one that was used into the metrics."""
+    """The KL coefficient of the next step, after `sequences` responses. Adds the current one to the metrics."""
     kl = recipe.algorithm.kl
     if kl.where == "none":
         return beta
     metrics["actor/kl_coef"] = beta
     measured = metrics.get("actor/kl" if kl.where == "loss" else "actor/reward_kl_penalty")
-    if kl.target is None or measured is None:  # a critic's warm-up does not look at the policy
+    if kl.target is None or measured is None:  # critic warm-up has no policy metrics
         return beta
     return adapt_coefficient(beta, measured, kl.target, kl.horizon, sequences)
