@@ -138,7 +138,7 @@ def _correct(experience: Experience, outputs: ModelOutputs, settings: Correction
         experience.sequence_K,
         experience.sequences,
     )
-    return correct(trainer_K, rollout_logprobs_K, sequence_K, sequences, **keys, reject=bands, whole=experience.reduce)
+    return correct(trainer_K, rollout_logprobs_K, sequence_K, sequences, **keys, reject=bands, reduce=experience.reduce)
 
 
 def _energy(outputs: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor | None:
