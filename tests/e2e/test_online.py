@@ -258,7 +258,7 @@ def test_a_failed_reward_is_shown_with_its_sample(online_file: Path, tmp_path: P
     done = lockstep("train", online_file, function, "reward.max_failures=0.9", "run.steps=2")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "responses could not be scored and are left out; the first, to" in said
+    assert "responses could not be scored and are excluded; the first, to" in said
     assert "function: ValueError: cannot judge this" in said
 
 

@@ -78,7 +78,7 @@ def test_entropy_is_measured_against_where_it_began() -> None:
     assert read(warnings, actor__entropy=2.0) == []
     assert read(warnings, actor__entropy=0.1) == []
     (said,) = read(warnings, actor__entropy=0.0999)
-    assert "a twentieth of where it began" in said
+    assert "a twentieth of its initial value" in said
 
 
 def test_entropy_begins_with_the_first_step_that_has_one() -> None:
