@@ -410,7 +410,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(online_file: Path, tmp_path: Path) -
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     status, said = interrupted(["train", online_file, "run.steps=100000"], lines(metrics, 2))
     assert status == 130, said
-    assert "the same command goes on from there" in said
+    assert "run the same command to resume" in said
     assert "Traceback" not in said
     step = metrics_of(tmp_path / "runs" / "run")
     assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{len(step)}").is_dir()

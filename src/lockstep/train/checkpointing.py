@@ -46,17 +46,14 @@ if TYPE_CHECKING:
     from lockstep.run.sharded_checkpoint import ShardedWriter
 
 
-# What model a run makes, and a checkpoint of it as a folder.
-
-
 def model_kind(recipe: Recipe) -> str:
-    """A language model, or a reward model: what `State.kind` says."""
+    """`State.kind`: a language model or a reward model."""
     method = METHODS.get(recipe.method)
     return "policy" if method is None else method.model
 
 
 def export_files(recipe: Recipe, carried: Mapping[str, float], run: RunFolder) -> dict[str, str]:
-    """What whoever uses the model must know beside it: `State.files`."""
+    """`State.files`: text files that users of the model need."""
     method = METHODS.get(recipe.method)
     files = {**(method.files(recipe) if method else {}), **_template(recipe, run)}
     if model_kind(recipe) == "value" and carried.get("score_std"):
@@ -73,19 +70,21 @@ def write_export(
     adapter: bool = False,
     replace: bool = False,
 ) -> tuple[list[str], Verification]:
-    """The checkpoint as what its method makes, with a card of what its run did; returns what to say of it."""
-    state, said = found.state, [f"exported the model to {out}"]
+    """Export a checkpoint with a model card; returns messages and the verification."""
+    state, messages = found.state, [f"exported the model to {out}"]
     if not state.kind:  # an earlier version saved it
         state.kind, state.files = model_kind(recipe), export_files(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
     verified = export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
     if state.kind == "value" and STATS not in state.files:
-        said.append("its scores are not normalised: there were no validation rows (data.val) to take mean and std from")
-    return said, verified
+        messages.append(
+            "its scores are not normalised: there were no validation rows (data.val) to take mean and std from"
+        )
+    return messages, verified
 
 
 def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
-    """The chat template that the run was trained with, where it is not the model's own."""
+    """The chat template of the run, if it is not that of the model."""
     if not is_named(recipe.data):
         return {}
     kept = run.template
@@ -93,19 +92,17 @@ def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
     return {kept.name: text}
 
 
-# Checkpoints of a run: go on from the newest, save, export. One process writes whole tensors, several their slices.
-
-
 @dataclass
 class Position:
-    """Where a run stands: steps made, and what its loop carries from one step to the next."""
+    """The number of finished steps, and the values that the loop carries from step to step."""
 
     step: int = 0
     carried: dict[str, float] = field(default_factory=dict)
 
 
 class Checkpointer:
-    """`keeps` is False for a replay, which saves nothing. `accept_changed`: resume although a model's files changed."""
+    """Resumes, saves and exports. `keeps` is False for a replay, which saves nothing. `accept_changed`: resume even if
+    the files of a model have changed."""
 
     def __init__(self, run: Run, models: Models, *, keeps: bool = True, accept_changed: bool = False):
         self.run, self.models, self.accept_changed = run, models, accept_changed
@@ -117,12 +114,12 @@ class Checkpointer:
         if run.world.size > 1:
             from lockstep.run.sharded_checkpoint import ShardedWriter
 
-            self._writer = ShardedWriter(self.folder, run.world, self._landed)
-        self._unsaid: list[tuple[Callable[[str], None], str]] = []
-        """What the thread that writes has to say, and how."""
+            self._writer = ShardedWriter(self.folder, run.world, self._on_saved)
+        self._messages: list[tuple[Callable[[str], None], str]] = []
+        """Messages of the writer thread, with the console method to print them."""
 
     def resume(self) -> Position:
-        """The newest whole checkpoint brought back; without one, the start."""
+        """Restores the newest complete checkpoint, if there is one."""
         run, world = self.run, self.run.world
         if world.main:
             checkpoints.sweep(self.folder)
@@ -141,16 +138,16 @@ class Checkpointer:
         return Position(found.state.step, dict(found.state.carried))
 
     def _fingerprints(self) -> Fingerprints:
-        """Of every model of the run, taken before the first step: what was loaded is what is told (a collective)."""
+        """Fingerprints of all models of the run, before the first step (a collective)."""
         world, paths = self.run.world, model_paths(self.run.recipe)
         with world.stage("fingerprints of the models"):
-            own = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None
-            every = world.gather(own)
+            local = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None
+            every = world.gather(local)
         refuse_unlike_machines(every)
         return next(one for one in every if one is not None)
 
     def _refuse_changes(self, state: checkpoints.State) -> None:
-        """Refuse what the run cannot resume with; say and remember what else has changed."""
+        """Refuse changes that the run cannot resume with; report the others."""
         run, console = self.run, self.run.console
         changed = refuse_changed_recipe(state, resolved(run.recipe), self.fingerprints)
         for change in changed:
@@ -196,25 +193,25 @@ class Checkpointer:
         before = state.recipe.get("parallel", {})
         tensor, context = before.get("tensor", 1), before.get("context", 1)
         if not restore_generators(found.optimizer, state.world_size, tensor, world, self.run.device):
-            # Not the seed of the first step: its masks were drawn already.
+            # Not the seed of the first step, whose masks were used already.
             seed_generators(seed_of(self.run.recipe.run.seed, state.step, world.engine), self.run.device)
         if (state.world_size, tensor, context) != (world.size, now.tensor, now.context):
             layouts = [_layout(world.size, now.tensor, now.context), _layout(state.world_size, tensor, context)]
             self.run.console.warn(
                 f"resuming on {layouts[0]} what ran on {layouts[1]}: "
-                "rows and updates are the same, dropout masks are other ones"
+                "rows and updates are the same, dropout masks differ"
             )
 
     def _scales(self) -> list[LossScale]:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
 
     def save(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> None:
-        """A checkpoint of the step just finished; of several processes it may be whole only when `settle` returns."""
+        """Saves a checkpoint. With several processes it is complete only after `settle`."""
         run, world = self.run, self.run.world
         with world.stage(f"checkpoint of step {position.step}"):
             state, tensors = self._state(position, rows_seen, metrics), self._tensors()
             if self._writer is None:
-                self._landed(checkpoints.save(self.folder, state, tensors))
+                self._on_saved(checkpoints.save(self.folder, state, tensors))
                 self.print_messages()
             else:
                 self._writer.begin(state, tensors)
@@ -223,17 +220,17 @@ class Checkpointer:
         self.saved_at = position.step
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Waits for a pending checkpoint."""
         if self._writer is not None:
             with self.run.world.stage("the checkpoint that is being written"):
                 self._writer.settle()
         self.print_messages()
 
     def print_messages(self) -> None:
-        """Say which checkpoints have become whole since."""
-        while self._unsaid:
-            how, text = self._unsaid.pop(0)
-            how(text)
+        """Prints the messages of the writer thread."""
+        while self._messages:
+            show, text = self._messages.pop(0)
+            show(text)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -262,12 +259,12 @@ class Checkpointer:
         )
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Validation, and the metric that the recipe names; the first process has written this one into its log."""
-        told = [name for name in metrics if name == self.measure.name or name.startswith("val")]
-        return {name: metrics[name] for name in told if math.isfinite(metrics[name])}
+        """Validation metrics, and the metric of `checkpoint.best`."""
+        names = [name for name in metrics if name == self.measure.name or name.startswith("val")]
+        return {name: metrics[name] for name in names if math.isfinite(metrics[name])}
 
     def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By part, as this rank holds them; each rank adds its own random states."""
+        """The local tensors by part; each rank adds its random states."""
         learner, critic, rank = self.models.trained, self.models.critic, self.run.world.rank
         for one in self.models.learners:
             reshard(one.module)
@@ -280,20 +277,19 @@ class Checkpointer:
             tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.local_state()
         return tensors
 
-    def _landed(self, path: Path) -> None:
-        """A checkpoint is whole: older ones may go."""
+    def _on_saved(self, path: Path) -> None:
+        """Called when a checkpoint is complete: deletes old ones."""
         settings, console = self.run.recipe.checkpoint, self.run.console
 
         def warn(text: str) -> None:
-            self._unsaid.append((console.warn, text))
+            self._messages.append((console.warn, text))
 
         keep = {"keep_last": settings.keep_last, "keep_best": settings.keep_best}
         checkpoints.prune(self.folder, **keep, measure=self.measure, warn=warn)
-        self._unsaid.append((console.say, f"saved {path}"))
+        self._messages.append((console.say, f"saved {path}"))
 
     def export(self, step: int) -> None:
-        """The model of a step as a Hugging Face folder in the run folder, where that step was saved; the best model
-        instead where the recipe says what the best is."""
+        """Exports the model of a saved step as a Hugging Face folder, or the best model if the recipe defines one."""
         run = self.run
         if self.saved_at != step or not run.recipe.run.export:
             return
@@ -306,14 +302,14 @@ class Checkpointer:
                 run.console.say(f"the best checkpoint is that of step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
-        said, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
-        for line in said:
+        messages, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
+        for line in messages:
             run.console.say(line)
         (run.console.say if verified.done else run.console.warn)(f"{run.folder.export}: {verified.sentence}")
 
 
 def _module(models: Models) -> Policy | ValueModel:
-    """What the run trains and exports."""
+    """The trained module."""
     module = models.trained.module
     assert isinstance(module, Policy | ValueModel)
     return module
@@ -325,7 +321,7 @@ def _layout(size: int, tensor: int, context: int) -> str:
 
 
 def _stored(module: Any) -> torch.nn.Module:
-    """The part of a learner's module that a checkpoint holds."""
+    """The part of the module that a checkpoint stores."""
     stored = module.stored
     assert isinstance(stored, torch.nn.Module)
     return stored
