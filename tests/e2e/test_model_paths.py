@@ -177,7 +177,7 @@ def test_a_copy_of_a_run_goes_on_as_the_run_would_have(place: Path, capsys: pyte
     assert run(*words, "--resume-from", source) == 0  # the same command again: done already
     capsys.readouterr()
     for name, path, says in (
-        ("whole", source, "gone on to step 6"),
+        ("whole", source, "has reached step 6"),
         ("full", source, "did not begin with this checkpoint"),
         ("new", place, "no checkpoint, and no run folder"),
     ):
