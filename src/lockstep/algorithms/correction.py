@@ -73,7 +73,7 @@ def correct(
     counts in them with weight `zero`.
     """
     if rejected not in ("left_out", "zero"):
-        raise Refusal.at("algorithm.correction.rejected", f"{rejected!r} is not known", "left_out or zero")
+        raise Refusal.at("algorithm.rollout_correction.rejected", f"{rejected!r} is not known", "left_out or zero")
     log_ratio_K = _log_ratio(trainer_K, rollout_logprobs_K, reduce)
     is_weights_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     most = math.inf if cap is None or weight == "none" else cap
@@ -84,7 +84,7 @@ def correct(
             weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences, reduce)
     bands = [*reject, *([Band(MASKS[mask], "ratio", high, low)] if mask in MASKS else [])]
     if mask not in CHOICES:
-        raise _unknown("algorithm.correction.mask", mask)
+        raise _unknown("algorithm.rollout_correction.mask", mask)
     keep_K = torch.ones_like(log_ratio_K)
     for band in bands:
         keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, rollout_logprobs_K, sequence_K, sequences)
@@ -129,7 +129,7 @@ def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor
     if weight == "sequence":
         totals_S = sum_by(log_ratio_K, sequence_K, sequences).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         return totals_S.exp()[sequence_K]
-    raise _unknown("algorithm.correction.weight", weight)
+    raise _unknown("algorithm.rollout_correction.weight", weight)
 
 
 def _mean_weight(
@@ -181,7 +181,7 @@ def _statistic(
         return p_K * (p_K / q_K).log() + (1 - p_K) * ((1 - p_K) / (1 - q_K)).log()
     if by == "tv":
         return (p_K - q_K).abs()
-    raise Refusal.at("algorithm.correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...")
+    raise Refusal.at("algorithm.rollout_correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...")
 
 
 def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequen
             0, sequence_K, statistic_K, "amax", include_self=False
         )
         return largest_S[sequence_K]
-    raise Refusal.at("algorithm.correction.reject", f"{over!r} is not known", "token, sum, mean or max")
+    raise Refusal.at("algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max")
 
 
 def _disagreement(log_ratio_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:

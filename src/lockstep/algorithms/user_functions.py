@@ -12,7 +12,7 @@ from lockstep.algorithms.policy_loss import PolicyTokens, user_loss
 from lockstep.functions import UserFunction, load_user_function
 from lockstep.types import Sums
 
-ADVANTAGE, LOSS, LIMIT = "algorithm.advantage", "algorithm.loss", "algorithm.function_limit"
+ADVANTAGE, LOSS, LIMIT = "algorithm.advantage", "algorithm.loss", "algorithm.function_timeout"
 
 
 def user_estimator(function_path: str, seconds: float) -> Callable[..., Estimate]:

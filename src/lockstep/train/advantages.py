@@ -13,7 +13,7 @@ from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
 from lockstep.algorithms.token_selection import draw_repeats
 from lockstep.algorithms.user_functions import user_estimator
 from lockstep.recipe import Recipe
-from lockstep.recipe.keys_online import Algorithm, Correction
+from lockstep.recipe.keys_online import Algorithm, RolloutCorrection
 from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import active_weights
 from lockstep.run.runtime import generator_of
@@ -63,15 +63,15 @@ def estimate_advantages(
         alone = kl.where == "reward"
         kl_K = divergence(kl.estimator if alone else kl.reward_estimator, outputs.old_K, outputs.reference_K)
         penalty_K = (kl_coefficient if alone else kl.reward_coefficient) * kl_K
-        if kl.compared or not estimator_row(algorithm.advantage).groups:
+        if kl.before_baseline or not estimator_row(algorithm.advantage).groups:
             rewards_K -= penalty_K
         else:
             kl_penalty_K = penalty_K
         metrics["actor/reward_kl_penalty"] = reduce.mean(kl_K)
-    corrected = _correct(experience, outputs, algorithm.correction)
+    corrected = _correct(experience, outputs, algorithm.rollout_correction)
     keep_K, is_weights_K = corrected.keep_K, corrected.weights_K
     metrics |= corrected.metrics
-    if algorithm.overlong.skip:
+    if algorithm.overlong.mask_truncated:
         cut_S = torch.tensor([meta.stop == "length" for meta in experience.metas])
         keep_K = torch.where(cut_S[sequence_K], 0.0, keep_K)
         metrics["response/skipped_ratio"] = float(cut_S.double().mean())
@@ -89,9 +89,9 @@ def estimate_advantages(
     )
     estimate = _estimate(experience, signals, algorithm)
     repeats_S = None
-    if algorithm.filtration.method != "none":
+    if algorithm.pf_ppo.method != "none":
         # Every rank has all scores and draws the same.
-        repeats_S = draw_repeats(experience.scores_S, **algorithm.filtration.model_dump(), generator=generator_of(seed))
+        repeats_S = draw_repeats(experience.scores_S, **algorithm.pf_ppo.model_dump(), generator=generator_of(seed))
         metrics["actor/filtered_share"] = float((repeats_S == 0).double().mean())
     rewards_K = rewards_K if kl_penalty_K is None else rewards_K - kl_penalty_K
     metrics |= _batch_metrics(experience, rewards_K, estimate.advantages_K, estimate.returns_K, outputs.values_K)
@@ -102,7 +102,7 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
     settings = {"gamma": algorithm.gamma, "lam": algorithm.lam}
     if algorithm.advantage in ESTIMATORS:
         return ESTIMATORS[algorithm.advantage](signals, **settings)
-    user_function = user_estimator(algorithm.advantage, algorithm.function_limit)
+    user_function = user_estimator(algorithm.advantage, algorithm.function_timeout)
     if experience.world.size == 1:
         return user_function(signals, **settings)
 
@@ -124,7 +124,7 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
     return Estimate(estimate.advantages_K[local], estimate.returns_K[local])
 
 
-def _correct(experience: Experience, outputs: ModelOutputs, settings: Correction) -> Corrected:
+def _correct(experience: Experience, outputs: ModelOutputs, settings: RolloutCorrection) -> Corrected:
     """Applies rollout correction; without it every token has weight 1."""
     if not settings.compares:
         ones_K = torch.ones(len(experience.sequence_K))

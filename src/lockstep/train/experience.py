@@ -336,7 +336,7 @@ def compute_model_outputs(
     plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: PhaseTimer, rollout_logprobs_K: torch.Tensor
 ) -> ModelOutputs:
     old_K = trainer_K = squares_K = reference_K = values_K = None
-    settings, energy = recipe.algorithm.correction, estimator_row(recipe.algorithm.advantage).energy
+    settings, energy = recipe.algorithm.rollout_correction, estimator_row(recipe.algorithm.advantage).energy
     if old_needed(recipe, len(plans)):
         with phases("old_log_prob"):
             if energy:
@@ -370,7 +370,7 @@ def check_rollout_logprobs(
     """
     if (limit := logprob_limit(recipe)) is None:
         return {}
-    trainer_K = outputs.trainer_K if recipe.algorithm.correction.bypass else outputs.old_K
+    trainer_K = outputs.trainer_K if recipe.algorithm.rollout_correction.bypass else outputs.old_K
     if trainer_K is None:
         with phases("old_log_prob"):
             trainer_K = torch.cat([models.logprobs(plan) for plan in plans])

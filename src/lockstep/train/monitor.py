@@ -14,7 +14,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import DynamicSampling
 from lockstep.recipe.measure import Measure, measure_of
 from lockstep.recipe.registry import estimator_row, loss_row
-from lockstep.recipe.schema import StopEarly
+from lockstep.recipe.schema import EarlyStopping
 from lockstep.reward.scorer import active_weights
 from lockstep.train.advantages import TrainBatch
 from lockstep.train.experience import reward_part
@@ -141,7 +141,7 @@ class EarlyStop:
     Earlier measurements are read from the metrics of the run, so a resumed run decides like an uninterrupted one.
     """
 
-    def __init__(self, settings: StopEarly | None, world: World):
+    def __init__(self, settings: EarlyStopping | None, world: World):
         self.settings, self.world = settings, world
         self._measure: Measure | None = None if settings is None else measure_of(settings.metric)
         self._best: tuple[float, int] | None = None
@@ -175,7 +175,7 @@ class EarlyStop:
         """A warning if a validation did not measure the metric."""
         if self._measure is None or not self._measure.validated or self._measure.name in metrics:
             return None
-        return f"run.stop_early.metric: this validation has no {self._measure.name}, so it does not count"
+        return f"run.early_stopping.metric: this validation has no {self._measure.name}, so it does not count"
 
     def _count(self, step: int, metrics: Mapping[str, float]) -> None:
         measure, settings = self._measure, self.settings
@@ -296,12 +296,15 @@ def find_idle_cause(batch: TrainBatch, recipe: Recipe) -> IdleCause | None:
 def _all_masked(cut: float) -> IdleCause:
     if cut == 1.0:
         return IdleCause(
-            "every response is truncated (it reached rollout.max_tokens) and algorithm.overlong.skip masks it",
+            "every response is truncated (it reached rollout.max_tokens), and "
+            "algorithm.overlong.mask_truncated masks it",
             "raise rollout.max_tokens, check that the model ends its responses (the template's end token), or set "
-            "algorithm.overlong.skip=false",
+            "algorithm.overlong.mask_truncated=false",
         )
-    others = "algorithm.correction rejects every token" + (" that is not masked as truncated" if cut else "")
-    return IdleCause(f"no token is trained: {others}", "widen the bands of algorithm.correction, or lower optim.lr")
+    others = "algorithm.rollout_correction rejects every token" + (" that is not masked as truncated" if cut else "")
+    return IdleCause(
+        f"no token is trained: {others}", "widen the bands of algorithm.rollout_correction, or lower optim.lr"
+    )
 
 
 # A warning is repeated only after this many steps without its sign.
@@ -332,7 +335,11 @@ class Warnings:
                 "entropy is below a twentieth of its initial value: the policy hardly explores any more. "
                 "Raise algorithm.clip_high or algorithm.entropy, or lower optim.lr",
             ),
-            *([_runs_away(recipe)] if recipe.rollout.max_staleness and not recipe.algorithm.correction.bypass else []),
+            *(
+                [_runs_away(recipe)]
+                if recipe.rollout.max_staleness and not recipe.algorithm.rollout_correction.bypass
+                else []
+            ),
             *_since_the_draw(recipe),
             *COMMON,
         ]
@@ -356,7 +363,7 @@ class Warnings:
 
 def _runs_away(recipe: Recipe) -> WarningSign:
     """Measured on one task: a run that learned stayed at 0.002, one that diverged passed 0.02 on its way to 0.06."""
-    bypass = "Remove algorithm.correction.weight and set algorithm.correction.bypass=true, or lower"
+    bypass = "Remove algorithm.rollout_correction.weight and set algorithm.rollout_correction.bypass=true, or lower"
     remedy = bypass if loss_row(recipe.algorithm.loss).trust_region else "Lower"
     return WarningSign(
         "runs away",
@@ -369,12 +376,12 @@ def _runs_away(recipe: Recipe) -> WarningSign:
 def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
     """Signs that the policy moved too far from the old policy of its ratios."""
     stale = bool(recipe.rollout.max_staleness)
-    from_draw = stale and recipe.algorithm.correction.bypass
+    from_draw = stale and recipe.algorithm.rollout_correction.bypass
     fewer = "or make fewer updates of a step (algorithm.epochs, batch.prompts_per_update)"
     if stale:
         fewer = f"or rollout.max_staleness, {fewer}"
-    corrected = recipe.algorithm.correction.bypass or recipe.algorithm.correction.weight != "none"
-    remedy = "Try model.dtype=fp32" + ("" if corrected else ", or set algorithm.correction.weight=token")
+    corrected = recipe.algorithm.rollout_correction.bypass or recipe.algorithm.rollout_correction.weight != "none"
+    remedy = "Try model.dtype=fp32" + ("" if corrected else ", or set algorithm.rollout_correction.weight=token")
     if stale:
         remedy = "Lower optim.lr or rollout.max_staleness"
     return [

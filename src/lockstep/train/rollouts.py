@@ -41,20 +41,20 @@ def take_rollouts(
     """Generates and scores responses to the prompts from data position `position` on."""
     collector = _Collector(generator, scorer, recipe, phases)
     wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
-    rounds = settings.rounds
+    max_batches = settings.max_gen_batches
     kept: list[list[RolloutMeta]] = []
     uniform: list[list[RolloutMeta]] = []
     prompts: dict[int, Prompt] = {}
     used = 0
-    while len(kept) < wanted and used < rounds:
+    while len(kept) < wanted and used < max_batches:
         missing = wanted - len(kept)
         taken = dict(enumerate(loader.between(position, position + missing), start=position))
         prompts |= taken
         position += missing
         used += 1
         for group in _groups(collector.sampled(taken)):
-            (kept if rounds == 1 or checks.has_signal(group, prompts, settings) else uniform).append(group)
-    # Out of rounds: uniform groups fill the step, so that its size does not change.
+            (kept if max_batches == 1 or checks.has_signal(group, prompts, settings) else uniform).append(group)
+    # The limit is reached: uniform groups fill the step, so that its size does not change.
     filled = kept + uniform[: wanted - len(kept)]
     # From here on `prompt_index` is the index in the step, not the position in the data.
     index = {group[0].prompt_index: number for number, group in enumerate(filled)}
@@ -69,7 +69,7 @@ def take_rollouts(
     checks.refuse_nothing_left(failed, len(collector.every), experience.sequences)
     metrics = checks.rollout_metrics(collector.every, rollouts, failed.count)
     metrics |= checks.straggler_metrics(generator.world.gather((collector.seconds, collector.taken)))
-    if rounds > 1:
+    if max_batches > 1:
         metrics |= {
             "train/num_gen_batches": float(used),
             "train/uniform_groups": float(len(uniform)),

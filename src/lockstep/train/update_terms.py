@@ -69,15 +69,15 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
         raise Refusal.at(
             "rollout.max_probs_diff",
             f"engine and trainer differ by {mean:.3g} in the probability of a token on average, over {most:g}",
-            "use fp32 or the hf engine to find out which side is off, or correct for it (algorithm.correction); stale "
-            "responses differ by themselves (rollout.max_staleness). The last checkpoint is untouched",
+            "use fp32 or the hf engine to find out which side is off, or correct it (algorithm.rollout_correction); "
+            "stale responses differ by themselves (rollout.max_staleness). The last checkpoint is untouched",
         )
 
 
 def make_policy_loss(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
     """The policy loss of the recipe with its settings: a built-in loss or a user function."""
     if algorithm.loss not in LOSSES:
-        return user_policy_loss(algorithm.loss, algorithm.function_limit)
+        return user_policy_loss(algorithm.loss, algorithm.function_timeout)
     return partial(LOSSES[algorithm.loss], **_keys(algorithm, loss_row(algorithm.loss).keys))
 
 
@@ -127,7 +127,7 @@ class PolicyLoss:
         tokens, logprobs = self._tokens(batch.vector_index_K), scores.logprobs_K
         sums = self._sums(logprobs, scores.entropies_K, tokens)
         # Compare the probabilities of engine and trainer over all tokens, including those that are masked elsewhere.
-        bypass = self.algorithm.correction.bypass
+        bypass = self.algorithm.rollout_correction.bypass
         old = logprobs.detach() if tokens.old_K is None or bypass else tokens.old_K
         difference = (old.exp() - sent(self.rollout_logprobs_K[batch.vector_index_K], self.device).exp()).abs()
         sums.metrics |= {"probs_diff": difference.sum(), "probs_diff_squared": difference.square().sum()}
