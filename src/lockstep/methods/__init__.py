@@ -1,8 +1,6 @@
-"""The offline methods: one literal row each. For `train` and all above it.
+"""The table of offline methods. A new method is a row with a reader and an objective.
 
-A new method is a row, a reader and an objective; the loop stays as it is.
-
-The online methods are named sets of defaults over one loop's keys: see `recipe/methods.py`.
+Online methods are named sets of recipe defaults (`recipe/methods.py`).
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ from lockstep.tape.tape_format import StepRecord, TapeFolder, TapeWriter, below
 from lockstep.tape.tape_rows import RECEIVED, Received, fed_tensors, item_rows, rollout_rows
 from lockstep.types import Example, Item, MicroBatch, Rollout
 
-# Records a learner's updates: numbers per target, gradients, and the weights before and after the optimizer step.
-
 # A timer whose time does not count towards the step (`run/metrics.py`).
 Aside = Callable[[str], AbstractContextManager[None]]
 # Weights of each parameter that are recorded before and after the optimizer step.
@@ -216,8 +214,6 @@ def _pick(tensor: torch.Tensor) -> torch.Tensor:
 def _moments(state: Any) -> list[tuple[str, torch.Tensor]]:
     return [(key, state[key]) for key in ("exp_avg", "exp_avg_sq") if key in state]
 
-
-# The tape recorder, called by the training loops.
 
 # The most tokens of a module trace, so that it is cheap compared with a step.
 TRACE_TOKENS = 1024

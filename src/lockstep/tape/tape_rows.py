@@ -210,8 +210,8 @@ class RecordedExample(Example):
 
 def fed_tensors(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
     """The model's input sequences as tensors; `fed_examples` reads them back."""
-    ids, asked, targets = _asked(examples) if _plain(examples) else _asked_each(examples)
-    columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": asked, "targets": targets}
+    ids, scored, targets = _scored_tokens(examples) if _plain(examples) else _scored_tokens_each(examples)
+    columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": scored, "targets": targets}
     return {f"fed/{name}": torch.from_numpy(np.asarray(column, dtype=np.int32)) for name, column in columns.items()}
 
 
@@ -219,38 +219,37 @@ def _plain(examples: Sequence[Example]) -> bool:
     return all(type(one).scored_tokens is Example.scored_tokens for one in examples)
 
 
-def _asked(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids, the pairs of `Example.asked` and their number per sequence, vectorized over all sequences."""
+def _scored_tokens(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, the pairs of `Example.scored_tokens` and their number per sequence, vectorized over all sequences."""
     ids = np.array(list(chain.from_iterable(one.ids for one in examples)), dtype=np.int64)
-    trained = np.array(list(chain.from_iterable(one.loss_mask for one in examples)), dtype=np.int64)
+    mask = np.array(list(chain.from_iterable(one.loss_mask for one in examples)), dtype=np.int64)
     lengths = np.array([len(one) for one in examples])
     ends = np.cumsum(lengths)
-    trained[(ends - lengths)[lengths > 0]] = 0  # the first token has nothing before it
-    at = np.flatnonzero(trained)
+    mask[(ends - lengths)[lengths > 0]] = 0  # the first token has nothing before it
+    at = np.flatnonzero(mask)
     owner = np.searchsorted(ends, at, side="right")
     starts = np.concatenate([[0], ends])[owner]
     return ids, np.stack([at - starts - 1, ids[at]], axis=1), np.bincount(owner, minlength=len(ends))
 
 
-def _asked_each(examples: Sequence[Example]) -> tuple[list[int], np.ndarray, list[int]]:
-    asked = [pair for one in examples for pair in one.scored_tokens()]
+def _scored_tokens_each(examples: Sequence[Example]) -> tuple[list[int], np.ndarray, list[int]]:
+    pairs = [pair for one in examples for pair in one.scored_tokens()]
     return (
         [token for one in examples for token in one.ids],
-        np.asarray(asked, dtype=np.int64).reshape(-1, 2),
+        np.asarray(pairs, dtype=np.int64).reshape(-1, 2),
         [one.targets for one in examples],
     )
 
 
 def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[RecordedExample]:
     """The model's input sequences in a recorded step."""
-    ids, asked = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
+    ids, scored = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
     examples, token, target = [], 0, 0
     for number, (length, targets) in enumerate(
         zip(tensors["fed/lengths"].tolist(), tensors["fed/targets"].tolist(), strict=True)
     ):
-        pairs = tuple((position, token) for position, token in asked[target : target + targets])
-        own = ids[token : token + length]
-        examples.append(RecordedExample(own, [0] * length, Origin("tape", number), pairs))
+        pairs = tuple((position, token) for position, token in scored[target : target + targets])
+        examples.append(RecordedExample(ids[token : token + length], [0] * length, Origin("tape", number), pairs))
         token, target = token + length, target + targets
     return examples
 
