@@ -120,7 +120,7 @@ class UserFunction:
         except Exception as error:
             raise Refusal.at(self.where, f"raised {describe_error(error, file)}", "fix the function") from error
 
-    def calling(self, function: Callable[..., Any]) -> UserFunction:
+    def with_function(self, function: Callable[..., Any]) -> UserFunction:
         """The same key and limit for a wrapper of the function."""
         return replace(self, function=function)
 

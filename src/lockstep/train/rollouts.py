@@ -50,9 +50,8 @@ def take_rollouts(
         missing = wanted - len(kept)
         taken = dict(enumerate(loader.between(position, position + missing), start=position))
         prompts |= taken
-        position += missing
-        used += 1
-        for group in _groups(collector.sampled(taken)):
+        position, used = position + missing, used + 1
+        for group in _groups(collector.sample(taken)):
             (kept if max_batches == 1 or checks.has_signal(group, prompts, settings) else uniform).append(group)
     # The limit is reached: uniform groups fill the step, so that its size does not change.
     filled = kept + uniform[: wanted - len(kept)]
@@ -62,8 +61,9 @@ def take_rollouts(
     local = [replace(one, prompt_index=index[one.prompt_index]) for one in collector.local if one.prompt_index in index]
     collector.local.clear()
     step_prompts = {number: prompts[at] for at, number in index.items()}
-    baselines = collector.baselines(step_prompts) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
-    failed = collector.failed()
+    needs_baseline = estimator_row(recipe.algorithm.advantage).greedy_baseline
+    baselines = collector.greedy_scores(step_prompts) if needs_baseline else None
+    failed = collector.gather_failed()
     checks.refuse_failures(failed, len(collector.every), recipe.reward.max_failures)
     experience = build_spread_experience(rollouts, step_prompts, local, baselines, generator.world)
     checks.refuse_nothing_left(failed, len(collector.every), experience.sequences)
@@ -97,18 +97,18 @@ class _Collector:
     def sampling(self) -> Sampling:
         return training_sampling(self.recipe, self.generator.stop_ids)
 
-    def sampled(self, prompts: Mapping[int, Prompt]) -> list[RolloutMeta]:
+    def sample(self, prompts: Mapping[int, Prompt]) -> list[RolloutMeta]:
         """Samples prompts, given by their position in the data, which is also their noise key."""
         local, metas = self._generate(prompts, self.recipe.rollout.n, self.sampling)
         self.local += local
         return metas
 
-    def baselines(self, prompts: Mapping[int, Prompt]) -> dict[int, float]:
+    def greedy_scores(self, prompts: Mapping[int, Prompt]) -> dict[int, float]:
         """The score of the greedy response to each prompt of the step; failed ones are omitted."""
         _, greedy = self._generate(prompts, 1, replace(self.sampling, temperature=0.0))
         return {one.prompt_index: one.score.total for one in greedy if isinstance(one.score, Score)}
 
-    def failed(self) -> checks.Unscored:
+    def gather_failed(self) -> checks.Unscored:
         """The failed responses; every rank gets the first ones in full."""
         count = sum(isinstance(one.score, Failure) for one in self.every)
         if not count:

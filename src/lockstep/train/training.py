@@ -274,7 +274,7 @@ def open_training(
         try:
             models = load_models(run)
             checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
-            training = _started(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps)
+            training = _start_training(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps)
         except BaseException:
             run.close(ok=False)
             raise
@@ -286,7 +286,7 @@ def open_training(
         training.close(ok=True)
 
 
-def _started(
+def _start_training(
     run: Run,
     checkpointer: Checkpointer,
     judge: Examiner,

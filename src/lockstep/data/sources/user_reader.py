@@ -104,7 +104,7 @@ def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
             raise reader.refuse(f"returned a {type(found).__name__} for {path}, not rows", REMEDY)
         return [encoded(row) for row in found]
 
-    return function.calling(read)(path)
+    return function.with_function(read)(path)
 
 
 def _in_process(path: str, reader: UserReader) -> Iterator[tuple[bytes, bytes]]:
