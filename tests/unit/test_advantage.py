@@ -269,7 +269,7 @@ def test_informative_groups():
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("gae", "values"), ("remax", "greedy"), ("gdpo", "one by one"), ("optimal_token_baseline", "squared")],
+    [("gae", "values"), ("remax", "greedy"), ("gdpo", "separate rewards"), ("optimal_token_baseline", "squared")],
 )
 def test_what_is_missing_is_named(name, what):
     with pytest.raises(Refusal, match=what):

@@ -314,8 +314,8 @@ def test_ratios_are_bounded(name):
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_covariance_losses_ask_for_the_held_tokens(name):
-    with pytest.raises(Refusal, match="held back"):
+def test_covariance_losses_need_the_selected_tokens(name):
+    with pytest.raises(Refusal, match="selected tokens"):
         LOSSES[name](example(selected_K=None), **SETTINGS[name])
 
 
