@@ -130,5 +130,5 @@ def test_turns_are_cut_where_the_writer_changes() -> None:
 
 
 def test_a_response_of_an_environment_alone_is_refused() -> None:
-    with pytest.raises(Refusal, match="has no token of the policy's"):
+    with pytest.raises(Refusal, match="has no token of the policy"):
         build_experience([rollout(0, [90, 91], 1.0, trained=[0, 0])])

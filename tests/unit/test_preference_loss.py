@@ -188,7 +188,7 @@ def test_ranks_of_an_update_in_micro_batches(kind):
 
 def test_ranks_need_the_update():
     for kind in RANKED:
-        with pytest.raises(Refusal, match="a whole update"):
+        with pytest.raises(Refusal, match="pairs of an update"):
             loss_of(kind)
 
 
