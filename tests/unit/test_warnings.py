@@ -55,7 +55,7 @@ def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
         ),
         (
             {"rollout__max_staleness": 2, "algorithm__loss": "cispo"},
-            "stop. Lower optim.lr or rollout.max_staleness",
+            "this. Lower optim.lr or rollout.max_staleness",
         ),
         ({"rollout__max_staleness": 2}, None),
         ({"rollout__max_staleness": 0}, None),
