@@ -106,7 +106,7 @@ def check_attention(
     example = Example([1] * total, [1] * total, Origin("rows", 0))
     batch = replace(micro_batch([example], packed=True, pad_id=0), lengths=case.lengths)
     division = Division(batch, group)
-    own_T = division.own_T
+    own_T = division.local_T
     filler = sum(division.lengths) - total
     mine = [torch.cat([tensor, tensor.new_zeros(filler, *tensor.shape[1:])])[own_T] for tensor in whole[:3]]
     mine = [tensor.to(on).requires_grad_() for tensor in [*mine, whole[3].clone()]]

@@ -30,7 +30,7 @@ from lockstep.tape.module_trace import (
     trace_modules,
     unmatched_patterns,
 )
-from lockstep.tape.update_observer import answers_of
+from lockstep.tape.tape_recorder import answers_of
 from lockstep.train.start import run_recipe
 from lockstep.types import Example, MicroBatch, Origin
 

@@ -54,7 +54,7 @@ def trained(kind: str, dtype: torch.dtype, steps: int, state: dict[str, torch.Te
             optimizer.collect()
         norms.append(optimizer.gradient_norm(2.0))
         optimizer.step(1e-2 / (step + 1), norms[-1])
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.tensors(), norms
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.full_state(), norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

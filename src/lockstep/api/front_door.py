@@ -97,7 +97,7 @@ def load(
         kernel=chosen.adamw,
         spared=biases_and_norms(policy.stored),
     )
-    policy.digits.into(optimizer.masters_held())
+    policy.digits.into(optimizer.local_masters())
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
     learner = Learner(policy, optimizer, torch_device, World(), scale)
     return Handle(settings, tokenizer, learner, frozen, chosen, data, lr, batch_tokens, seed)

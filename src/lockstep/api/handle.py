@@ -54,7 +54,7 @@ from lockstep.rollout.engine_check import check_engine
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.folder import RunFolder
-from lockstep.train.models import over_targets
+from lockstep.train.models import score_targets
 from lockstep.train.step import Learner
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 
@@ -208,7 +208,7 @@ class Handle:
             for scoring, numbers in by_scoring(data):
                 update = self._arranged([data[number] for number in numbers])
                 with _scored_as(policy, scoring):
-                    flat = over_targets(
+                    flat = score_targets(
                         policy, update, self._learner.world, self._learner.device, lambda scores: scores.logprobs_K
                     )
                 vectors = iter(flat.split(update.lengths_S.tolist()))
@@ -305,7 +305,7 @@ class Handle:
         )
         tensors = {
             checkpoints.MODEL: trained_weights(self._policy.stored),
-            checkpoints.OPTIMIZER: self._learner.optimizer.tensors(),
+            checkpoints.OPTIMIZER: self._learner.optimizer.full_state(),
         }
         Path(folder).mkdir(parents=True, exist_ok=True)
         return checkpoints.save(Path(folder), state, tensors)

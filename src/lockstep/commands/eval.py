@@ -113,8 +113,8 @@ def score_rows(
     metrics = measure(items, method.objective(recipe), models)
     del metrics["loss"]  # depends on settings that the user did not choose
     if out is not None:
-        assert method.scores is not None
-        lines = [line for group in even_groups(items, GROUP) for line in method.scores(group, models)]
+        assert method.score_rows is not None
+        lines = [line for group in even_groups(items, GROUP) for line in method.score_rows(group, models)]
         if world.main:
             out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return {"rows": float(len(items)), **metrics}

@@ -14,7 +14,7 @@ from lockstep.data.encode.prompt_rows import REWARD_FIELDS, find_question_column
 from lockstep.data.sources.read import RowSet
 from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.functions import located
+from lockstep.functions import locate
 from lockstep.masking import comparable
 from lockstep.model.fingerprint import model_files
 from lockstep.model.load import load_config
@@ -155,7 +155,7 @@ def identity_of(reward: Reward) -> dict[str, Any]:
 
 
 def _function(function_path: str) -> dict[str, str]:
-    file, name = located(function_path, "--reward-function")
+    file, name = locate(function_path, "--reward-function")
     return {"name": name, "file": checksum(file)}
 
 
@@ -202,6 +202,6 @@ def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
     raise Refusal.at(
         REWARD_OPTIONS.get(f"reward.{failure.part}", f"reward {failure.part}"),
         f"{len(failed)} of {len(made)} responses could not be scored, more than --max-failures {most:g}; the first, "
-        f"for {first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
+        f"for {first.prompt.question.origin}: {failure.message}; response: {first.text[:200]!r}",
         f"fix the reward, or raise --max-failures; finished chunks stay in {folder}",
     )

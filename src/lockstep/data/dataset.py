@@ -18,7 +18,7 @@ from lockstep.data.row_cache import PART_ROWS, RowCache, cache_folder, worth_kee
 from lockstep.data.row_reader import RowCounts, RowReader, TrainedCounts
 from lockstep.data.sources.mix import Mixture
 from lockstep.data.sources.read import RowSet, read_rows
-from lockstep.data.sources.user_reader import OwnReader
+from lockstep.data.sources.user_reader import UserReader
 from lockstep.errors import Problem, Refusal, refuse_all
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Example, Item
@@ -219,7 +219,7 @@ OpenRows = Callable[[ColumnFinder, "PreTrainedTokenizerBase", int], RowReader[T]
 
 def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:
     """Open and check the rows of each source."""
-    reader, cache = OwnReader.of(data), cache_folder(data)
+    reader, cache = UserReader.of(data), cache_folder(data)
     return [read_rows(source.path, reader=reader, cache=cache) for source in sources]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LostProcess, Refusal, with_secrets
-from lockstep.functions import LOAD_SECONDS, Unloadable, located, only_here
+from lockstep.functions import LOAD_SECONDS, Unloadable, local_callable, locate
 from lockstep.launch.process_pool import PoolWorker, ProcessPool, ReplyTimeout, WorkerEnded, running_future
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.function_worker import (
@@ -222,7 +222,7 @@ class FunctionPart(RewardPart):
             name: with_secrets(value, f"reward.arguments.{name}") if isinstance(value, str) else value
             for name, value in arguments.items()
         }
-        function = only_here(reference)
+        function = local_callable(reference)
         self._pool: ProcessPool[dict[str, Any], Given | Raised] | LocalCalls
         if function is not None:
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
@@ -232,7 +232,7 @@ class FunctionPart(RewardPart):
                 "has both limits"
             )
             return
-        path, word = located(reference, key)
+        path, word = locate(reference, key)
         target = Target(str(path), word, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments))
         self._pool = reward_pool(target, settings.workers)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from lockstep.functions import LONGEST_WHY, Unloadable, function_of, refuse_signature, run_file, told
+from lockstep.functions import LONGEST_WHY, Unloadable, check_signature, describe_error, get_function, run_file
 from lockstep.launch.supervisor import exit_if_forked, limit_memory, worker_socket
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, byte
 def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
     """Loads the function, or returns why it cannot be loaded."""
     try:
-        return as_reward_function(function_of(run_file(path), name, call, path), name, call)
+        return as_reward_function(get_function(run_file(path), name, call, path), name, call)
     except Unloadable as error:
         return Unusable(error.why, error.remedy)
 
@@ -219,10 +219,10 @@ def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | 
 def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
     """The function with arguments `call`, wrapped if it has the batch form; `Unloadable` for other signatures."""
     try:
-        refuse_signature(function, name, call, by_name=True)
+        check_signature(function, name, call, by_name=True)
     except Unloadable:
         with suppress(Unloadable):
-            refuse_signature(function, name, BATCH_CALL, by_name=True)
+            check_signature(function, name, BATCH_CALL, by_name=True)
             return BatchFunction(function)
         raise
     return function
@@ -233,18 +233,18 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
     try:
         arguments = pickle.loads(call)
     except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
-        return Raised(f"the row cannot be read by its process: {told(error, path)}")
+        return Raised(f"the row cannot be read by its process: {describe_error(error, path)}")
     if not isinstance(function, BatchFunction):
         arguments.pop("prompt", None)
     try:
         return checked(awaited(function(**arguments)))
     except MemoryError as error:
-        why = told(error, path)
+        why = describe_error(error, path)
         # Free the memory of the call first.
         traceback.clear_frames(error.__traceback__)
         return Raised(f"{why}: over reward.memory_limit_gb", spent=True)
     except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the reason
-        return Raised(told(error, path))
+        return Raised(describe_error(error, path))
 
 
 def checked(value: Any) -> Given | Raised:

@@ -190,8 +190,8 @@ class Collected:
 
 def _with_score(fields: dict[str, Any], score: Score | Failure, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     steps = score.steps if isinstance(score, Score) else ()
-    earned = tuple((token_at(fields["ids"], end, decode), share) for end, share in steps)
-    return {**fields, "score": score, "earned": earned}
+    token_rewards = tuple((token_at(fields["ids"], end, decode), share) for end, share in steps)
+    return {**fields, "score": score, "token_rewards": token_rewards}
 
 
 def _submit(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
@@ -247,7 +247,7 @@ def collect(
                     "ids": completion.ids,
                     "logprobs": completion.logprobs,
                     "stop": completion.stop,
-                    "trained": completion.trained,
+                    "loss_mask": completion.loss_mask,
                     "versions": completion.versions,
                     "text": text,
                 }
@@ -379,7 +379,7 @@ class Examiner(Judge, Protocol):
     def answer_of(self, question: Question, text: str) -> str | None: ...
 
 
-def asked_as(recipe: Recipe) -> Data | None:
+def prompt_format(recipe: Recipe) -> Data | None:
     """The prompt format: an online run uses that of its data, an offline run chats."""
     return recipe.data if recipe.method in ONLINE else None
 

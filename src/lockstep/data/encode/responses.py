@@ -116,7 +116,7 @@ class ResponseEncoder:
         prompt = self.encoding.ids(spans.text[:border])
         moved = Spans(spans.text[border:], tuple((start - border, end - border) for start, end in spans.trained))
         answer, _ = encode_spans(tokenizer, moved, origin)
-        return Example(array("q", [*prompt, *answer.ids]), bytes([*[0] * len(prompt), *answer.trained]), origin)
+        return Example(array("q", [*prompt, *answer.ids]), bytes([*[0] * len(prompt), *answer.loss_mask]), origin)
 
 
 class ResponseRows:

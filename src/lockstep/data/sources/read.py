@@ -35,7 +35,7 @@ from lockstep.data.sources.rowset import (
     merged,
     partly_there,
 )
-from lockstep.data.sources.user_reader import OwnReader, read_own
+from lockstep.data.sources.user_reader import UserReader, read_user_rows
 from lockstep.errors import Refusal, missing_extra
 from lockstep.run.files import checksum
 
@@ -50,7 +50,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_rows(
-    path: str, *, base: Path | None = None, reader: OwnReader | None = None, cache: Path | None = None
+    path: str, *, base: Path | None = None, reader: UserReader | None = None, cache: Path | None = None
 ) -> RowSet:
     """The rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
@@ -58,7 +58,7 @@ def read_rows(
     function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
     """
     if reader is not None:
-        return read_own(path, reader)
+        return read_user_rows(path, reader)
     if path.startswith(HUB):
         return read_hub(path)
     found = locate(path, base)

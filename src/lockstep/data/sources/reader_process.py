@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.functions import Unloadable, load_by_position, told
+from lockstep.functions import Unloadable, describe_error, load_by_position
 from lockstep.launch.supervisor import exit_if_forked, limit_memory, worker_socket
 
 ROW, BAD_ROW, UNLOADABLE, NO_ROWS, RAISED, OUT_OF_MEMORY, END = b"r", b"b", b"u", b"n", b"x", b"m", b"e"
@@ -43,12 +43,12 @@ def lines(file: str, name: str, memory_bytes: int, path: str) -> Iterator[tuple[
         for row in found:
             yield encoded(row)
     except MemoryError as error:
-        why = told(error, file)
+        why = describe_error(error, file)
         # Free the memory of the reader first.
         traceback.clear_frames(error.__traceback__)
         yield OUT_OF_MEMORY, json.dumps(why).encode()
     except BaseException as error:  # noqa: BLE001 - any error of the user function is reported
-        yield RAISED, json.dumps(told(error, file)).encode()
+        yield RAISED, json.dumps(describe_error(error, file)).encode()
     else:
         yield END, b""
 

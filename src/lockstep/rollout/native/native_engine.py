@@ -23,7 +23,7 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Further, SharedWeights, why_ended
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
-from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
+from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -314,7 +314,9 @@ def _sequences(
             raise ValueError(f"request {number} has no prompt tokens")
         prefixes.append(SharedPrompt(prompt[:-1]))
         limit = len(prompt) + min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
-        begun = request.begun or {which: Begun() for which in range(request.first, request.first + request.n)}
+        begun = request.partial_responses or {
+            which: PartialResponse() for which in range(request.first, request.first + request.n)
+        }
         for which, so_far in begun.items():
             sequences.append(
                 SequenceState(

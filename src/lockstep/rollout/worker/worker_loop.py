@@ -39,7 +39,7 @@ from lockstep.rollout.worker.worker_protocol import (
     Working,
     probe,
 )
-from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
+from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
 
 # Interval of heartbeats while no response is finished.
 HEARTBEAT_SECONDS = 5.0
@@ -82,13 +82,13 @@ class _Unfinished:
     request: Request
     sampling: Sampling
     first: bool
-    begun: dict[int, Begun]
+    begun: dict[int, PartialResponse]
     versions: dict[int, list[int]]
 
     @classmethod
     def of(cls, number: int, request: Request, ask: Ask) -> _Unfinished:
         samples = range(request.first, request.first + request.n)
-        begun = {sample: Begun() for sample in samples}
+        begun = {sample: PartialResponse() for sample in samples}
         return cls(number, request, ask.sampling, ask.first, begun, {sample: [] for sample in samples})
 
 
@@ -144,13 +144,13 @@ class _Worker:
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
     def _generate(self, jobs: list[_Unfinished]) -> None:
-        requests = [replace(job.request, begun=dict(job.begun)) for job in jobs]
+        requests = [replace(job.request, partial_responses=dict(job.begun)) for job in jobs]
         for completion in self.engine.generate(requests, jobs[0].sampling):
             job, sample = jobs[completion.request], completion.sample
             versions = job.versions[sample]
             versions += [self.version] * (len(completion.ids) - len(versions))
             if completion.stop == PAUSED:
-                job.begun[sample] = Begun(completion.ids, completion.logprobs)
+                job.begun[sample] = PartialResponse(completion.ids, completion.logprobs)
             else:
                 self._send(Answered(job.number, _versioned(completion, versions)))
                 del job.begun[sample]
