@@ -234,12 +234,12 @@ def test_a_port_in_use_is_reported_with_its_option() -> None:
     sockets[0].close()
 
 
-@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+@pytest.mark.parametrize("package", ["h11", "starlette", "uvicorn"])
 def test_a_missing_package_is_reported_with_its_extra(package: str) -> None:
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "from lockstep.errors import Refusal\nfrom lockstep.serve.http_api import http_server\n"
-        "try:\n    http_server()\nexcept Refusal as refusal:\n    print(refusal)\n"
+        "from lockstep.errors import Refusal\n"
+        "try:\n    from lockstep.serve import asgi\nexcept Refusal as refusal:\n    print(refusal)\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert f"package {package}" in told

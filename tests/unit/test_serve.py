@@ -189,7 +189,7 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, s
         ),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs: needs logprobs"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty: is not supported"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: the model's answer is given as text"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: the answer is plain text"),
         ({"extra_body": {"beams": 2}}, openai.BadRequestError, "beams: this endpoint has no such key"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, openai.BadRequestError, "is no argument of"),
         ({"extra_body": {"stop_token_ids": "x"}}, openai.BadRequestError, "stop_token_ids: is not a list"),

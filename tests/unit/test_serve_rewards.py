@@ -126,7 +126,7 @@ def test_serve_rm_scores_as_there(folder: Path) -> None:
         serving, address, limits = rewards_served(words)
         assert (address.host, limits.queue) == ("127.0.0.1", 4096)
         assert serving.dtype == ("bf16" if words is dotted else "auto")
-        app = opened_app(folder, limits, max_length=serving.max_length, foreign=serving.foreign)
+        app = opened_app(folder, limits, max_length=serving.max_length, serve_rm=serving.serve_rm)
         try:
             with endpoint(app) as found:
                 rewards = asked(found, {"query": queries, "prompts": [""] * 2}, "/get_reward")["rewards"]
