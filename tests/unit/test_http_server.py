@@ -21,6 +21,15 @@ from lockstep.serve import asgi
 from lockstep.serve.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits, as_events, as_json
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_waits() -> Iterator[None]:
+    """The server waits less for rejected clients and at its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asgi, "LINGER_SECONDS", 0.3)
+        patch.setattr(asgi, "SHUTDOWN_SECONDS", 1)
+        yield
+
+
 class Handlers:
     """Handlers that record what happens to them."""
 
@@ -142,6 +151,24 @@ def test_a_rejected_request_need_not_send_its_body(server: tuple[Handlers, int])
         with socket.create_connection(("127.0.0.1", server[1]), HANG) as peer:
             peer.sendall(request("POST /echo HTTP/1.1", *headers))
             assert status_of(peer.recv(65536)) in (400, 403)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (("Origin: http://localhost", "Origin: http://localhost"), 400),
+        (("Content-Length: 2", "Transfer-Encoding: chunked"), 400),
+        (("X: " + "y" * 70_000,), 431),
+    ],
+    ids=["repeated header", "two lengths", "long head"],
+)
+def test_the_connection_is_closed_after_a_framing_error(headers: tuple[str, ...], status: int) -> None:
+    """Otherwise the rest of the bad request could be read as the next one."""
+    with served(ServeLimits(idle_seconds=20)) as (_, port):
+        start = time.monotonic()
+        reply = reply_to(port, request("POST /echo HTTP/1.1", *headers, close=False))
+        assert status_of(reply) == status
+        assert time.monotonic() - start < 10
 
 
 def test_unknown_paths_and_methods(server: tuple[Handlers, int]) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -146,14 +147,17 @@ def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
         stripped = scope["path"].rstrip("/")
         if any(stripped == path for _, path in site.routes):
             scope["path"] = stripped
-        try:
-            _check_framing(scope)
-            site.check(_request(scope))
-        except ApiError as error:
-            await _drain(Request(scope, receive))
-            await _response(site.error(error))(scope, receive, send)
+        error, close = _framing_error(scope), True
+        if error is None:
+            error, close = _caller_error(site, scope), False
+        if error is None:
+            await app(scope, receive, send)
             return
-        await app(scope, receive, send)
+        await _drain(Request(scope, receive))
+        reply = site.error(error)
+        # After a framing error the next request on the connection could be read from a wrong position.
+        headers = {**reply.headers, **({"Connection": "close"} if close else {})}
+        await _response(replace(reply, headers=headers))(scope, receive, send)
 
     return checked
 
@@ -163,16 +167,25 @@ def _request(scope: Scope, body: bytes = b"") -> HttpRequest:
     return HttpRequest(scope["method"], scope["path"], headers, scope["query_string"].decode("latin-1"), body)
 
 
-def _check_framing(scope: Scope) -> None:
+def _caller_error(site: HttpSite, scope: Scope) -> ApiError | None:
+    try:
+        site.check(_request(scope))
+    except ApiError as error:
+        return error
+    return None
+
+
+def _framing_error(scope: Scope) -> ApiError | None:
     names = [name.decode("latin-1") for name, _ in scope["headers"]]
     # The parser limits heads that come in several packets; this limits the others.
     if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
-        raise _head_too_long()
+        return _head_too_long()
     for name in _SINGLE_HEADERS:
         if names.count(name) > 1:
-            raise ApiError(400, f"the header {name} is repeated")
+            return ApiError(400, f"the header {name} is repeated")
     if "transfer-encoding" in names and "content-length" in names:
-        raise ApiError(400, "a body needs either Content-Length or Transfer-Encoding: chunked, not both")
+        return ApiError(400, "a body needs either Content-Length or Transfer-Encoding: chunked, not both")
+    return None
 
 
 def _head_too_long() -> ApiError:
