@@ -78,9 +78,9 @@ class TextStream:
     def _emit(self, *, final: bool) -> str:
         if self.stopped is not None:
             return ""
-        found = [(at, stop) for stop in self.stops if (at := self._pending.find(stop)) >= 0]
-        if found:
-            at, self.stopped = min(found)
+        matches = [(at, stop) for stop in self.stops if (at := self._pending.find(stop)) >= 0]
+        if matches:
+            at, self.stopped = min(matches)
         else:
             at = len(self._pending) if final else len(self._pending) - self._may_stop()
         text, self._pending = self._pending[:at], self._pending[at:]

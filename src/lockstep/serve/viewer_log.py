@@ -89,8 +89,8 @@ def line_at(file: BinaryIO, start: int) -> LogLine | None:
     if len(content) < LONGEST_LINE:
         return None
     while block := file.read(BLOCK):
-        if (found := block.find(b"\n")) >= 0:
-            return LogLine(start, end + found + 1, None)
+        if (newline := block.find(b"\n")) >= 0:
+            return LogLine(start, end + newline + 1, None)
         end += len(block)
     return None
 
@@ -125,8 +125,8 @@ def step_of(content: bytes | None) -> int | None:
     """The step of a line. If it is the first key, the rest is not parsed."""
     if content is None:
         return None
-    if found := _STEP.match(content):
-        return int(found[1])
+    if match := _STEP.match(content):
+        return int(match[1])
     step = (parsed(content) or {}).get("step")
     return step if isinstance(step, int) else None
 
@@ -157,8 +157,8 @@ def first_of_step(file: BinaryIO, step: int) -> int:
             line = line_at(file, line.end)  # a damaged line has no step: use the next line
         if line is None:
             return begin
-        found = step_of(line.content)
-        if found is not None and found < step:
+        line_step = step_of(line.content)
+        if line_step is not None and line_step < step:
             low = line.end
         else:
             high = begin
@@ -170,9 +170,9 @@ def _after_newline_before(file: BinaryIO, offset: int) -> int:
     while offset > 0:
         start = max(0, offset - BLOCK)
         file.seek(start)
-        found = file.read(offset - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = file.read(offset - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         offset = start
     return 0
 
@@ -223,26 +223,26 @@ def _texts(sample: dict[str, Any]) -> list[str]:
     return [str(text).lower() for text in messages + others if text is not None]
 
 
-def samples_of_step(file: BinaryIO, wanted: SampleFilter, step: int | None, start: int | None) -> dict[str, Any]:
+def samples_of_step(file: BinaryIO, selection: SampleFilter, step: int | None, start: int | None) -> dict[str, Any]:
     """Samples of `step` (None: the last one), and the previous and next step with samples."""
     at = step if step is not None else edge_steps(file)[1]
     if at is None:
-        return {**samples_of_all_steps(file, wanted, 0), "step": None, "before": None, "after": None}
+        return {**samples_of_all_steps(file, selection, 0), "step": None, "before": None, "after": None}
     first, end = first_of_step(file, at), first_of_step(file, at + 1)
     before, after = line_before(file, first), line_at(file, end)
     return {
-        **_found(file, wanted, first if start is None else start, end),
+        **_page(file, selection, first if start is None else start, end),
         "step": at,
         "before": step_of(before.content) if before else None,
         "after": step_of(after.content) if after else None,
     }
 
 
-def samples_of_all_steps(file: BinaryIO, wanted: SampleFilter, start: int) -> dict[str, Any]:
-    return _found(file, wanted, start, complete_end(file))
+def samples_of_all_steps(file: BinaryIO, selection: SampleFilter, start: int) -> dict[str, Any]:
+    return _page(file, selection, start, complete_end(file))
 
 
-def _found(file: BinaryIO, wanted: SampleFilter, at: int, end: int) -> dict[str, Any]:
+def _page(file: BinaryIO, selection: SampleFilter, at: int, end: int) -> dict[str, Any]:
     """Samples from the byte `at` on. `next` is the offset to continue from, null at the end."""
     first, last = edge_steps(file)
     deadline = time.monotonic() + SCAN_SECONDS
@@ -251,11 +251,11 @@ def _found(file: BinaryIO, wanted: SampleFilter, at: int, end: int) -> dict[str,
     for line in lines_from(file, at):
         if line.start >= end:
             break
-        possible = wanted.may_match(line.content)
+        possible = selection.may_match(line.content)
         sample = parsed(line.content) if possible else None
         if possible and (sample is None or step_of(line.content) is None):
             samples.append({"offset": line.start, "damaged": line.end - line.start})
-        elif sample is not None and wanted.matches(sample):
+        elif sample is not None and selection.matches(sample):
             samples.append({"offset": line.start, **shortened(sample, line.end - line.start)})
         at = line.end
         if len(samples) >= PAGE_SIZE or time.monotonic() > deadline:

@@ -129,17 +129,17 @@ def summary(
 
 
 def _read(root: Path, folder: RunFolder) -> dict[str, Any]:
-    found: dict[str, Any] = {"problem": None}
+    summary: dict[str, Any] = {"problem": None}
     try:
         if folder.recipe.is_file():
-            found |= _from_recipe(loaded(read_small(root, folder.recipe, MAX_BYTES)))
+            summary |= _from_recipe(loaded(read_small(root, folder.recipe, MAX_BYTES)))
         if folder.metrics.is_file():
             with open_inside(root, folder.metrics) as file:
                 line = last_line(file)
-            found |= _from_metrics(parsed(line.content) if line else None)
+            summary |= _from_metrics(parsed(line.content) if line else None)
     except Missing as error:
-        found["problem"] = str(error)
-    return found
+        summary["problem"] = str(error)
+    return summary
 
 
 def _file_state(file: Path) -> tuple[int, int, int]:
@@ -253,32 +253,32 @@ class RunList:
 
     def __init__(self, root: Path):
         self.root = Path(os.path.realpath(root))
-        self._found: FoundRuns | None = None
+        self._scan: FoundRuns | None = None
         self._scanned_at = 0.0
         self._index: RunIndex | None = None
         self._listing = threading.Lock()
 
-    def found(self) -> FoundRuns:
+    def scan(self) -> FoundRuns:
         """Scan the folder."""
-        self._found, self._scanned_at = find_runs(self.root), time.monotonic()
-        return self._found
+        self._scan, self._scanned_at = find_runs(self.root), time.monotonic()
+        return self._scan
 
     def path(self, name: str) -> Path:
         """The path of a listed run. The name is looked up, never joined to a path."""
-        fresh = self._found is not None and time.monotonic() - self._scanned_at < RESCAN_SECONDS
-        current = self._found if fresh and self._found is not None and name in self._found.runs else self.found()
+        fresh = self._scan is not None and time.monotonic() - self._scanned_at < RESCAN_SECONDS
+        current = self._scan if fresh and self._scan is not None and name in self._scan.runs else self.scan()
         path = current.runs.get(name)
         if path is None:
             raise Missing(f"there is no run {name[:200]!r} here")
         return path
 
     def listed(self) -> dict[str, Any]:
-        found, locks = self.found(), file_locks()
+        scan, locks = self.scan(), file_locks()
         with self._listing:
             index = self._index = self._index or RunIndex(self.root)
-            runs = [summary(self.root, name, path, locks, index.cache) for name, path in found.runs.items()]
-            index.keep(found.runs.values())
-        return {"folder": str(self.root), "runs": runs, "left_out": list(found.left_out), "first": first_metrics()}
+            runs = [summary(self.root, name, path, locks, index.cache) for name, path in scan.runs.items()]
+            index.keep(scan.runs.values())
+        return {"folder": str(self.root), "runs": runs, "left_out": list(scan.left_out), "first": first_metrics()}
 
 
 # Recipes -------------------------------------------------------------------------------------------------------------
@@ -291,19 +291,19 @@ def recipe_of(root: Path, run: Path) -> dict[str, Any]:
         {"last_step": last, "text": _shown_text(read_small(root, path, MAX_BYTES))}
         for last, path in folder.earlier_recipes().items()
     ]
-    found: dict[str, Any] = {"text": None, "recipe": {}, "env": {}, "earlier": earlier, "problems": []}
+    shown: dict[str, Any] = {"text": None, "recipe": {}, "env": {}, "earlier": earlier, "problems": []}
     if folder.recipe.is_file():
         try:
             text = read_small(root, folder.recipe, MAX_BYTES)
-            found["text"], found["recipe"] = _shown_text(text), _without_secrets(flat(loaded(text)))
+            shown["text"], shown["recipe"] = _shown_text(text), _without_secrets(flat(loaded(text)))
         except Missing as error:
-            found["problems"].append(str(error))
+            shown["problems"].append(str(error))
     if folder.env.is_file():
         try:
-            found["env"] = _without_secrets(flat(json.loads(read_small(root, folder.env, MAX_BYTES))))
+            shown["env"] = _without_secrets(flat(json.loads(read_small(root, folder.env, MAX_BYTES))))
         except (Missing, ValueError, RecursionError) as error:
-            found["problems"].append(f"env.json: {error}")
-    return found
+            shown["problems"].append(f"env.json: {error}")
+    return shown
 
 
 def _shown_text(text: str) -> str:
@@ -332,7 +332,7 @@ def loaded(text: str) -> Any:
 
 def flat(value: Any) -> dict[str, str]:
     """Every value as JSON under its dotted key."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     left = MAX_VALUES
 
     def walk(part: Any, key: str) -> None:
@@ -343,9 +343,9 @@ def flat(value: Any) -> dict[str, str]:
         elif isinstance(part, list) and any(isinstance(item, (dict, list)) for item in part):
             for number, item in enumerate(part):
                 walk(item, f"{key}.{number}")
-        elif len(found) < MAX_KEYS:
-            found[key] = json.dumps(part, ensure_ascii=False, default=str)
-            left -= len(found[key])
+        elif len(values) < MAX_KEYS:
+            values[key] = json.dumps(part, ensure_ascii=False, default=str)
+            left -= len(values[key])
             if left < 0:
                 raise Missing(f"has over {MAX_VALUES:,} characters: too many to show")
         else:
@@ -357,7 +357,7 @@ def flat(value: Any) -> dict[str, str]:
         raise Missing("is nested too deeply to show") from None
     except ValueError as error:  # a number of thousands of digits
         raise Missing(f"cannot be shown: {error}") from None
-    return found
+    return values
 
 
 def setup_difference(root: Path, run: Path, other: Path) -> dict[str, Any]:
@@ -376,7 +376,7 @@ def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
 
     a, b = (Evidence(*_setup(root, path)) for path in (run, other))
     try:
-        found, unknown = setup_differences(a, b)
+        differences, unknown = setup_differences(a, b)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         # Files that were changed by hand.
         raise Missing(
@@ -391,7 +391,7 @@ def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
             "weight": each.weight,
             "effect": each.effect,
         }
-        for each in found
+        for each in differences
     ]
     return {"differences": rows, "unknown": unknown}
 

@@ -108,9 +108,9 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def refuse_training(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> None:
+def refuse_training(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> None:
     """Refuse to convert the command to a recipe, and name the command that runs it."""
-    parsed = parse_flags(words, _flags(program, words), wheres)
+    parsed = parse_flags(words, _flags(program, words), locations)
     remedy = f"run the command itself: python -m lockstep.compat.openrlhf {program} ..."
     raise Refusal([*parsed.problems, Problem(f"openrlhf {program}", "does not train", remedy)])
 
