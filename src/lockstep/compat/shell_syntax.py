@@ -292,7 +292,7 @@ def cut(value: str, how: str, filled: Callable[[str], str]) -> str | None:
     """The value of `${X%/}`, `${X##*/}`, `${X//./_}`, `${X:0:3}` ...; `how` follows the name. None if unsupported."""
     if how[0] in "#%":
         twice = how[:2] in ("##", "%%")
-        return _without(value, filled(how[2 if twice else 1 :]), at_end=how[0] == "%", longest=twice)
+        return _without(value, _glob(filled(how[2 if twice else 1 :])), at_end=how[0] == "%", longest=twice)
     if how[0] == "/":
         return _replaced(value, how[1:], filled)
     if how[0] == ":":
@@ -302,6 +302,15 @@ def cut(value: str, how: str, filled: Callable[[str], str]) -> str | None:
     if how in ("^", ","):
         return (value[:1].upper() if how == "^" else value[:1].lower()) + value[1:]
     return None
+
+
+def _glob(pattern: str) -> str:
+    """The pattern for fnmatch, which has no quotes and no backslash: `\\*` and `"*"` are the character itself."""
+
+    def literal(text: str) -> str:
+        return re.sub(r"[*?[]", r"[\g<0>]", text)
+
+    return re.sub(r"\\(.)|\"([^\"]*)\"|'([^']*)'", lambda m: literal(m[1] or m[2] or m[3] or ""), pattern)
 
 
 def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
@@ -317,8 +326,9 @@ def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
 def _replaced(value: str, how: str, filled: Callable[[str], str]) -> str:
     """`pattern/text` replaces once, `/pattern/text` all, `#pattern/text` at the start, `%pattern/text` at the end."""
     mode, how = (how[0], how[1:]) if how[:1] in ("/", "#", "%") else ("", how)
-    pattern, _, text = how.partition("/")
-    regex = fnmatch.translate(filled(pattern)).removeprefix("(?s:").rsplit(")", 1)[0]
+    parts = re.match(r"((?:\\.|[^/\\])*)/?(.*)", how, re.DOTALL)
+    pattern, text = (parts[1], parts[2]) if parts else (how, "")
+    regex = fnmatch.translate(_glob(filled(pattern))).removeprefix("(?s:").rsplit(")", 1)[0]
     regex = {"#": f"^(?:{regex})", "%": f"(?:{regex})$"}.get(mode, regex)
     replacement = filled(text)
     return re.sub(regex, lambda _: replacement, value, count=0 if mode == "/" else 1, flags=re.DOTALL)
