@@ -52,6 +52,12 @@ def model_routes(names: tuple[str, ...], max_model_len: int | None) -> dict[tupl
     return {("GET", "/v1/models"): models, ("GET", f"/v1/models/{names[0]}"): one_model}
 
 
+def check_running(stopped: str | None) -> None:
+    """Reject a request after the worker stopped; `stopped` is the reason."""
+    if stopped is not None:
+        raise ApiError(503, stopped, code="engine_stopped")
+
+
 class LanguageModelApp:
     """The routes of a language model."""
 
@@ -73,11 +79,11 @@ class LanguageModelApp:
         return await self._generate(request, completion_request, chat=False)
 
     async def health(self, request: HttpRequest) -> HttpReply:
-        if self.worker.stopped is not None:
-            raise ApiError(503, self.worker.stopped, code="engine_stopped")
+        check_running(self.worker.stopped)
         return as_json({"status": "ok", **vars(self.worker.load)})
 
     async def _generate(self, request: HttpRequest, parse: Callable[..., ApiRequest], *, chat: bool) -> HttpReply:
+        check_running(self.worker.stopped)
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(self._encoder, parse, request.body, self.served)
         response = ApiResponse(parsed, self.served, chat=chat)

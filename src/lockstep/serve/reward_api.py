@@ -25,7 +25,7 @@ from lockstep.reward.model import RewardModel
 from lockstep.run.output import write
 from lockstep.serve.api_request import BodyReader, bad_value, check_model, valid_text
 from lockstep.serve.http_api import ApiError, Handler, HttpReply, HttpRequest, ServeLimits, as_json
-from lockstep.serve.openai_api import model_routes
+from lockstep.serve.openai_api import check_running, model_routes
 from lockstep.types import Origin, Question
 
 # Limit of rows in one batch of waiting requests.
@@ -224,6 +224,7 @@ class RewardModelApp:
         }
 
     async def rewards(self, request: HttpRequest) -> HttpReply:
+        check_running(self.worker.stopped)
         loop = asyncio.get_running_loop()
         key, rows = await loop.run_in_executor(self._executor, self.encoder.encoded, request.body)
         scores = await self.worker.score(rows)
@@ -236,8 +237,7 @@ class RewardModelApp:
         return as_json({key: scores})
 
     async def health(self, request: HttpRequest) -> HttpReply:
-        if self.worker.stopped is not None:
-            raise ApiError(503, self.worker.stopped, code="engine_stopped")
+        check_running(self.worker.stopped)
         return as_json({"status": "ok", "waiting": self.worker.waiting})
 
     def close(self) -> None:
