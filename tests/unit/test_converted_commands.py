@@ -114,7 +114,7 @@ def test_defaults_of_openrlhfs_programs(program: str, expected: tuple[float, int
         (
             GRPO,
             [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{A}.ppo_mini_batch_size=1024"],
-            {"algorithm.loss": "policy_gradient", "algorithm.correction.bypass": False},
+            {"algorithm.loss": "policy_gradient", "algorithm.rollout_correction.bypass": False},
         ),
         (GRPO, [f"{A}.kl_loss_type=k3+", f"{A}.use_kl_loss=True"], {"algorithm.kl.estimator": "k3+"}),
         (GRPO, ["algorithm.adv_estimator=opo"], {"method": "opo", "algorithm.advantage": "opo"}),
@@ -141,7 +141,7 @@ def test_single_settings_of_main_ppo(base: Sequence[str], words: list[str], expe
         (
             "train_ppo_ray",
             [*FLAT, "--enable_vllm_is_correction", "--vllm_is_truncated_threshold", "3"],
-            {"algorithm.correction.weight": "token", "algorithm.correction.cap": 3.0},
+            {"algorithm.rollout_correction.weight": "token", "algorithm.rollout_correction.cap": 3.0},
         ),
         (
             "train_ppo_ray",
@@ -152,13 +152,13 @@ def test_single_settings_of_main_ppo(base: Sequence[str], words: list[str], expe
         (
             "train_ppo_ray",
             [*FLAT, *GROUP, "--dynamic_filtering", "--dynamic_filtering_reward_range", "0.1", "0.9"],
-            {"algorithm.dynamic_sampling.rounds": 10, "algorithm.dynamic_sampling.between": [0.1, 0.9]},
+            {"algorithm.dynamic_sampling.max_gen_batches": 10, "algorithm.dynamic_sampling.between": [0.1, 0.9]},
         ),
         # Group estimators force gamma to 1, and compare scores before a KL in the reward.
         (
             "train_ppo_ray",
             [*FLAT, *GROUP, "--gamma", "0.9"],
-            {"algorithm.gamma": 1.0, "algorithm.kl.compared": False},
+            {"algorithm.gamma": 1.0, "algorithm.kl.before_baseline": False},
         ),
         ("train_ppo_ray", [*FLAT, "--policy_loss_type", "gspo"], {"algorithm.aggregation": "seq_mean_token_mean"}),
         ("train_ppo_ray", [*FLAT, "--max_samples", "7"], {"data.train": [{"path": "p.jsonl", "rows": 7}]}),

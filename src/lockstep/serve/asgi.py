@@ -15,7 +15,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -147,17 +146,15 @@ def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
         stripped = scope["path"].rstrip("/")
         if any(stripped == path for _, path in site.routes):
             scope["path"] = stripped
-        error, close = _framing_error(scope), True
-        if error is None:
-            error, close = _caller_error(site, scope), False
-        if error is None:
-            await app(scope, receive, send)
+        try:
+            _check_framing(scope)
+            site.check(_request(scope))
+        except ApiError as error:
+            await _drain(Request(scope, receive))
+            # After a framing error the next request on the connection could be read from a wrong position.
+            await _response(site.error(error), close=True)(scope, receive, send)
             return
-        await _drain(Request(scope, receive))
-        reply = site.error(error)
-        # After a framing error the next request on the connection could be read from a wrong position.
-        headers = {**reply.headers, **({"Connection": "close"} if close else {})}
-        await _response(replace(reply, headers=headers))(scope, receive, send)
+        await app(scope, receive, send)
 
     return checked
 
@@ -167,25 +164,16 @@ def _request(scope: Scope, body: bytes = b"") -> HttpRequest:
     return HttpRequest(scope["method"], scope["path"], headers, scope["query_string"].decode("latin-1"), body)
 
 
-def _caller_error(site: HttpSite, scope: Scope) -> ApiError | None:
-    try:
-        site.check(_request(scope))
-    except ApiError as error:
-        return error
-    return None
-
-
-def _framing_error(scope: Scope) -> ApiError | None:
+def _check_framing(scope: Scope) -> None:
     names = [name.decode("latin-1") for name, _ in scope["headers"]]
     # The parser limits heads that come in several packets; this limits the others.
     if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
-        return _head_too_long()
+        raise _head_too_long()
     for name in _SINGLE_HEADERS:
         if names.count(name) > 1:
-            return ApiError(400, f"the header {name} is repeated")
+            raise ApiError(400, f"the header {name} is repeated")
     if "transfer-encoding" in names and "content-length" in names:
-        return ApiError(400, "a body needs either Content-Length or Transfer-Encoding: chunked, not both")
-    return None
+        raise ApiError(400, "a body needs either Content-Length or Transfer-Encoding: chunked, not both")
 
 
 def _head_too_long() -> ApiError:
@@ -214,8 +202,9 @@ def _endpoint(site: HttpSite, handler: Handler, limits: ServeLimits) -> Callable
     return endpoint
 
 
-def _response(reply: HttpReply) -> ASGIApp:
-    headers = {"Content-Type": reply.content_type, **reply.headers}
+def _response(reply: HttpReply, *, close: bool = False) -> ASGIApp:
+    """Sends the reply. `close` ends the connection after it."""
+    headers = {"Content-Type": reply.content_type, **reply.headers, **({"Connection": "close"} if close else {})}
     if isinstance(reply.body, bytes):
         response: Response = Response(reply.body, reply.status, headers)
     else:
