@@ -27,7 +27,7 @@ Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class PeerCheckpoint:
     """A checkpoint: its kind, its reader, and the folder of its config and tokenizer, if there is one."""
 
     kind: str
@@ -65,17 +65,17 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
     return f"wrote {out}: {count:,} parameters of {checkpoint.kind}, config and tokenizer of {source}"
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(path: Path) -> PeerCheckpoint:
     """The checkpoint in a folder, or in the subfolders where the trainers save it."""
     for folder in (path, path / "actor", path / "_actor", *_tagged(path), *_tagged(path / "_actor")):
         names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         if any(_SHARD.match(name) for name in names):
             inside = folder / "huggingface"
-            return Checkpoint("FSDP shards of verl", folder, read_fsdp, inside if inside.is_dir() else folder)
+            return PeerCheckpoint("FSDP shards of verl", folder, read_fsdp, inside if inside.is_dir() else folder)
         if any(_ZERO3.match(name) for name in names):
-            return Checkpoint("DeepSpeed ZeRO 3", folder, read_zero3, None)
+            return PeerCheckpoint("DeepSpeed ZeRO 3", folder, read_zero3, None)
         if any(_MP.match(name) for name in names):
-            return Checkpoint("DeepSpeed", folder, read_deepspeed, None)
+            return PeerCheckpoint("DeepSpeed", folder, read_deepspeed, None)
         if "dist_ckpt" in names or any(name.endswith(".distcp") or name.startswith("iter_") for name in names):
             raise Refusal.at(
                 folder,
