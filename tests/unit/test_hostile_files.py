@@ -37,7 +37,7 @@ from lockstep.parity.compare.logs import read_log
 from lockstep.recipe import load_recipe
 from lockstep.run import checkpoint as checkpoints
 from lockstep.serve.viewer_log import Missing
-from lockstep.serve.viewer_recipes import loaded
+from lockstep.serve.viewer_runs import loaded
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.train.logprob_cache import Shape, _is_whole
 from lockstep.types import Origin

@@ -37,7 +37,7 @@ from lockstep.rollout.servers.server_process import ServerProcess
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, describe_environment
 from lockstep.run.output import ONLINE_COLUMNS, write
-from lockstep.serve.viewer_recipes import recipe_of
+from lockstep.serve.viewer_runs import recipe_of
 from lockstep.train.online import train_online
 from lockstep.train.resume import refuse_changed_recipe
 from reward_servers import asked, by_length, opened, serving
