@@ -17,9 +17,9 @@ from lockstep.evaluate.validation import measure
 from lockstep.methods import METHODS
 from lockstep.methods.base import Objective
 from lockstep.model.check import CHECK_TOLERANCE
-from lockstep.model.kernel_trial import refuse_unless_replayed
 from lockstep.model.load import DTYPES
 from lockstep.model.resolve import model_folder
+from lockstep.model.trials import INITIAL_LOSS, refuse_unless_replayed, run_trial
 from lockstep.preflight.batch_plan import BatchPlan, make_loader
 from lockstep.preflight.prepare import prepare
 from lockstep.recipe import Recipe
@@ -158,7 +158,7 @@ def open_offline(
                 rows = prepared.val.items
                 training.validator.loss_on_rows = lambda: measure(rows, objective, models)
             if training.position.step == 0:
-                assert_identity(loader.take(0), objective, models, recipe, console)
+                run_trial(INITIAL_LOSS, lambda: assert_identity(loader.take(0), objective, models, recipe, console))
             yield Offline(training, loader, objective, prepared.batches)
 
 
