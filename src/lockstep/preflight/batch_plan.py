@@ -91,6 +91,10 @@ def _places(devices: int, group: int) -> str:
     return f"{devices} device(s)" if group == 1 else f"{devices // group} group(s) of {group} devices"
 
 
+def sequences_per_update(recipe: Recipe) -> int:
+    return (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
+
+
 def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
     batch, rollout = recipe.batch, recipe.rollout
     rows = sum(len(source) for source in prompts.sources)

@@ -21,7 +21,7 @@ from lockstep.model.load import DTYPES
 from lockstep.model.resolve import model_folder
 from lockstep.model.trials import INITIAL_LOSS, refuse_unless_replayed, run_trial
 from lockstep.preflight.batch_plan import BatchPlan, make_loader
-from lockstep.preflight.prepare import prepare
+from lockstep.preflight.run_checks import prepare_offline
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.reward.row_rewards import judged_by
@@ -143,7 +143,7 @@ def open_offline(
     """Everything that the loop needs, checked and loaded. A replay `keeps` nothing."""
     with open_runtime(recipe, console) as runtime:
         device, console = runtime.device, runtime.console
-        prepared = prepare(recipe, device, runtime.world.size, console)
+        prepared = prepare_offline(recipe, device, runtime.world.size, console)
         sources = {question.data_source for question in prepared.questions}
         torch_device = device.torch_device(runtime.world.local_rank)
         with (
