@@ -16,7 +16,7 @@ from lockstep.commands.init import Choices, needs_teacher, rewarded, write_recip
 from lockstep.commands.smoke import smoke_test
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.preflight.context import PreparedOnline
+from lockstep.preflight.prepared import PreparedOnline
 from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.recipe.loader import load_recipe
 from lockstep.recipe.methods import OFFLINE, ONLINE

@@ -21,8 +21,8 @@ from lockstep.preflight.async_worker import handed_lines, refuse_beside
 from lockstep.preflight.batch_plan import make_loader
 from lockstep.preflight.cluster import OfflineSteps, OnlineSteps, StepSource, StepWork, TargetCluster, cluster_named
 from lockstep.preflight.cluster_plan import Outlook, fitting, refuse_over, refuse_uncounted
-from lockstep.preflight.context import Prepared, PreparedOnline
 from lockstep.preflight.memory_plan import MemoryPlan, Phase, refuse_misfit
+from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.preflight.step_time import PhaseTime
 from lockstep.preflight.user_trials import try_rewards

@@ -22,8 +22,8 @@ from lockstep.preflight import model_checks as model
 from lockstep.preflight import row_checks as rows
 from lockstep.preflight import user_trials as trials
 from lockstep.preflight.async_worker import refuse_beside
-from lockstep.preflight.context import Context
 from lockstep.preflight.memory_plan import refuse_misfit
+from lockstep.preflight.prepared import Context
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.engine import refuse_unknown_ids
 from lockstep.rollout.native.limits import refuse_moving_positions

@@ -15,7 +15,7 @@ from lockstep.device.chips import CHIPS, LINKS, ChipFacts, chip_named, nearest_c
 from lockstep.device.cpu import host_memory
 from lockstep.errors import Refusal
 from lockstep.preflight.batch_plan import sequences_per_update
-from lockstep.preflight.context import Prepared
+from lockstep.preflight.prepared import Prepared
 from lockstep.preflight.row_checks import longest_row
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import estimator_row

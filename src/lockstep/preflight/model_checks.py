@@ -17,7 +17,7 @@ from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.tensor_plan import refuse_indivisible
-from lockstep.preflight.context import Context, problems_of
+from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE

@@ -20,8 +20,8 @@ from lockstep.kernels.rotary import fixed_length
 from lockstep.methods import METHODS
 from lockstep.model.load import load_config
 from lockstep.preflight.batch_plan import make_loader, prompt_limit, row_limit
-from lockstep.preflight.context import Context, problems_of
 from lockstep.preflight.model_checks import refuse_placeholders
+from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe, Source
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE

@@ -12,10 +12,10 @@ from lockstep.model.load import DTYPES
 from lockstep.preflight.async_worker import with_worker
 from lockstep.preflight.batch_plan import OnlinePlan, plan_batches, plan_online, sequences_per_update
 from lockstep.preflight.checks import Stage, run_checks
-from lockstep.preflight.context import Context, Prepared, PreparedOnline, problems_of, refuse_each_once
 from lockstep.preflight.memory_plan import MemoryPlan, on_device, plan_memory
 from lockstep.preflight.model_checks import tokenizer_of_model
 from lockstep.preflight.model_sizes import count_parameters
+from lockstep.preflight.prepared import Context, Prepared, PreparedOnline, problems_of, refuse_each_once
 from lockstep.preflight.row_checks import longest_row, repeated_rows, seen_in_training, unreadable_files
 from lockstep.recipe import Recipe
 from lockstep.rollout.native.engine import kept_cache

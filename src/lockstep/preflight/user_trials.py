@@ -21,7 +21,7 @@ from lockstep.model.trials import (
     TrialReport,
     run_trial,
 )
-from lockstep.preflight.context import Context, PreparedOnline
+from lockstep.preflight.prepared import Context, PreparedOnline
 from lockstep.reward.scorer import Scorer
 from lockstep.rollout.function import try_function
 from lockstep.run.console import Console

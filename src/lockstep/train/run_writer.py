@@ -16,7 +16,7 @@ from lockstep.masking import sources
 from lockstep.model.fingerprint import model_fingerprint
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
-from lockstep.preflight.context import Prepared, PreparedOnline
+from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import dump_recipe, resolved
 from lockstep.recipe.methods import ONLINE

@@ -20,7 +20,7 @@ from lockstep.methods.base import Method
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
-from lockstep.preflight.context import Prepared, PreparedOnline
+from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
 from lockstep.rollout.engine import validation_sampling
