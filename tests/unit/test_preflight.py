@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,12 +88,12 @@ def one_process(broken: Broken) -> None:
 
 def context_ranks(broken: Broken) -> list[str]:
     one_process(broken)
-    return ["parallel.context=2"]
+    return ["parallel.context_parallel=2"]
 
 
 def tensor_division(broken: Broken) -> list[str]:
     one_process(broken)
-    return ["parallel.tensor=3"]
+    return ["parallel.tensor_parallel=3"]
 
 
 def packages(broken: Broken) -> list[str]:
@@ -132,7 +133,7 @@ def async_worker(broken: Broken) -> list[str]:
 
 def engine_device(broken: Broken) -> list[str]:
     broken.patch.setattr(Cpu, "meets_itself", False)
-    return ["rollout.engine=vllm", "rollout.hand_over=collective"]
+    return ["rollout.engine=vllm", "rollout.weight_sync=collective"]
 
 
 def trackers(broken: Broken) -> list[str]:
@@ -144,7 +145,7 @@ def trackers(broken: Broken) -> list[str]:
 
 
 def checkpoint_space(broken: Broken) -> list[str]:
-    broken.patch.setattr("lockstep.run.checkpoint.SPARE_BYTES", 2**60)
+    broken.patch.setattr("lockstep.run.checkpoint.shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     return []
 
 

@@ -72,7 +72,7 @@ LOAD_BALANCE = Trial(
 )
 TENSOR_PARALLEL = Trial(
     "tensor_parallel",
-    "before weights load, with parallel.tensor above 1",
+    "before weights load, with parallel.tensor_parallel above 1",
     "model.tensor_trial.check_division",
     "a small model gives the same log-probs and gradients undivided and divided over the ranks",
     cached=True,

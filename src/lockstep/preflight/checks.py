@@ -81,7 +81,7 @@ class Check:
 
 
 def context_ranks(context: Context) -> None:
-    refuse_ranks(context.recipe.parallel.context, context.devices)
+    refuse_ranks(context.recipe.parallel.context_parallel, context.devices)
 
 
 def device_mesh(context: Context) -> None:
@@ -178,7 +178,9 @@ def _served(context: Context) -> bool:
 
 
 def _packed(context: Context) -> bool:
-    return not context.online and context.recipe.batch.tokens is not None and context.recipe.parallel.context == 1
+    return (
+        not context.online and context.recipe.batch.tokens is not None and context.recipe.parallel.context_parallel == 1
+    )
 
 
 def _writes_run(context: Context) -> bool:
@@ -190,7 +192,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check(context_ranks, Stage.SETTINGS),
         Check(device_mesh, Stage.SETTINGS),
         Check(offloaded_weights, Stage.SETTINGS),
-        Check(model.tensor_division, Stage.MODEL, lambda context: context.recipe.parallel.tensor > 1),
+        Check(model.tensor_division, Stage.MODEL, lambda context: context.recipe.parallel.tensor_parallel > 1),
     ),
     "device": (Check(packages, Stage.SETTINGS),),
     "run": (

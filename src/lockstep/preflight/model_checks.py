@@ -148,7 +148,7 @@ def missing_weights(context: Context) -> Iterator[Problem]:
 def tensor_division(context: Context) -> Iterator[Problem]:
     """Models, trained or only read, that tensor parallelism cannot divide."""
     for path in model_folders(context.recipe).values():
-        yield from problems_of(refuse_indivisible, load_config(path), path, context.recipe.parallel.tensor)
+        yield from problems_of(refuse_indivisible, load_config(path), path, context.recipe.parallel.tensor_parallel)
 
 
 def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:

@@ -147,7 +147,7 @@ def method_rows(context: Context) -> Iterator[Problem]:
 def oversized_rows(context: Context) -> Iterator[Problem]:
     """Rows whose sequences, which one loss compares, do not fit into a micro-batch together."""
     recipe = context.recipe
-    tokens, context_parallel = recipe.line_tokens, recipe.parallel.context
+    tokens, context_parallel = recipe.line_tokens, recipe.parallel.context_parallel
     if tokens is None:
         return
     for rows in context.row_sets.values():
@@ -201,7 +201,7 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
             str(items[number].origin),
             f"{longest[number]} tokens: over {fixed} tokens all positions of {config.model_type} depend on the length "
             "of a sequence (longrope or dynamic rotary embedding), and packed sequences of a row share their prefix",
-            "set batch.rows instead of batch.tokens, or lower data.max_tokens",
+            "set batch.micro_batch_size instead of batch.tokens, or lower data.max_tokens",
         )
         for number in np.flatnonzero((sequence_counts(items) > 1) & (longest > fixed)).tolist()
     ]
@@ -253,6 +253,6 @@ def seen_in_training(train: Sequence[Any], held_out: Sequence[Any], key: str) ->
 
 def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
     """Tokens of a micro-batch that the longest row takes."""
-    packed, shared = recipe.batch.tokens is not None, recipe.parallel.context == 1
+    packed, shared = recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
     sizes = row_sizes(rows.items, packed=packed, shared=shared)
     return int((sizes if packed else sizes * sequence_counts(rows.items)).max())

@@ -39,7 +39,7 @@ def advantage_function(context: Context) -> None:
     algorithm, n = context.recipe.algorithm, context.recipe.rollout.n
     run_trial(
         ADVANTAGE_FUNCTION,
-        lambda: TrialReport([try_advantage(algorithm.advantage, n, algorithm.function_limit)]),
+        lambda: TrialReport([try_advantage(algorithm.advantage, n, algorithm.function_timeout)]),
         console=context.console,
     )
 
@@ -48,7 +48,7 @@ def loss_function(context: Context) -> None:
     algorithm = context.recipe.algorithm
     run_trial(
         LOSS_FUNCTION,
-        lambda: TrialReport([try_loss(algorithm.loss, algorithm.function_limit)]),
+        lambda: TrialReport([try_loss(algorithm.loss, algorithm.function_timeout)]),
         console=context.console,
     )
 
@@ -102,7 +102,7 @@ def try_rollout(context: Context) -> str:
         lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         context.config.get_text_config().vocab_size,
-        rollout.function_limit,
+        rollout.function_timeout,
     )
 
 
