@@ -36,7 +36,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.run.trackers.base import open_sinks
 
 
-class Stage(IntEnum):
+class CheckStage(IntEnum):
     """When a check runs, by what it reads."""
 
     SETTINGS = 1
@@ -62,7 +62,7 @@ class Check:
     """One check of a section. `applies` decides whether it runs for a recipe."""
 
     function: Callable[[Context], Iterable[Problem] | None]
-    stage: Stage
+    stage: CheckStage
     applies: Callable[[Context], bool] = _always
     in_plan: Literal["refuse", "remark", "last"] = "refuse"
     """In `lockstep plan` a problem is refused, printed as a remark, or refused after the plan is printed."""
@@ -189,69 +189,71 @@ def _writes_run(context: Context) -> bool:
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "parallel": (
-        Check(context_ranks, Stage.SETTINGS),
-        Check(device_mesh, Stage.SETTINGS),
-        Check(offloaded_weights, Stage.SETTINGS),
-        Check(model.tensor_division, Stage.MODEL, lambda context: context.recipe.parallel.tensor_parallel > 1),
+        Check(context_ranks, CheckStage.SETTINGS),
+        Check(device_mesh, CheckStage.SETTINGS),
+        Check(offloaded_weights, CheckStage.SETTINGS),
+        Check(model.tensor_division, CheckStage.MODEL, lambda context: context.recipe.parallel.tensor_parallel > 1),
     ),
-    "device": (Check(packages, Stage.SETTINGS),),
+    "device": (Check(packages, CheckStage.SETTINGS),),
     "run": (
-        Check(resumed_run, Stage.SETTINGS, _writes_run),
-        Check(finished_run, Stage.PLAN, _writes_run),
+        Check(resumed_run, CheckStage.SETTINGS, _writes_run),
+        Check(finished_run, CheckStage.PLAN, _writes_run),
     ),
-    "log": (Check(trackers, Stage.SETTINGS, lambda context: context.main),),
+    "log": (Check(trackers, CheckStage.SETTINGS, lambda context: context.main),),
     "model": (
-        Check(model.dtype_of_device, Stage.SETTINGS),
-        Check(model.open_tokenizer, Stage.OPEN),
-        Check(model.open_config, Stage.OPEN),
-        Check(model.tokenizer_of_model, Stage.MODEL),
-        Check(model.routers, Stage.MODEL),
-        Check(model.classifier, Stage.MODEL, lambda context: model.trains_value_model(context.recipe)),
-        Check(model.architectures, Stage.MODEL),
-        Check(model.missing_weights, Stage.MODEL, in_plan="remark"),
+        Check(model.dtype_of_device, CheckStage.SETTINGS),
+        Check(model.open_tokenizer, CheckStage.OPEN),
+        Check(model.open_config, CheckStage.OPEN),
+        Check(model.tokenizer_of_model, CheckStage.MODEL),
+        Check(model.routers, CheckStage.MODEL),
+        Check(model.classifier, CheckStage.MODEL, lambda context: model.trains_value_model(context.recipe)),
+        Check(model.architectures, CheckStage.MODEL),
+        Check(model.missing_weights, CheckStage.MODEL, in_plan="remark"),
     ),
     "rollout": (
-        Check(async_worker, Stage.SETTINGS, _asynchronous),
-        Check(engine_package, Stage.SETTINGS, _served),
-        Check(engine_device, Stage.SETTINGS, _served),
-        Check(stop_ids, Stage.MODEL),
-        Check(cached_positions, Stage.ROWS, _online),
-        Check(trials.rollout_function, Stage.ROWS, lambda context: context.recipe.rollout.function is not None),
+        Check(async_worker, CheckStage.SETTINGS, _asynchronous),
+        Check(engine_package, CheckStage.SETTINGS, _served),
+        Check(engine_device, CheckStage.SETTINGS, _served),
+        Check(stop_ids, CheckStage.MODEL),
+        Check(cached_positions, CheckStage.ROWS, _online),
+        Check(trials.rollout_function, CheckStage.ROWS, lambda context: context.recipe.rollout.function is not None),
     ),
     "val": (
-        Check(rows.read_questions_of, Stage.OPEN),
-        Check(rows.long_questions, Stage.MODEL),
+        Check(rows.read_questions_of, CheckStage.OPEN),
+        Check(rows.long_questions, CheckStage.MODEL),
     ),
     "data": (
-        Check(rows.read_limit, Stage.READ),
-        Check(rows.read_training, Stage.READ, lambda context: context.limit > 0),
-        Check(rows.read_validation, Stage.READ, lambda context: context.limit > 0 and bool(context.recipe.data.val)),
-        Check(rows.method_rows, Stage.ROWS, _offline),
-        Check(rows.placeholder_tokens, Stage.ROWS),
+        Check(rows.read_limit, CheckStage.READ),
+        Check(rows.read_training, CheckStage.READ, lambda context: context.limit > 0),
+        Check(
+            rows.read_validation, CheckStage.READ, lambda context: context.limit > 0 and bool(context.recipe.data.val)
+        ),
+        Check(rows.method_rows, CheckStage.ROWS, _offline),
+        Check(rows.placeholder_tokens, CheckStage.ROWS),
     ),
     "batch": (
-        Check(rows.oversized_rows, Stage.ROWS, _offline),
-        Check(rows.moving_row_positions, Stage.ROWS, _packed),
+        Check(rows.oversized_rows, CheckStage.ROWS, _offline),
+        Check(rows.moving_row_positions, CheckStage.ROWS, _packed),
     ),
-    "reward": (Check(rows.reward_rules, Stage.ROWS, _online),),
+    "reward": (Check(rows.reward_rules, CheckStage.ROWS, _online),),
     "algorithm": (
         Check(
             trials.advantage_function,
-            Stage.MODEL,
+            CheckStage.MODEL,
             lambda context: context.online and is_function_path(context.recipe.algorithm.advantage),
         ),
         Check(
             trials.loss_function,
-            Stage.MODEL,
+            CheckStage.MODEL,
             lambda context: context.online and is_function_path(context.recipe.algorithm.loss),
         ),
     ),
-    "checkpoint": (Check(checkpoint_space, Stage.PLAN, _writes_run),),
-    "memory": (Check(device_memory, Stage.PLAN, lambda context: context.local, in_plan="last"),),
+    "checkpoint": (Check(checkpoint_space, CheckStage.PLAN, _writes_run),),
+    "memory": (Check(device_memory, CheckStage.PLAN, lambda context: context.local, in_plan="last"),),
 }
 
 
-def run_checks(stage: Stage, context: Context) -> list[Problem]:
+def run_checks(stage: CheckStage, context: Context) -> list[Problem]:
     """The problems of all checks of a stage. A plan adds some as remarks to the context."""
     problems: list[Problem] = []
     for check in (check for section in CHECKS.values() for check in section):

@@ -178,11 +178,10 @@ def plan_memory(
     counted: Counted | None = None,
     cache_room: int | None = None,
 ) -> MemoryPlan:
-    """Estimates from shapes alone; `counted` saves counting again. `cache_room` bounds the KV cache (`on_device`).
+    """Estimates memory from shapes. An update has `rows` rows of at most `longest` tokens.
 
-    A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
-    `prefill_tokens` are those of one pass of the engine over prompts, `keeps_cache` up to how many bytes of KV cache
-    the engine keeps while the device trains. Only what holds for all devices of its kind is asked of `device`.
+    `prefill_tokens`: of one prefill pass. `keeps_cache`: bytes of KV cache that may stay on the device during training.
+    `counted`: saves counting parameters again. `cache_room`: maximum of the KV cache (`on_device`).
     """
     grid = grid_of(recipe.parallel, devices)
     shards, tensor = grid.shard * grid.tensor, grid.tensor
@@ -203,8 +202,7 @@ def plan_memory(
         Phase("validation", model.weights, 0, model.state, activations.validation),
     )
     checkpoint_bytes = trained * (size + (12 if masters else 2 * size))
-    remarks = _read_by_every_process(recipe, counted, devices)
-    plan = MemoryPlan(parameters, trained, phases, checkpoint_bytes, remarks=remarks)
+    plan = MemoryPlan(parameters, trained, phases, checkpoint_bytes, remarks=_read_by_all(recipe, counted, devices))
     frozen = {key: count * size // shards for key, count in counted.frozen.items()} | {"offload_reward": counted.reward}
     plan = _with_weights(plan, sum(frozen.values()))
     policy, critic = replace(model, gradients=phases[1].gradients), None
@@ -213,13 +211,16 @@ def plan_memory(
         before = plan.phases[-1]
         engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
-        after = plan.phases[len(phases) - 1]
-        if after.weights > before.weights:
-            state, weights = after.optimizer - before.optimizer, after.weights - before.weights
-            critic = replace(model, state=state, weights=weights, gradients=0)
+        critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
     plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
     waiting = Freed("model.activation_offload=true", activations.on_host, recipe.model.activation_offload)
     return replace(plan, freed=(*plan.freed, *([waiting] if activations.on_host else [])))
+
+
+def _critic_bytes(policy: TrainedBytes, without: Phase, with_critic: Phase) -> TrainedBytes | None:
+    """The critic, from a phase without and with it."""
+    state, weights = with_critic.optimizer - without.optimizer, with_critic.weights - without.weights
+    return replace(policy, state=state, weights=weights, gradients=0) if weights > 0 else None
 
 
 def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, gradient_size: int) -> TrainedBytes:
@@ -398,7 +399,7 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
         )
 
 
-def _read_by_every_process(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ...]:
+def _read_by_all(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ...]:
     if counted.whole is None or devices == 1:
         return ()
     size = counted.parameters * DTYPES[recipe.model.dtype].itemsize

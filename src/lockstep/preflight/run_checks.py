@@ -11,7 +11,7 @@ from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.model.load import DTYPES
 from lockstep.preflight.async_worker import with_worker
 from lockstep.preflight.batch_plan import OnlinePlan, plan_batches, plan_online, sequences_per_update
-from lockstep.preflight.checks import Stage, run_checks
+from lockstep.preflight.checks import CheckStage, run_checks
 from lockstep.preflight.memory_plan import MemoryPlan, on_device, plan_memory
 from lockstep.preflight.model_checks import tokenizer_of_model
 from lockstep.preflight.model_sizes import count_parameters
@@ -40,7 +40,7 @@ def prepare_offline(
     context.batches = batches = plan_batches(recipe, train, devices)
     longest = longest_row(recipe, train)
     context.memory = plan_memory(recipe, context.config, devices, longest, recipe.batch.rows_per_update, device=device)
-    refuse_each_once(run_checks(Stage.PLAN, context))
+    refuse_each_once(run_checks(CheckStage.PLAN, context))
     remarks = [*context.remarks, *remarks, *context.memory.remarks]
     tokenizer, config, questions = context.tokenizer, context.config, context.questions
     return Prepared(recipe, tokenizer, config, questions, context.memory, train, val, batches, context.limit, remarks)
@@ -55,7 +55,7 @@ def prepare_online(
     train, questions = context.prompts, context.questions
     context.batches = batches = plan_online(recipe, train, devices)
     context.memory = _online_memory(context, batches)
-    refuse_each_once(run_checks(Stage.PLAN, context))
+    refuse_each_once(run_checks(CheckStage.PLAN, context))
     remarks = [*context.remarks, *train.warnings, *repeated_rows(recipe, train), *context.memory.remarks]
     if questions:
         encoded = encode_questions(context.tokenizer, questions, recipe.data.system, asked_as(recipe))
@@ -65,18 +65,18 @@ def prepare_online(
 
 def _check(context: Context) -> None:
     """Runs all checks before the plan and refuses with all their problems."""
-    problems = _opened(context, [Stage.SETTINGS, Stage.OPEN])
-    problems += run_checks(Stage.MODEL, context)
-    problems += run_checks(Stage.READ, context)
+    problems = _opened(context, [CheckStage.SETTINGS, CheckStage.OPEN])
+    problems += run_checks(CheckStage.MODEL, context)
+    problems += run_checks(CheckStage.READ, context)
     if not context.limit:
         problems += unreadable_files(context)
     if context.train is not None or context.val is not None:
-        problems += run_checks(Stage.ROWS, context)
+        problems += run_checks(CheckStage.ROWS, context)
     refuse_each_once(problems)
     _warn_slow(context)
 
 
-def _opened(context: Context, stages: list[Stage]) -> list[Problem]:
+def _opened(context: Context, stages: list[CheckStage]) -> list[Problem]:
     """The problems of the stages. Without a tokenizer or configuration, the rows can only be read."""
     problems = [problem for stage in stages for problem in run_checks(stage, context)]
     if context.tokenizer is None or context.config is None:
@@ -138,8 +138,8 @@ def prepare_shown(recipe: Recipe, device: Device, rows: int, console: Console) -
     sources = [source.model_copy(update={"rows": min(rows, source.rows or rows)}) for source in recipe.data.taken]
     limited = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": sources, "val": []})})
     context = Context(limited, device, 1, console, plans=True, local=False)
-    problems = _opened(context, [Stage.OPEN])
+    problems = _opened(context, [CheckStage.OPEN])
     problems += problems_of(tokenizer_of_model, context)
-    problems += run_checks(Stage.READ, context)
+    problems += run_checks(CheckStage.READ, context)
     refuse_each_once(problems)
     return Shown(context.tokenizer, context.train)

@@ -34,12 +34,15 @@ def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
     if recipe.method in ONLINE:
-        from lockstep.train.online import train_online
-        from lockstep.train.online_async import train_online_async
-
-        loop = train_online if recipe.rollout.max_staleness is None else train_online_async
         console = Console.open(ONLINE_COLUMNS, every=recipe.log.every, lines=True)
-        loop(recipe, console, accept_changed=accept_changed)
+        if recipe.rollout.max_staleness is None:
+            from lockstep.train.online import train_online
+
+            train_online(recipe, console, accept_changed=accept_changed)
+        else:
+            from lockstep.train.online_async import train_online_async
+
+            train_online_async(recipe, console, accept_changed=accept_changed)
     else:
         from lockstep.train.offline import train_offline
 
