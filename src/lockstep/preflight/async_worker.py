@@ -22,7 +22,7 @@ _TURNS = "remove the key: generation and training then take turns"
 
 
 def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, seen: int | None) -> None:
-    """Refuse a worker that the devices do not allow. `ranks`: of this machine; `seen`: its devices, None to skip them."""
+    """Refuse a worker that the devices do not allow. `ranks`: of this machine; `seen`: its devices, or None."""
     rollout = recipe.rollout
     if rollout.max_staleness is None:
         return

@@ -183,6 +183,14 @@ def _packed(context: Context) -> bool:
     )
 
 
+def _has_limit(context: Context) -> bool:
+    return context.limit > 0
+
+
+def _has_validation(context: Context) -> bool:
+    return context.limit > 0 and bool(context.recipe.data.val)
+
+
 def _writes_run(context: Context) -> bool:
     return context.main and context.local
 
@@ -224,7 +232,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "data": (
         Check(rows.read_limit, CheckStage.READ),
-        Check(rows.read_training, CheckStage.READ, lambda context: context.limit > 0),
+        Check(rows.read_training, CheckStage.READ, _has_limit),
         Check(
             rows.read_validation, CheckStage.READ, lambda context: context.limit > 0 and bool(context.recipe.data.val)
         ),
