@@ -23,7 +23,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Problem, Refusal
 from lockstep.model.trials import TRIALS
 from lockstep.preflight import checks
-from lockstep.preflight.checks import CHECKS, Check
+from lockstep.preflight.checks import CHECKS, PreflightCheck
 from lockstep.recipe import load_recipe
 from lockstep.train.start import run_recipe
 
@@ -215,7 +215,7 @@ REWARD_CASE: Case = (
 )
 
 
-def all_checks() -> dict[str, Check]:
+def all_checks() -> dict[str, PreflightCheck]:
     return {f"{section}.{check.function.__name__}": check for section, listed in CHECKS.items() for check in listed}
 
 
@@ -256,15 +256,15 @@ def refused(command: Callable[[], object]) -> list[Problem]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_plan_refuses_what_train_refuses(name: str, broken: Broken, capsys: pytest.CaptureFixture[str]) -> None:
-    found: list[Check] = []
-    problems_of = Check.problems
+    found: list[PreflightCheck] = []
+    problems_of = PreflightCheck.problems
 
-    def problems(self: Check, context: Any) -> list[Problem]:
+    def problems(self: PreflightCheck, context: Any) -> list[Problem]:
         listed = problems_of(self, context)
         found.extend([self] if listed else [])
         return listed
 
-    broken.patch.setattr(Check, "problems", problems)
+    broken.patch.setattr(PreflightCheck, "problems", problems)
     recipe, check = recipe_of(broken, CASES[name]), all_checks()[name]
     by_train = refused(lambda: run_recipe(recipe))
     assert check in found, by_train

@@ -58,7 +58,7 @@ def _always(context: Context) -> bool:
 
 
 @dataclass(frozen=True)
-class Check:
+class PreflightCheck:
     """One check of a section. `applies` decides whether it runs for a recipe."""
 
     function: Callable[[Context], Iterable[Problem] | None]
@@ -195,69 +195,73 @@ def _writes_run(context: Context) -> bool:
     return context.main and context.local
 
 
-CHECKS: dict[str, tuple[Check, ...]] = {
+CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
     "parallel": (
-        Check(context_ranks, CheckStage.SETTINGS),
-        Check(device_mesh, CheckStage.SETTINGS),
-        Check(offloaded_weights, CheckStage.SETTINGS),
-        Check(model.tensor_division, CheckStage.MODEL, lambda context: context.recipe.parallel.tensor_parallel > 1),
+        PreflightCheck(context_ranks, CheckStage.SETTINGS),
+        PreflightCheck(device_mesh, CheckStage.SETTINGS),
+        PreflightCheck(offloaded_weights, CheckStage.SETTINGS),
+        PreflightCheck(
+            model.tensor_division, CheckStage.MODEL, lambda context: context.recipe.parallel.tensor_parallel > 1
+        ),
     ),
-    "device": (Check(packages, CheckStage.SETTINGS),),
+    "device": (PreflightCheck(packages, CheckStage.SETTINGS),),
     "run": (
-        Check(resumed_run, CheckStage.SETTINGS, _writes_run),
-        Check(finished_run, CheckStage.PLAN, _writes_run),
+        PreflightCheck(resumed_run, CheckStage.SETTINGS, _writes_run),
+        PreflightCheck(finished_run, CheckStage.PLAN, _writes_run),
     ),
-    "log": (Check(trackers, CheckStage.SETTINGS, lambda context: context.main),),
+    "log": (PreflightCheck(trackers, CheckStage.SETTINGS, lambda context: context.main),),
     "model": (
-        Check(model.dtype_of_device, CheckStage.SETTINGS),
-        Check(model.open_tokenizer, CheckStage.OPEN),
-        Check(model.open_config, CheckStage.OPEN),
-        Check(model.tokenizer_of_model, CheckStage.MODEL),
-        Check(model.routers, CheckStage.MODEL),
-        Check(model.classifier, CheckStage.MODEL, lambda context: model.trains_value_model(context.recipe)),
-        Check(model.architectures, CheckStage.MODEL),
-        Check(model.missing_weights, CheckStage.MODEL, in_plan="remark"),
+        PreflightCheck(model.dtype_of_device, CheckStage.SETTINGS),
+        PreflightCheck(model.open_tokenizer, CheckStage.OPEN),
+        PreflightCheck(model.open_config, CheckStage.OPEN),
+        PreflightCheck(model.tokenizer_of_model, CheckStage.MODEL),
+        PreflightCheck(model.routers, CheckStage.MODEL),
+        PreflightCheck(model.classifier, CheckStage.MODEL, lambda context: model.trains_value_model(context.recipe)),
+        PreflightCheck(model.architectures, CheckStage.MODEL),
+        PreflightCheck(model.missing_weights, CheckStage.MODEL, in_plan="remark"),
     ),
     "rollout": (
-        Check(async_worker, CheckStage.SETTINGS, _asynchronous),
-        Check(engine_package, CheckStage.SETTINGS, _served),
-        Check(engine_device, CheckStage.SETTINGS, _served),
-        Check(stop_ids, CheckStage.MODEL),
-        Check(cached_positions, CheckStage.ROWS, _online),
-        Check(trials.rollout_function, CheckStage.ROWS, lambda context: context.recipe.rollout.function is not None),
+        PreflightCheck(async_worker, CheckStage.SETTINGS, _asynchronous),
+        PreflightCheck(engine_package, CheckStage.SETTINGS, _served),
+        PreflightCheck(engine_device, CheckStage.SETTINGS, _served),
+        PreflightCheck(stop_ids, CheckStage.MODEL),
+        PreflightCheck(cached_positions, CheckStage.ROWS, _online),
+        PreflightCheck(
+            trials.rollout_function, CheckStage.ROWS, lambda context: context.recipe.rollout.function is not None
+        ),
     ),
     "val": (
-        Check(rows.read_questions_of, CheckStage.OPEN),
-        Check(rows.long_questions, CheckStage.MODEL),
+        PreflightCheck(rows.read_questions_of, CheckStage.OPEN),
+        PreflightCheck(rows.long_questions, CheckStage.MODEL),
     ),
     "data": (
-        Check(rows.read_limit, CheckStage.READ),
-        Check(rows.read_training, CheckStage.READ, _has_limit),
-        Check(
+        PreflightCheck(rows.read_limit, CheckStage.READ),
+        PreflightCheck(rows.read_training, CheckStage.READ, _has_limit),
+        PreflightCheck(
             rows.read_validation, CheckStage.READ, lambda context: context.limit > 0 and bool(context.recipe.data.val)
         ),
-        Check(rows.method_rows, CheckStage.ROWS, _offline),
-        Check(rows.placeholder_tokens, CheckStage.ROWS),
+        PreflightCheck(rows.method_rows, CheckStage.ROWS, _offline),
+        PreflightCheck(rows.placeholder_tokens, CheckStage.ROWS),
     ),
     "batch": (
-        Check(rows.oversized_rows, CheckStage.ROWS, _offline),
-        Check(rows.moving_row_positions, CheckStage.ROWS, _packed),
+        PreflightCheck(rows.oversized_rows, CheckStage.ROWS, _offline),
+        PreflightCheck(rows.moving_row_positions, CheckStage.ROWS, _packed),
     ),
-    "reward": (Check(rows.reward_rules, CheckStage.ROWS, _online),),
+    "reward": (PreflightCheck(rows.reward_rules, CheckStage.ROWS, _online),),
     "algorithm": (
-        Check(
+        PreflightCheck(
             trials.advantage_function,
             CheckStage.MODEL,
             lambda context: context.online and is_function_path(context.recipe.algorithm.advantage),
         ),
-        Check(
+        PreflightCheck(
             trials.loss_function,
             CheckStage.MODEL,
             lambda context: context.online and is_function_path(context.recipe.algorithm.loss),
         ),
     ),
-    "checkpoint": (Check(checkpoint_space, CheckStage.PLAN, _writes_run),),
-    "memory": (Check(device_memory, CheckStage.PLAN, lambda context: context.local, in_plan="last"),),
+    "checkpoint": (PreflightCheck(checkpoint_space, CheckStage.PLAN, _writes_run),),
+    "memory": (PreflightCheck(device_memory, CheckStage.PLAN, lambda context: context.local, in_plan="last"),),
 }
 
 
