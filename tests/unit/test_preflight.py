@@ -140,7 +140,7 @@ def trackers(broken: Broken) -> list[str]:
     def absent(name: str) -> Any:
         raise Refusal.at("package swanlab", "is not installed")
 
-    broken.patch.setattr("lockstep.run.trackers.base.imported", absent)
+    broken.patch.setattr("lockstep.run.trackers.tracker.imported", absent)
     return ["log.track=[swanlab]"]
 
 

@@ -16,8 +16,8 @@ from lockstep.doctor.package_checks import unfit_packages
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import is_function_path
 from lockstep.launch.launcher import ranks_here
-from lockstep.parallel.context import refuse_ranks
 from lockstep.parallel.sharding import grid_of, refuse_offload
+from lockstep.parallel.world import refuse_ranks
 from lockstep.preflight import model_checks as model
 from lockstep.preflight import row_checks as rows
 from lockstep.preflight import user_trials as trials
@@ -26,14 +26,14 @@ from lockstep.preflight.memory_plan import refuse_misfit
 from lockstep.preflight.prepared import Context
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.engine import refuse_unknown_ids
-from lockstep.rollout.native.limits import refuse_moving_positions
-from lockstep.rollout.servers.collective_transport import refuse_shared_device
+from lockstep.rollout.native.native_engine import refuse_moving_positions
 from lockstep.rollout.servers.server_process import refuse_absent
+from lockstep.rollout.servers.weight_transports import refuse_shared_device
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, run_folder
 from lockstep.run.metrics import read_metrics
-from lockstep.run.trackers.base import open_sinks
+from lockstep.run.trackers.tracker import open_sinks
 
 
 class CheckStage(IntEnum):

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.parallel.offload import TOGETHER
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.model_sizes import (
@@ -26,8 +26,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_parallel import Offload, Parallel
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
-from lockstep.rollout.native.engine import FREE_SHARE
-from lockstep.rollout.native.limits import prefill_bytes
+from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
 
 # Master, moments and gradient in fp32, of a number that an update brings to the device.

@@ -12,7 +12,8 @@ from lockstep.errors import Problem, Refusal, shortened
 from lockstep.methods import METHODS
 from lockstep.model.check import check_architecture
 from lockstep.model.heads import refuse_no_classifier
-from lockstep.model.load import DTYPES, kernel_of, load_config, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.load_folder import DTYPES, kernel_of
 from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise

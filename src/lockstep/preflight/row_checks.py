@@ -13,7 +13,7 @@ from lockstep.data.dataset import Dataset, open_sources, rows_taken
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.prompt_rows import PromptSet, find_question_columns, load_prompts, read_questions
 from lockstep.data.sources.read import read_rows
-from lockstep.data.sources.user_reader import OwnReader
+from lockstep.data.sources.user_reader import UserReader
 from lockstep.data.updates import row_sizes, sequence_counts
 from lockstep.errors import Problem, refuse_all, shortened
 from lockstep.kernels.rotary import fixed_length
@@ -29,8 +29,8 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import active_weights
-from lockstep.rollout.native.limits import refuse_moving_positions
-from lockstep.rollout.questions import asked_as, encode_questions
+from lockstep.rollout.collect import encode_questions, prompt_format
+from lockstep.rollout.native.native_engine import refuse_moving_positions
 from lockstep.types import Question
 
 # Reading.
@@ -40,7 +40,7 @@ def unreadable_files(context: Context) -> Iterator[Problem]:
     """Problems of the row files alone, when rows cannot be encoded."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
-        yield from problems_of(read_rows, source.path, reader=OwnReader.of(data))
+        yield from problems_of(read_rows, source.path, reader=UserReader.of(data))
 
 
 def read_limit(context: Context) -> None:
@@ -88,7 +88,7 @@ def validation_questions(recipe: Recipe) -> list[Question]:
     if recipe.val.questions is None:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
-    online, reader = recipe.method in ONLINE, OwnReader.of(recipe.data)
+    online, reader = recipe.method in ONLINE, UserReader.of(recipe.data)
     questions: list[Question] = []
     for path in paths:
         rows = read_rows(path, reader=reader)
@@ -118,7 +118,7 @@ def long_questions(context: Context) -> list[Problem]:
     max_positions = getattr(text, "max_position_embeddings", None)
     if not context.questions or max_positions is None:
         return []
-    prompts = encode_questions(context.tokenizer, context.questions, recipe.data.system, asked_as(recipe))
+    prompts = encode_questions(context.tokenizer, context.questions, recipe.data.system, prompt_format(recipe))
     longest_prompt = max(prompts, key=lambda prompt: len(prompt.ids))
     prompt_tokens = len(longest_prompt.ids)
     longest = prompt_tokens + recipe.val.max_new_tokens

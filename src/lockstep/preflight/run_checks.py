@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.device.base import Device
 from lockstep.errors import Problem
 from lockstep.kernels.bf16_matmul import prepare_products
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.preflight.async_worker import with_worker
 from lockstep.preflight.batch_plan import OnlinePlan, plan_batches, plan_online, sequences_per_update
 from lockstep.preflight.checks import CheckStage, run_checks
@@ -18,9 +18,8 @@ from lockstep.preflight.model_sizes import count_parameters
 from lockstep.preflight.prepared import Context, Prepared, PreparedOnline, problems_of, refuse_each_once
 from lockstep.preflight.row_checks import longest_row, repeated_rows, seen_in_training, unreadable_files
 from lockstep.recipe import Recipe
-from lockstep.rollout.native.engine import kept_cache
-from lockstep.rollout.native.limits import prefill_budget
-from lockstep.rollout.questions import asked_as, encode_questions
+from lockstep.rollout.collect import encode_questions, prompt_format
+from lockstep.rollout.native.native_engine import kept_cache, prefill_budget
 from lockstep.run.console import Console
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def prepare_online(
     refuse_each_once(run_checks(CheckStage.PLAN, context))
     remarks = [*context.remarks, *train.warnings, *repeated_rows(recipe, train), *context.memory.remarks]
     if questions:
-        encoded = encode_questions(context.tokenizer, questions, recipe.data.system, asked_as(recipe))
+        encoded = encode_questions(context.tokenizer, questions, recipe.data.system, prompt_format(recipe))
         remarks += seen_in_training(train.items, encoded, "val.questions")
     return PreparedOnline(recipe, context.tokenizer, context.config, questions, context.memory, train, batches, remarks)
 

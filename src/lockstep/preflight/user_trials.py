@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.algorithms import user_functions
 from lockstep.algorithms.advantage import Signals
 from lockstep.algorithms.policy_loss import PolicyTokens
+from lockstep.algorithms.user_functions import ADVANTAGE, LOSS, user_estimator, user_policy_loss
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.model.trials import (
@@ -23,7 +23,7 @@ from lockstep.model.trials import (
 )
 from lockstep.preflight.prepared import Context, PreparedOnline
 from lockstep.reward.scorer import Scorer
-from lockstep.rollout.function import try_function
+from lockstep.rollout.rollout_function import try_function
 from lockstep.run.console import Console
 from lockstep.run.folder import run_folder
 from lockstep.run.runtime import Runtime
@@ -64,9 +64,9 @@ def try_advantage(function_path: str, n: int, seconds: float) -> str:
     rewards_K[lengths.cumsum(0) - 1] = torch.tensor([1.0, 0.0, 0.25, 0.75])[: len(lengths)]
     group_S = torch.arange(len(lengths)) if n == 1 else torch.tensor([0, 0, 1, 1])
     signals = Signals(rewards_K, sequence_K, group_S)
-    estimate = user_functions.estimator(function_path, seconds)(signals, gamma=1.0, lam=1.0)
+    estimate = user_estimator(function_path, seconds)(signals, gamma=1.0, lam=1.0)
     least, most = float(estimate.advantages_K.min()), float(estimate.advantages_K.max())
-    where = f"{user_functions.ADVANTAGE} {function_path}"
+    where = f"{ADVANTAGE} {function_path}"
     return f"{where}: {least:.3g} to {most:.3g}, tried on {len(lengths)} generated responses"
 
 
@@ -82,9 +82,9 @@ def try_loss(function_path: str, seconds: float) -> str:
         torch.ones(len(steps)),
         sequence_K,
     )
-    sums = user_functions.policy_loss(function_path, {}, seconds)(tokens)
+    sums = user_policy_loss(function_path, seconds)(tokens)
     (gradient,) = torch.autograd.grad(sums.loss, logprobs_K, allow_unused=True)
-    where = f"{user_functions.LOSS} {function_path}"
+    where = f"{LOSS} {function_path}"
     if gradient is None or not bool(gradient.any()) or not bool(torch.isfinite(gradient).all()):
         why = "no gradient" if gradient is None or not bool(gradient.any()) else "a gradient that is not finite"
         raise Refusal.at(where, f"has {why} at the log-probabilities", "compute the losses from tokens.logprobs_K")
