@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lockstep.errors import Refusal
-from lockstep.model.kernel_trial import judged_later
+from lockstep.model.trials import judged_later
 from lockstep.parity.checklist import checklist
 from lockstep.parity.compare.logs.run_logs import recording_ranks
 from lockstep.parity.replay.foreign_recording import replay_recording
