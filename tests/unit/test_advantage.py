@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, informative, whiten
+from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, informative, positions, running_sum, whiten
 from lockstep.errors import Refusal
 from work import lines_run, operators_run
 
@@ -382,3 +382,27 @@ def test_nothing_is_ever_nan(name, drawn):
     estimate = ESTIMATORS[name](signals, gamma=0.9, lam=0.9)
     assert bool(estimate.advantages_K.isfinite().all())
     assert bool(estimate.returns_K.isfinite().all())
+
+
+def test_whitening_over_the_step_by_hand():
+    """Advantages 0.5, 0.5, 0.5 and -0.5 of tokens: mean 0.25, squares 3 / 16 + 9 / 16 = 0.75 over 3 or over 4."""
+    signals = step([1.0, 0.0], [0, 0], [3, 1])
+    centred = [0.25, 0.25, 0.25, -0.75]
+
+    def whitened(**choices) -> list[float]:
+        changed = replace(signals, whitening=Whitening("step", **choices))
+        return ESTIMATORS["dr_grpo"](changed, gamma=1.0, lam=1.0).advantages_K.tolist()
+
+    assert whitened(divide=False) == pytest.approx(centred)
+    assert whitened() == pytest.approx([value / math.sqrt(0.25 + 1e-8) for value in centred])
+    assert whitened(biased=True) == pytest.approx([value / math.sqrt(0.75 / 4 + 1e-8) for value in centred])
+    unchanged = replace(signals, whitening=Whitening("none"))
+    advantages = ESTIMATORS["dr_grpo"](unchanged, gamma=1.0, lam=1.0).advantages_K
+    assert advantages.tolist() == pytest.approx([0.5, 0.5, 0.5, -0.5])
+
+
+def test_positions_count_from_zero_in_every_sequence():
+    assert positions(torch.tensor([0, 0, 0, 2, 5, 5])).tolist() == [0, 1, 2, 0, 0, 1]
+    assert positions(torch.zeros(0, dtype=torch.int64)).tolist() == []
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
+    assert running_sum(values, torch.tensor([0, 0, 0, 2, 5, 5])).tolist() == [1, 3, 7, 8, 16, 48]

@@ -64,6 +64,24 @@ def test_padded_by_hand():
     assert batch.predictors_K.tolist() == [0, 1, 3]
     assert batch.targets_K.tolist() == [6, 7, 9]
     assert batch.tokens == 5
+    assert not batch.packed
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_batch_keeps_the_origins_of_its_rows(packed):
+    rows = [example([5, 6, 7], [0, 1, 1], row=4), example([8, 9], [0, 1], row=2)]
+    batch = micro_batch(rows, packed=packed, pad_id=0)
+    assert batch.origins == (Origin("f", 4), Origin("f", 2))
+    assert batch.index_K.tolist() == [0, 1, 2]
+    assert batch.packed_index_E is None
+
+
+def test_targets_have_their_place_in_the_update_and_on_the_rank():
+    rows = [example([5, 6, 7], [0, 1, 1]), example([8, 9], [0, 1])]
+    batch = micro_batch(rows, packed=True, pad_id=0, starts=[10, 3], places=[1, 0])
+    assert batch.index_K.tolist() == [10, 11, 3]
+    assert batch.local_index_K is not None
+    assert batch.local_index_K.tolist() == [1, 2, 0]
 
 
 def test_no_rows_train_nothing():

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lockstep.algorithms.correction import Band, correct
+from lockstep.algorithms.correction import Band, Corrected, correct, logprob_difference
+from lockstep.algorithms.reduce import SINGLE_PROCESS
 from lockstep.errors import Refusal
 
 # Sequences of 2, 0, 3 and 1 tokens; the ratios trainer/engine of each token.
@@ -208,7 +209,7 @@ def test_a_product_of_many_ratios_does_not_overflow():
     ],
 )
 def test_unknown_choices_of_bands_are_refused(choice, key):
-    with pytest.raises(Refusal, match=rf"algorithm\.rollout_correction\.{key}"):
+    with pytest.raises(Refusal, match=rf"^algorithm\.rollout_correction\.{key}\b"):
         corrected(**choice)
 
 
@@ -216,3 +217,34 @@ def test_the_effective_share_of_no_weight_is_missing():
     nothing = corrected(weight="token", cap=0.0)
     assert nothing.metrics["rollout_corr/weight_mean"] == 0.0
     assert "rollout_corr/effective_share" not in nothing.metrics
+
+
+@pytest.mark.parametrize("by", ["ratio", "k2", "k3", "tv"])
+def test_the_bounds_of_a_band_are_inside(by):
+    """Equal log-probs: the ratio is 1 and every other statistic is 0."""
+    bound = 1.0 if by == "ratio" else 0.0
+    for over in ("token", "sum", "mean", "max"):
+        same = correct(ENGINE, ENGINE, SEQUENCE, 4, **OFF, reject=[Band(over, by, bound, bound)])
+        assert same.keep_K.tolist() == [1] * 6
+
+
+def test_one_sequence_that_is_rejected_is_all_of_them():
+    one = correct(TRAINER[:1], ENGINE[:1], SEQUENCE[:1], 1, **{**OFF, "mask": "token", "high": 1.25})
+    assert one.keep_K.tolist() == [0]
+    assert one.metrics["rollout_corr/masked_sequence_share"] == 1.0
+    assert one.metrics["rollout_corr/masked_share"] == 1.0
+    assert one.metrics["rollout_corr/effective_share"] == 1.0
+
+
+def test_log_prob_difference_by_hand():
+    """d = 0.5 and -1; a difference of 30 counts as 20."""
+    trainer, engine = torch.tensor([-1.0, -3.0]), torch.tensor([-1.5, -2.0])
+    mean, k3 = logprob_difference(trainer, engine, SINGLE_PROCESS)
+    assert mean == pytest.approx(0.75)
+    assert k3 == pytest.approx((math.exp(0.5) - 0.5 - 1 + math.exp(-1) + 1 - 1) / 2)
+    far = logprob_difference(torch.tensor([-31.0]), torch.tensor([-1.0]), SINGLE_PROCESS)
+    assert far == pytest.approx((20.0, math.exp(-20) + 20 - 1))
+
+
+def test_a_correction_has_no_metrics_unless_they_are_given():
+    assert Corrected(torch.ones(1), torch.ones(1)).metrics == {}

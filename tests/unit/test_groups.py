@@ -147,6 +147,17 @@ def test_positions_that_move_with_the_length_are_not_shared() -> None:
     (line,) = lines(groups, 100, alike_up_to=8)
     # 2 + 1 + 1 and 3 + 11.
     assert line.input_ids_NT.numel() == 18
+    # The longest sequence has 11 tokens: at that length the prompt is shared.
+    (line,) = lines(groups, 100, alike_up_to=11)
+    assert line.input_ids_NT.numel() == 16
+
+
+def test_a_row_is_filled_up_to_its_budget() -> None:
+    group = answered([1, 2, 3], [4, 5], [6, 7], [8, 9], [10, 11])
+    assert [batch.input_ids_NT.numel() for batch in lines([group], 7)] == [7, 7]
+    # Sequences of 51 tokens: four are exactly twice the budget of 102.
+    long = answered(range(1, 51), *[[g] for g in range(8)])
+    assert [len(batch.lengths) for batch in lines([long], 102)] == [4, 4]
 
 
 # -- the whole step ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens, user_loss
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.errors import Refusal
 from loss_settings import SETTINGS
@@ -354,3 +354,47 @@ def test_the_clip_stops_gradients_exactly_where_it_must(log_ratio, advantage):
         assert gradient == 0 or advantage == 0
     elif (advantage > 0 and ratio < 1.2799) or (advantage < 0 and 0.8001 < ratio < 2.9999):
         assert gradient == pytest.approx(-advantage * ratio)
+
+
+# Values of the two counters for one token with d = log p - log p_old and the advantage A. A value exactly at a bound is
+# inside.
+TIES = [
+    ("clip", {"low": 0.2, "high": 0.2, "dual": 1.0}, 0.0, -1.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
+    ("geo_mean", {"low": 0.25, "high": 0.5}, 0.5, 1.0, {"pg_clipfrac": 0}),
+    ("geo_mean", {"low": 0.25, "high": 0.5}, 0.75, 1.0, {"pg_clipfrac": 1}),
+    ("geo_mean", {"low": 0.25, "high": 0.5}, -0.25, -1.0, {"pg_clipfrac": 0}),
+    ("geo_mean", {"low": 0.25, "high": 0.5}, -0.5, -1.0, {"pg_clipfrac": 1}),
+    ("geo_mean", {"low": 0.25, "high": 0.5}, 0.75, 0.0, {"pg_clipfrac": 0}),
+    ("geo_mean", {"low": 0.25, "high": 0.5}, -0.5, 0.0, {"pg_clipfrac": 0}),
+    ("dppo_tv", {"low": 0.0, "high": 0.0, "cap": 1.0}, 0.0, 1.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
+    ("dppo_tv", {"low": 0.0, "high": 0.0, "cap": 1.0}, 0.0, -1.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
+    ("dppo_kl", {"low": 0.0, "high": 0.0, "cap": 1.0}, 0.0, 1.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
+    ("dppo_kl", {"low": 0.0, "high": 0.0, "cap": 1.0}, 0.0, -1.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
+    ("importance", {"cap": 1.0, "of": "token"}, 0.0, 1.0, {"pg_clipfrac": 0}),
+    ("cispo", {"low": 0.0, "high": 0.0}, 0.0, 1.0, {"pg_clipfrac": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "bounds", "d", "advantage", "counted"), TIES)
+def test_a_value_at_its_bound_is_inside(name, bounds, d, advantage, counted):
+    one = {"weights_K": tensor([1.0]), "sequence_K": torch.tensor([0]), "advantages_K": tensor([advantage])}
+    sums = LOSSES[name](PolicyTokens(logprobs_K=tensor([-1.0 + d]), old_K=tensor([-1.0]), **one), **bounds)
+    assert {key: int(value) for key, value in sums.metrics.items() if key != "ppo_kl"} == counted
+
+
+def test_a_user_loss_counts_where_the_weight_is_not_zero():
+    """Losses 2, NaN and 4 at the weights 1, 0 and 0.5; d is 0.5, -1 (not counted) and -0.25."""
+    logprobs = tensor([-1.0, -3.0, -2.0]).requires_grad_()
+    tokens = PolicyTokens(
+        logprobs, tensor([-1.5, -2.0, -1.75]), tensor([1.0, 1.0, 1.0]), tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 0])
+    )
+
+    def per_token(given: PolicyTokens) -> torch.Tensor:
+        assert given.logprobs_K.tolist() == [-1.0, 0.0, -2.0]
+        return -2 * given.logprobs_K + tensor([0.0, math.nan, 0.0])
+
+    sums = user_loss(tokens, function=per_token)
+    assert sums.loss.item() == 1.0 * 2 + 0.5 * 4
+    assert {key: value.item() for key, value in sums.metrics.items()} == {"ppo_kl": -(0.5 - 0.25)}
+    (gradient,) = torch.autograd.grad(sums.loss, logprobs)
+    assert gradient.tolist() == [-2.0, 0.0, -1.0]

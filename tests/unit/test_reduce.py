@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import get_args
 
 import pytest
 import torch
 
-from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights, sequence_mean, sum_by
+from lockstep.algorithms.reduce import (
+    AGGREGATIONS,
+    SINGLE_PROCESS,
+    StepReduce,
+    aggregation_weights,
+    floor_logprobs,
+    log_ratio,
+    log_rest,
+    sequence_mean,
+    sum_by,
+)
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Aggregation
 
@@ -83,3 +94,51 @@ def test_the_recipe_knows_these_aggregations():
 def test_unknown_aggregation_is_refused_with_the_known_ones():
     with pytest.raises(Refusal, match=r"algorithm\.aggregation.*(?s:.*)token_mean"):
         aggregation_weights("mean", SEQUENCE, KEEP, 5, max_tokens=10)
+
+
+def test_impossible_tokens_have_the_least_log_prob_and_no_gradient():
+    logprobs = torch.tensor([-1.0, -30.0, -math.inf, -2e4, math.nan], dtype=torch.float64, requires_grad=True)
+    floored = floor_logprobs(logprobs)
+    assert floored.tolist()[:4] == [-1.0, -30.0, -1e4, -1e4]
+    assert floored[4].isnan()
+    floored[:4].sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [1, 1, 0, 1, 0]
+    assert floor_logprobs(logprobs.detach(), -20.0).tolist()[:4] == [-1.0, -20.0, -20.0, -20.0]
+
+
+def test_log_ratio_of_impossible_tokens_is_finite():
+    ours, others = torch.tensor([-1.0, -math.inf, -math.inf, -3.0]), torch.tensor([-2.5, -math.inf, -1.0, -math.inf])
+    assert log_ratio(ours, others).tolist() == [1.5, 0.0, -9999.0, 9997.0]
+    assert log_ratio(ours, others, -50.0).tolist() == [1.5, 0.0, -49.0, 47.0]
+
+
+def test_log_rest_by_hand():
+    probabilities = torch.tensor([0.75, 0.5, 0.25], dtype=torch.float64)
+    expected = [math.log(0.25), math.log(0.5), math.log(0.75)]
+    assert log_rest(probabilities.log()).tolist() == pytest.approx(expected, rel=1e-14)
+    # Near 0, log(1 - e^x) is -e^x; near 1 it is log(-x), and the probability is at most 1 - 1e-6.
+    extremes = torch.tensor([-40.0, -1e-4, 0.0], dtype=torch.float64)
+    nearly_certain = [-math.exp(-40), math.log(-math.expm1(-1e-4)), math.log(-math.expm1(-1e-6))]
+    assert log_rest(extremes).tolist() == pytest.approx(nearly_certain, rel=1e-14)
+
+
+def test_a_step_of_two_ranks_is_reduced():
+    """The other rank has the sum 10 and the maximum 7 in every call."""
+    reduce = StepReduce(sum_tensor=lambda local: local + 10, max_tensor=lambda local: local.clamp(min=7))
+    values = torch.tensor([1.0, 2.0, 6.0])
+    assert reduce.count(3) == 13
+    assert float(reduce.sum(values)) == 19.0
+    assert reduce.sum(values).dtype == torch.float64
+    assert reduce.mean(values) == 19 / 13
+    assert reduce.max(values) == 7.0
+    assert reduce.max(torch.zeros(0)) == 7.0
+    assert reduce.sum_by(values, torch.tensor([1, 0, 1]), 2).tolist() == [12, 17]
+
+
+def test_a_step_of_one_process():
+    assert SINGLE_PROCESS.mean(torch.tensor([1.0, 2.0, 6.0])) == 3.0
+    assert SINGLE_PROCESS.mean(torch.tensor([5.0])) == 5.0
+    assert SINGLE_PROCESS.mean(torch.zeros(0)) == 0.0
+    assert SINGLE_PROCESS.max(torch.tensor([-3.0, -2.0])) == -2.0
+    assert SINGLE_PROCESS.max(torch.zeros(0)) == -math.inf

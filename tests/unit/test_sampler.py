@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from small_models import SIZES, load, native, prompts, run, write_model
 from transformers import GenerationConfig, Qwen2Config
 
 from lockstep.data.batching import micro_batch
-from lockstep.kernels.sampling import Truncation, sequence_keys
+from lockstep.kernels.sampling import Truncation, gumbel_noise, sequence_keys
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.rollout.engine import why_ended
@@ -57,6 +59,51 @@ def test_a_repetition_penalty_moves_the_choice_and_not_the_score() -> None:
     torch.testing.assert_close(logprobs, torch.tensor([0.3]).log())
     positive = choose(torch.tensor([[3.0, 2.5]]), Sampling(1, 0.0, repetition_penalty=1.5), *_row(), seen[:, 1:3])
     assert positive[0].item() == 1
+
+
+def fused_draw(
+    offered: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float,
+    scored: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's contract in plain torch."""
+    sharpness = 1 / temperature if temperature else 1.0
+    noise = gumbel_noise(keys, positions, offered.shape[-1]) if temperature else 0.0
+    tokens = (offered.float() * sharpness + noise).argmax(-1)
+    logprobs = ((offered if scored is None else scored).float() * sharpness).log_softmax(-1)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5, 2.0])
+@pytest.mark.parametrize("top_k", [-1, 2])
+@pytest.mark.parametrize("score_truncated", [False, True])
+def test_the_fused_sampler_gives_what_the_plain_one_gives(temperature, top_k, score_truncated, monkeypatch) -> None:
+    """The arguments that the kernel gets, with plain torch in its place; the kernel itself is tested with Triton."""
+    calls = []
+    module = ModuleType("lockstep.kernels.sampling_triton")
+    module.draw = lambda *given: calls.append(len(given)) or fused_draw(*given)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    sampling = Sampling(1, temperature, top_k=top_k, score_truncated=score_truncated)
+    keys = torch.tensor([sequence_keys(0, i, 0) for i in range(400)], dtype=torch.int32)
+    row = PROBABILITIES.log().expand(400, 4), sampling, keys, torch.zeros(400, dtype=torch.long)
+    plain, fused = choose(*row), choose(*row, kernel="triton")
+    assert len(calls) == 1
+    assert torch.equal(fused[0], plain[0])
+    torch.testing.assert_close(fused[1], plain[1])
+    # A repetition penalty has no kernel.
+    seen = torch.tensor([[False, True, False, False]]).expand(400, 4)
+    choose(*row, seen, kernel="triton")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_scores_at_a_temperature_by_hand(temperature) -> None:
+    """At temperature 2 the probabilities are square roots over their sum."""
+    tokens, logprobs = draw(50, temperature=temperature)
+    raised = PROBABILITIES ** (1 / temperature)
+    torch.testing.assert_close(logprobs, (raised / raised.sum()).log()[tokens])
 
 
 def _row() -> tuple[torch.Tensor, torch.Tensor]:

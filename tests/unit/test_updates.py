@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.data.array_store import Joined, Store, stored
 from lockstep.data.batching import shared_beginnings
-from lockstep.data.updates import Update, arrange, even_groups, row_size
+from lockstep.data.updates import Update, arrange, even_groups, row_size, row_sizes, sequence_counts
 from lockstep.parallel.world import World
 from lockstep.types import Example, LabeledResponse, Origin, Ranking, ScoredExample, StepLabels
 
@@ -163,3 +166,40 @@ def test_groups_are_of_like_size(count: int, size: int) -> None:
 def test_no_group_is_left_with_a_single_row() -> None:
     """The divergence of KTO needs two, so 513 rows are 256 and 257, not 512 and 1."""
     assert [len(group) for group in even_groups(range(513), 512)] == [256, 257]  # type: ignore[type-var]
+
+
+def as_store(items: Sequence[Ranking]) -> Store[Ranking]:
+    encoded = [
+        Ranking(tuple(Example(array("q", e.ids), bytes(e.loss_mask), e.origin) for e in item.examples))
+        for item in items
+    ]
+    data = stored(encoded, range(len(items)), {}, lambda number: Origin("rows.jsonl", number))
+    assert data is not None
+    return Store(data, lambda number: Origin("rows.jsonl", number))
+
+
+def test_sizes_of_rows_by_hand(monkeypatch) -> None:
+    """A prompt of 10 with answers of 3 and 5, and a prompt of 4 with one answer of 2; listed, stored and joined."""
+    items = [row(0, 10, 3, 5), row(1, 4, 2)]
+    expected = {(True, True): [18, 6], (True, False): [28, 6], (False, True): [15, 6], (False, False): [15, 6]}
+    kept = as_store(items)
+    # Items of a store must not be built for their sizes.
+    monkeypatch.setattr(Store, "_at", lambda self, index: pytest.fail("an item was built"))
+    for some, times in ((items, 1), (kept, 1), (Joined([kept, items]), 2), (Joined([kept]), 1)):
+        for (packed, shared), sizes in expected.items():
+            found = row_sizes(some, packed=packed, shared=shared)
+            assert found.tolist() == sizes * times
+            assert found.dtype == np.int64
+        assert row_sizes(some, packed=True).tolist() == [18, 6] * times
+        counts = sequence_counts(some)
+        assert counts.tolist() == [2, 1] * times
+        assert counts.dtype == np.int64
+    for nothing in ([], Joined([])):
+        assert row_sizes(nothing, packed=True).dtype == sequence_counts(nothing).dtype == np.int64
+        assert len(row_sizes(nothing, packed=True)) == len(sequence_counts(nothing)) == 0
+
+
+def test_numbers_of_an_update_are_of_all_ranks() -> None:
+    (update,) = everything([row(0, 3, 2)], 1, tokens=20)
+    assert update.local_only is False
+    assert [batch.origins for batch in update.batches] == [(Origin("rows.jsonl", 0),)]
