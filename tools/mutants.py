@@ -31,35 +31,38 @@ from queue import Queue
 
 # Central files below src/lockstep and the tests below tests/ that must notice a mistake in them, fastest first.
 CENTRAL: dict[str, tuple[str, ...]] = {
-    "algorithms/policy_loss.py": (
-        "unit/test_policy_loss.py",
-        "unit/test_policy_loss_trl.py",
-        "unit/test_foresight.py",
-        "unit/test_own_functions.py",
-    ),
-    "algorithms/advantage.py": ("unit/test_advantage.py", "unit/test_online_recipe.py", "unit/test_own_functions.py"),
+    "algorithms/policy_loss.py": ("unit/test_policy_loss.py", "unit/test_own_functions.py", "unit/test_foresight.py"),
+    "algorithms/advantage.py": ("unit/test_advantage.py", "unit/test_own_functions.py"),
     "algorithms/preference.py": ("unit/test_preference_loss.py", "unit/test_preference_loss_trl.py"),
     "algorithms/kto.py": ("unit/test_kto_loss.py", "unit/test_preference_loss_trl.py"),
-    "algorithms/reduce.py": ("unit/test_reduce.py", "unit/test_policy_loss.py", "unit/test_distill_loss.py"),
+    "algorithms/reduce.py": (
+        "unit/test_reduce.py",
+        "unit/test_policy_loss.py",
+        "unit/test_correction.py",
+        "unit/test_advantage.py",
+    ),
     "algorithms/correction.py": ("unit/test_correction.py", "unit/test_conversions_algorithms.py"),
     "data/batching.py": (
         "unit/test_batching.py",
-        "unit/test_sharing.py",
         "unit/test_updates.py",
+        "unit/test_sharing.py",
         "unit/test_groups.py",
     ),
-    "data/updates.py": ("unit/test_updates.py", "unit/test_groups.py", "unit/test_row_cache.py"),
+    "data/updates.py": ("unit/test_updates.py", "unit/test_row_cache.py"),
     "rollout/native/sampler.py": ("unit/test_sampler.py",),
     "rollout/native/scheduler.py": ("unit/test_scheduler.py", "unit/test_board.py", "unit/test_sampler.py"),
-    "run/checkpoint.py": ("unit/test_resume_checks.py", "e2e/test_resume.py", "e2e/test_broken_inputs.py"),
+    "run/checkpoint.py": ("unit/test_resume_checks.py", "unit/test_sharded_checkpoint.py", "e2e/test_broken_inputs.py"),
     "rollout/servers/weight_sync.py": (
-        "unit/test_weight_group.py",
-        "unit/test_server_engine.py",
         "unit/test_server_memory.py",
+        "unit/test_weight_group.py",
         "unit/test_sglang.py",
+        "unit/test_server_engine.py",
     ),
     "compat/key_table.py": ("unit/test_key_tables.py", "unit/test_conversions.py", "unit/test_migration_settings.py"),
     "compat/verl/verl_algorithm.py": ("unit/test_conversions_algorithms.py", "unit/test_conversions.py"),
+    "compat/verl/verl_main_ppo.py": ("unit/test_conversions.py", "unit/test_conversion_rules.py"),
+    "compat/openrlhf/openrlhf_ppo.py": ("unit/test_conversions.py", "unit/test_conversion_rules.py"),
+    "compat/openrlhf/openrlhf_rules.py": ("unit/test_conversions.py", "unit/test_conversion_rules.py"),
 }
 ROOT = Path(__file__).parents[1]
 

@@ -248,3 +248,11 @@ def test_log_prob_difference_by_hand():
 
 def test_a_correction_has_no_metrics_unless_they_are_given():
     assert Corrected(torch.ones(1), torch.ones(1)).metrics == {}
+
+
+def test_weights_below_one_are_normalised_and_weights_of_zero_are_not():
+    small = corrected(weight="token", cap=0.25, normalize=True)
+    # 0.25 five times and 0.1: their mean is 1.35 / 6 = 0.225.
+    assert small.weights_K.tolist() == pytest.approx([0.25 / 0.225] * 5 + [0.1 / 0.225])
+    assert corrected(weight="token", cap=0.0, normalize=True).weights_K.tolist() == [0] * 6
+    assert corrected(weight="sequence", cap=0.0, normalize=True).weights_K.tolist() == [0] * 6

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.algorithms.reduce import (
     AGGREGATIONS,
+    LEAST_SUM,
     SINGLE_PROCESS,
     StepReduce,
     aggregation_weights,
@@ -87,12 +88,29 @@ def test_nothing_kept_is_a_loss_of_zero(kind):
     assert divisor > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", ([1, 1], 2)),
+        ("token_sum", ([1, 1], 1)),
+        ("seq_mean_token_sum", ([1, 1], 1)),
+        ("seq_mean_token_mean", ([0.5, 0.5], 1)),
+        ("seq_mean_token_sum_norm", ([1, 1], 10)),
+    ],
+)
+def test_weights_of_one_sequence(kind, expected):
+    weights, divisor = aggregation_weights(kind, torch.tensor([0, 0]), torch.ones(2), 1, max_tokens=10)
+    assert (weights.tolist(), divisor) == expected
+    one_token = aggregation_weights(kind, torch.tensor([0]), torch.ones(1), 1, max_tokens=10)
+    assert (one_token[0].tolist(), one_token[1]) == ([1], 10 if kind.endswith("norm") else 1)
+
+
 def test_the_recipe_knows_these_aggregations():
     assert set(AGGREGATIONS) == set(get_args(Aggregation))
 
 
 def test_unknown_aggregation_is_refused_with_the_known_ones():
-    with pytest.raises(Refusal, match=r"algorithm\.aggregation.*(?s:.*)token_mean"):
+    with pytest.raises(Refusal, match=r"^algorithm\.aggregation: .*(?s:.*)token_mean"):
         aggregation_weights("mean", SEQUENCE, KEEP, 5, max_tokens=10)
 
 
@@ -111,6 +129,8 @@ def test_log_ratio_of_impossible_tokens_is_finite():
     ours, others = torch.tensor([-1.0, -math.inf, -math.inf, -3.0]), torch.tensor([-2.5, -math.inf, -1.0, -math.inf])
     assert log_ratio(ours, others).tolist() == [1.5, 0.0, -9999.0, 9997.0]
     assert log_ratio(ours, others, -50.0).tolist() == [1.5, 0.0, -49.0, 47.0]
+    # Sums over responses of many tokens stay below this.
+    assert log_ratio(ours, others, LEAST_SUM).tolist() == [1.5, 0.0, -999_999.0, 999_997.0]
 
 
 def test_log_rest_by_hand():
