@@ -51,7 +51,7 @@ CENTRAL: dict[str, tuple[str, ...]] = {
     "data/updates.py": ("unit/test_updates.py", "unit/test_row_cache.py"),
     "rollout/native/sampler.py": ("unit/test_sampler.py",),
     "rollout/native/scheduler.py": ("unit/test_scheduler.py", "unit/test_board.py", "unit/test_sampler.py"),
-    "run/checkpoint.py": ("unit/test_resume_checks.py", "unit/test_sharded_checkpoint.py", "e2e/test_broken_inputs.py"),
+    "run/checkpoint.py": ("unit/test_checkpoint.py", "unit/test_sharded_checkpoint.py", "unit/test_resume_checks.py"),
     "rollout/servers/weight_sync.py": (
         "unit/test_server_memory.py",
         "unit/test_weight_group.py",
