@@ -31,8 +31,8 @@ from queue import Queue
 
 # Central files below src/lockstep and the tests below tests/ that must notice a mistake in them, fastest first.
 CENTRAL: dict[str, tuple[str, ...]] = {
-    "algorithms/policy_loss.py": ("unit/test_policy_loss.py", "unit/test_own_functions.py", "unit/test_foresight.py"),
-    "algorithms/advantage.py": ("unit/test_advantage.py", "unit/test_own_functions.py"),
+    "algorithms/policy_loss.py": ("unit/test_policy_loss.py", "unit/test_foresight.py"),
+    "algorithms/advantage.py": ("unit/test_advantage.py",),
     "algorithms/preference.py": ("unit/test_preference_loss.py", "unit/test_preference_loss_trl.py"),
     "algorithms/kto.py": ("unit/test_kto_loss.py", "unit/test_preference_loss_trl.py"),
     "algorithms/reduce.py": (

@@ -53,6 +53,40 @@ def values(done: Conversion, keys: Any) -> dict[str, Any]:
         ),
         (["trainer.default_local_dir=/c", "trainer.experiment_name=e"], {"run.folder": "/c", "run.name": "e"}),
         (["trainer.project_name=p"], {"run.folder": "checkpoints/p", "log.project": "p"}),
+        # Validation at the start only, and after every step.
+        (
+            ["data.val_files=v.parquet", "trainer.test_freq=0", "trainer.val_before_train=True"],
+            {"val.questions": "v.parquet", "val.at_start": True, "val.every": None},
+        ),
+        (
+            ["data.val_files=v.parquet", "trainer.test_freq=1", "trainer.val_before_train=False"],
+            {"val.questions": "v.parquet", "val.at_start": False, "val.every": 1},
+        ),
+        (
+            ["data.val_files=v.parquet", "trainer.test_freq=0", "trainer.val_before_train=False"],
+            {"val.questions": None, "val.at_start": None, "val.every": None},
+        ),
+        (
+            ["data.val_files=[v.parquet,w.parquet]", "trainer.test_freq=5"],
+            {"val.questions": ["v.parquet", "w.parquet"]},
+        ),
+        (
+            [f"{R}.top_p=0.9", f"{R}.top_k=-1"],
+            {"rollout.top_p": 0.9, "rollout.top_k": 0, "rollout.truncated_sampling": "ignore"},
+        ),
+        ([f"{R}.top_p=1.0", f"{R}.top_k=20"], {"rollout.top_k": 20, "rollout.truncated_sampling": "ignore"}),
+        ([f"{R}.top_p=1.0"], {"rollout.truncated_sampling": None}),
+        # 8,000 tokens on each of 2 ranks of a sequence.
+        (
+            [
+                f"{A}.use_dynamic_bsz=True",
+                f"{A}.ppo_max_token_len_per_gpu=8000",
+                f"{A}.ulysses_sequence_parallel_size=2",
+            ],
+            {"batch.tokens": 16000, "batch.micro_batch_size": None},
+        ),
+        (["data.filter_overlong_prompts=True"], {"data.overlong": "drop"}),
+        (["data.seed=7"], {"run.seed": 7}),
     ],
 )
 def test_rules_of_main_ppo(words: list[str], expected: dict[str, Any]) -> None:
@@ -96,7 +130,14 @@ def test_rules_of_verls_sft(words: list[str], expected: dict[str, Any]) -> None:
         (["--use_wandb", "KEY", "--use_tensorboard", "d"], {"log.track": ["wandb", "tensorboard"]}),
         (["--use_wandb", "KEY"], {"log.project": "openrlhf_train_dpo"}),
         (["--lr_scheduler", "constant_with_warmup"], {"optim.schedule": "constant", "optim.min_lr_ratio": None}),
-        (["--eval_dataset", "org/e"], {"data.val": ["hub:org/e::test"]}),
+        (["--eval_dataset", "org/e"], {"data.val": ["hub:org/e::test"], "val.every": None}),
+        (["--eval_dataset", "org/e", "--eval_steps", "0"], {"val.every": None}),
+        (["--eval_dataset", "org/e", "--eval_steps", "1"], {"val.every": 1}),
+        (["--eval_steps", "5"], {"data.val": None, "val.every": None}),
+        (["--save_steps", "1"], {"checkpoint.every": 1}),
+        (["--save_steps", "0"], {"checkpoint.every": None}),
+        (["--load_checkpoint"], {"run.resume": "auto"}),
+        ([], {"run.resume": "never"}),
         (["--lora_rank", "4", "--target_modules", "all-linear"], {"model.lora.targets": "all-linear"}),
     ],
 )
@@ -120,6 +161,19 @@ def test_rules_of_openrlhfs_dpo(words: list[str], expected: dict[str, Any]) -> N
         ([*SHORT, "--use_dynamic_batch", "--train_max_tokens_per_gpu", "200"], {"batch.tokens": 400}),
         (["--freezing_actor_steps", "-1"], {"critic.warmup": 0}),
         (["--remote_rm_url", "r.py"], {"reward.function": "r.py:reward_func"}),
+        (["--remote_rm_url", "http://a:1/s,http://b:1/s"], {"reward.remote": ["http://a:1/s", "http://b:1/s"]}),
+        (["--remote_rm_url", "http://a:1/s"], {"reward.remote": "http://a:1/s", "reward.remote_form": "openrlhf"}),
+        (["--reward_pretrain", "a,b"], {"reward.model": ["a", "b"]}),
+        (
+            ["--eval_dataset", "e.jsonl", "--eval_steps", "1", "--generate_max_len", "300"],
+            {"val.questions": "e.jsonl", "val.every": 1, "val.max_new_tokens": 300},
+        ),
+        (["--eval_dataset", "e.jsonl", "--eval_steps", "0"], {"val.questions": None, "val.every": None}),
+        (["--top_p", "0.9"], {"rollout.top_p": 0.9, "rollout.truncated_sampling": "ignore"}),
+        (["--top_p", "1.0"], {"rollout.truncated_sampling": None}),
+        (["--init_kl_coef", "0"], {"algorithm.kl.where": "none", "algorithm.kl.coefficient": None}),
+        (["--eps_clip_low_high", "0.1", "0.3"], {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3}),
+        (["--eps_clip", "0.15"], {"algorithm.clip_low": 0.15, "algorithm.clip_high": 0.15}),
     ],
 )
 def test_rules_of_train_ppo_ray(words: list[str], expected: dict[str, Any]) -> None:

@@ -143,6 +143,33 @@ def test_resampling_is_with_gae_only() -> None:
             f"{C}.rollout_is_batch_normalize",
         ),
         ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=100"], f"{A}.loss_scale_factor"),
+        ([f"{C}.rollout_is=group"], f"{C}.rollout_is"),
+        ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=3.0_2.0"], f"{C}.rollout_is_threshold"),
+        ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=0"], f"{C}.rollout_is_threshold"),
+        ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=inf"], f"{C}.rollout_is_threshold"),
+        ([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=1.0_2.0_3.0"], f"{C}.rollout_is_threshold"),
+        (
+            [
+                f"{C}.rollout_is=token",
+                f"{C}.rollout_is_threshold=0.5_2.0",
+                f"{C}.rollout_rs=token_k1",
+                f"{C}.rollout_rs_threshold=2",
+            ],
+            f"{C}.rollout_is_threshold",
+        ),
+        (
+            [
+                f"{C}.bypass_mode=true",
+                f"{C}.loss_type=reinforce",
+                f"{C}.rollout_is=token",
+                f"{C}.rollout_is_threshold=0.5_2.0",
+            ],
+            f"{C}.rollout_is_threshold",
+        ),
+        (
+            ["algorithm.use_kl_in_reward=True", f"{A}.use_kl_loss=True", "algorithm.kl_ctrl.type=adaptive"],
+            "algorithm.kl_ctrl.type",
+        ),
     ],
 )
 def test_what_of_verls_is_still_refused(words: list[str], where: str) -> None:
@@ -242,3 +269,39 @@ def test_openrlhfs_corrections_that_are_none() -> None:
     flat = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_pretrain", "rm", "--n_samples_per_prompt", "2")
     recipe = checked(convert_openrlhf("train_ppo_ray", [*flat, "--advantage_estimator", "rloo"]))
     assert recipe.algorithm.whiten.over == "step"  # 0.7.5 does
+
+
+def test_the_divisor_of_sums_is_the_longest_response() -> None:
+    """verl's `loss_scale_factor` is either absent, which is remarked, or must be that number."""
+    scale, mode = f"{A}.loss_scale_factor", f"{A}.loss_agg_mode"
+    sum_norm = f"{mode}=seq-mean-token-sum-norm"
+    done = convert_verl("main_ppo", [*GRPO, sum_norm])
+    assert checked(done).algorithm.aggregation == "seq_mean_token_sum_norm"
+    assert "larger by the number of sequences" in outcome_of(done, mode)[1]
+    same = convert_verl("main_ppo", [*GRPO, sum_norm, "data.max_response_length=64", f"+{scale}=64"])
+    assert checked(same).algorithm.aggregation == "seq_mean_token_sum_norm"
+    assert outcome_of(same, mode)[1] == ""
+    assert outcome_of(same, scale) == ("ignored", "the sums are divided by data.max_response_length")
+    # Without sums it has no effect, whatever the number.
+    other = convert_verl("main_ppo", [*GRPO, f"+{scale}=7"])
+    assert checked(other).algorithm.aggregation == "token_mean"
+    assert outcome_of(other, scale)[0] == "ignored"
+    assert "only with seq-mean-token-sum-norm" in outcome_of(other, scale)[1]
+
+
+def test_a_kl_term_in_both_places() -> None:
+    words = ["algorithm.use_kl_in_reward=True", f"{A}.use_kl_loss=True", f"{A}.kl_loss_coef=0.02"]
+    recipe = checked(convert_verl("main_ppo", [*GRPO, *words, "algorithm.kl_ctrl.kl_coef=0.03"]))
+    kl = recipe.algorithm.kl
+    assert (kl.where, kl.coefficient, kl.reward_coefficient) == ("loss", 0.02, 0.03)
+    adaptive = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=500"]
+    kl = checked(convert_verl("main_ppo", [*GRPO, *adaptive])).algorithm.kl
+    assert (kl.where, kl.target, kl.horizon) == ("reward", 0.1, 500)
+    none = checked(convert_verl("main_ppo", [*GRPO, "algorithm.kl_ctrl.kl_coef=0.03"])).algorithm.kl
+    assert none.where == "none"
+
+
+def test_an_unknown_loss_of_openrlhf_is_refused_alone() -> None:
+    with pytest.raises(Refusal) as refused:
+        checked(convert_openrlhf("train_ppo_ray", [*DOTTED, "--actor.policy_loss_type", "new"]))
+    assert [problem.where for problem in refused.value.problems] == ["--actor.policy_loss_type"]
