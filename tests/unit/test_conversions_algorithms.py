@@ -305,3 +305,34 @@ def test_an_unknown_loss_of_openrlhf_is_refused_alone() -> None:
     with pytest.raises(Refusal) as refused:
         checked(convert_openrlhf("train_ppo_ray", [*DOTTED, "--actor.policy_loss_type", "new"]))
     assert [problem.where for problem in refused.value.problems] == ["--actor.policy_loss_type"]
+
+
+def test_one_bound_is_for_every_criterion() -> None:
+    words = [f"{C}.rollout_rs='token_k1,seq_max_k2'", f"{C}.rollout_rs_threshold=2"]
+    recipe = checked(convert_verl("main_ppo", [*GRPO, *words]))
+    assert at(recipe, "algorithm.rollout_correction.reject") == [
+        {"by": "ratio", "low": 0.5, "high": 2.0},
+        {"over": "max", "by": "k2", "high": 2.0},
+    ]
+    with pytest.raises(Refusal, match="neither one bound nor one for each"):
+        checked(convert_verl("main_ppo", [*GRPO, words[0], f"{C}.rollout_rs_threshold='1,2,3'"]))
+
+
+def test_rewards_of_gdpo_count_alike_without_weights() -> None:
+    words = ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[score,format]"]
+    recipe = checked(convert_verl("main_ppo", [*GRPO, *words, "custom_reward_function.path=r.py"]))
+    assert recipe.algorithm.gdpo_rewards == {"function": 1.0, "function/format": 1.0}
+
+
+def test_the_loss_that_bypass_mode_reads() -> None:
+    mode, kind = f"{A}.policy_loss.loss_mode", f"{C}.loss_type"
+    done = convert_verl("main_ppo", [*GRPO, f"{C}.bypass_mode=true", f"{mode}=gspo"])
+    assert outcome_of(done, mode) == ("ignored", "with bypass_mode, loss_type sets the loss")
+    done = convert_verl("main_ppo", [*GRPO, f"{kind}=reinforce"])
+    assert checked(done).algorithm.loss == "clip"
+    assert outcome_of(done, kind) == ("ignored", "verl reads it only with bypass_mode")
+    one_update = ["data.train_batch_size=64", f"{A}.ppo_mini_batch_size=64"]
+    plain = convert_verl("main_ppo", [*GRPO, *one_update, f"{C}.bypass_mode=true", f"{kind}=reinforce"])
+    recipe = checked(plain)
+    assert (recipe.algorithm.loss, recipe.algorithm.rollout_correction.bypass) == ("policy_gradient", False)
+    assert outcome_of(plain, f"{C}.bypass_mode")[0] == "mapped"
