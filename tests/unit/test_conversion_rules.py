@@ -93,6 +93,89 @@ def test_rules_of_main_ppo(words: list[str], expected: dict[str, Any]) -> None:
     assert values(convert_verl("main_ppo", [*GRPO, *words]), expected) == expected
 
 
+V, OVERLONG = f"{R}.val_kwargs", "reward_model.reward_kwargs.overlong_buffer_cfg"
+VALIDATED = ("data.val_files=v.parquet", "trainer.test_freq=5")
+PPO = ("data.train_files=t.parquet", f"{M}.path=m", "critic.model.path=c")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            [*VALIDATED, f"{V}.do_sample=True", f"{V}.temperature=0.6", f"{V}.n=4", f"{V}.top_p=0.95", f"{V}.top_k=-1"],
+            {"val.temperature": 0.6, "val.n": 4, "val.top_p": 0.95, "val.top_k": 0},
+        ),
+        (
+            [*VALIDATED, f"{V}.do_sample=True", f"{V}.temperature=0", f"{V}.n=4"],
+            {"val.temperature": None, "val.n": None},
+        ),
+        ([*VALIDATED, f"{V}.do_sample=False", f"{V}.temperature=0.6"], {"val.temperature": None}),
+        ([*VALIDATED, "data.max_response_length=77"], {"val.max_new_tokens": 77, "rollout.max_tokens": 77}),
+        ([*VALIDATED, "trainer.log_val_generations=6"], {"log.samples": 6}),
+        ([*VALIDATED, "trainer.log_val_generations=0"], {"log.samples": None}),
+        ([f"{A}.grad_clip=0.7"], {"optim.clip": 0.7, "optim.decay_all": True}),
+        (["custom_reward_function.path=r.py", "custom_reward_function.name=f"], {"reward.function": "r.py:f"}),
+        (["custom_reward_function.path=r.py"], {"reward.rules": None}),
+        (
+            ["reward_model.enable=True", "reward_model.model.path=rm"],
+            {"reward.model": "rm", "reward.rules": None, "reward.function": None},
+        ),
+        (
+            [f"{OVERLONG}.enable=True", f"{OVERLONG}.len=100", f"{OVERLONG}.penalty_factor=0.5"],
+            {"algorithm.overlong.buffer": 100, "algorithm.overlong.factor": 0.5},
+        ),
+        (
+            [f"{OVERLONG}.enable=False", f"{OVERLONG}.len=100"],
+            {"algorithm.overlong.buffer": None, "algorithm.overlong.factor": None},
+        ),
+        # As many tokens as the longest sequence of 512 + 512 has.
+        ([f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=1024"], {"batch.tokens": 1024}),
+    ],
+)
+def test_more_rules_of_main_ppo(words: list[str], expected: dict[str, Any]) -> None:
+    assert values(convert_verl("main_ppo", [*GRPO, *words]), expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["critic.optim.lr=3e-6", "critic.cliprange_value=0.3"], {"critic.lr": 3e-6, "critic.clip": 0.3}),
+        ([], {"critic.path": "c", "critic.aggregation": None, "critic.warmup": None}),
+        ([f"{A}.loss_agg_mode=seq-mean-token-mean"], {"critic.aggregation": "seq_mean_token_mean"}),
+        (["critic.loss_agg_mode=seq-mean-token-sum"], {"critic.aggregation": "seq_mean_token_sum"}),
+        # verl trains the policy from step 5 on.
+        (["trainer.critic_warmup=5"], {"critic.warmup": 4}),
+    ],
+)
+def test_rules_of_main_ppos_critic(words: list[str], expected: dict[str, Any]) -> None:
+    assert values(convert_verl("main_ppo", [*PPO, *words]), expected) == expected
+    assert not [key for key in convert_verl("main_ppo", [*GRPO, *words]).recipe if key.startswith("critic.")]
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["data.prompt_key=question"], "data.prompt_key"),
+        (["data.reward_fn_key=source"], "data.reward_fn_key"),
+        ([f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=1023"], f"{A}.ppo_max_token_len_per_gpu"),
+        (["reward_model.reward_manager=prime"], "reward_model.reward_manager"),
+        (["reward_model.enable=True", "reward_model.model.path=null"], "reward_model.enable"),
+        (
+            [f"{OVERLONG}.enable=True", f"{OVERLONG}.len=100", "+reward_model.reward_kwargs.max_resp_len=9"],
+            "reward_model.reward_kwargs.max_resp_len",
+        ),
+    ],
+)
+def test_what_main_ppo_may_not_set(words: list[str], where: str) -> None:
+    assert [problem.where for problem in convert_verl("main_ppo", [*GRPO, *words]).problems] == [where]
+
+
+@pytest.mark.parametrize("missing", ["data.train_files", f"{M}.path"])
+def test_main_ppo_needs_data_and_a_model(missing: str) -> None:
+    done = convert_verl("main_ppo", [word for word in GRPO if not word.startswith(missing)])
+    assert [problem.where for problem in done.problems] == [missing]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -174,6 +257,38 @@ def test_rules_of_openrlhfs_dpo(words: list[str], expected: dict[str, Any]) -> N
         (["--init_kl_coef", "0"], {"algorithm.kl.where": "none", "algorithm.kl.coefficient": None}),
         (["--eps_clip_low_high", "0.1", "0.3"], {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3}),
         (["--eps_clip", "0.15"], {"algorithm.clip_low": 0.15, "algorithm.clip_high": 0.15}),
+        (["--init_kl_coef", "0.02"], {"algorithm.kl.where": "reward", "algorithm.kl.coefficient": 0.02}),
+        (["--init_kl_coef", "0.02", "--use_kl_loss"], {"algorithm.kl.where": "loss"}),
+        (
+            ["--init_kl_coef", "0.02", "--kl_target", "6", "--kl_horizon", "500"],
+            {"algorithm.kl.target": 6.0, "algorithm.kl.horizon": 500},
+        ),
+        (
+            ["--init_kl_coef", "0.02", "--kl_horizon", "500"],
+            {"algorithm.kl.target": None, "algorithm.kl.horizon": None},
+        ),
+        (["--reward_clip_range", "-5", "5"], {"reward.clip": [-5.0, 5.0]}),
+        (["--lambd", "0.9", "--gamma", "0.8"], {"algorithm.lam": 0.9, "algorithm.gamma": 0.8}),
+        (
+            ["--value_clip", "0.3", "--critic_learning_rate", "3e-6", "--critic_pretrain", "c"],
+            {"critic.path": "c", "critic.clip": 0.3, "critic.lr": 3e-6},
+        ),
+        ([], {"critic.path": "rm", "algorithm.dual_clip": None}),
+        (["--remote_rm_url", "http://a:1/s"], {"critic.path": "m"}),
+        (["--freezing_actor_steps", "3"], {"critic.warmup": 3}),
+        (
+            ["--enable_vllm_is_correction", "--vllm_is_truncated_threshold", "3"],
+            {"algorithm.rollout_correction.weight": "token", "algorithm.rollout_correction.cap": 3.0},
+        ),
+        (["--n_samples_per_prompt", "1", "--train_batch_size", "8"], {"batch.prompts_per_update": 8}),
+        (["--label_key", "answer"], {"data.label_key": "answer"}),
+        (["--max_len", "900", *SHORT], {"data.max_prompt_tokens": 100, "rollout.max_tokens": 300}),
+        (
+            ["--overlong_buffer_len", "50", "--overlong_penalty_factor", "0.5"],
+            {"algorithm.overlong.buffer": 50, "algorithm.overlong.factor": 0.5},
+        ),
+        ([], {"algorithm.overlong.buffer": None}),
+        (["--micro_train_batch_size", "3"], {"batch.micro_batch_size": 3, "batch.tokens": None}),
     ],
 )
 def test_rules_of_train_ppo_ray(words: list[str], expected: dict[str, Any]) -> None:
