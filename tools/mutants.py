@@ -97,8 +97,12 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def _places(path: Path) -> list[tuple[int, int]]:
-    nodes = enumerate(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    return [(place, kind) for place, node in nodes for kind in range(_kinds(node))]
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    # Values of arguments that `_call` does not drop either.
+    skipped = {id(keyword.value) for node in nodes if isinstance(node, ast.Call) for keyword in _without_effect(node)}
+    return [
+        (place, kind) for place, node in enumerate(nodes) if id(node) not in skipped for kind in range(_kinds(node))
+    ]
 
 
 def _mutant(path: Path, place: int, kind: int) -> Mutant | None:
@@ -167,12 +171,17 @@ def _without_not(node: ast.UnaryOp) -> str | None:
     return f"{before} -> {ast.unparse(node.operand.operand)}"
 
 
+def _without_effect(node: ast.Call) -> list[ast.keyword]:
+    """Nothing on a CPU depends on the device, and only programming errors on the options of a dataclass and `strict`."""
+    of_dataclass = ast.unparse(node.func).endswith("dataclass")
+    return [keyword for keyword in node.keywords if of_dataclass or keyword.arg in ("device", "strict")]
+
+
 def _call(node: ast.Call, kind: int) -> str | None:
     before = ast.unparse(node)[:60]
     name = ast.unparse(node.func)
     if kind < len(node.keywords):
-        # Nothing on a CPU depends on the device, and nothing but a programming error on `frozen`.
-        if name.endswith("dataclass") or node.keywords[kind].arg == "device":
+        if node.keywords[kind] in _without_effect(node):
             return None
         dropped = node.keywords.pop(kind)
         return f"{before}: without {dropped.arg}="

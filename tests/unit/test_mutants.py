@@ -59,3 +59,10 @@ def test_a_survivor_is_told_and_the_file_is_put_back(tmp_path: Path) -> None:
     assert not verdicts["size <= MOST -> size < MOST"]
     assert not verdicts["removed: return size <= MOST"]
     assert (tmp_path / "code.py").read_text() == CODE
+
+
+def test_arguments_without_an_effect_are_left_out(tmp_path: Path) -> None:
+    code = "@dataclass(frozen=True)\nclass A:\n    pairs = zip(first(), second, strict=True)\n"
+    (tmp_path / "code.py").write_text(code)
+    made = [line.split("  ")[-1] for line in run(tmp_path, "--count", "99", "code.py").stdout.splitlines()]
+    assert made == ["zip(first(), second, strict=True): first two arguments swapped"]

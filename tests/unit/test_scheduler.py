@@ -298,3 +298,37 @@ def test_a_pool_too_small_for_one_sample_is_noticed() -> None:
     played = pretend([Job(2, [18], 18)], blocks=3, block=4, rows=2, budget=100)
     with pytest.raises(AssertionError, match="holds at least one full sequence"):
         played.run()
+
+
+def test_cancelled_sequences_leave_nothing_behind() -> None:
+    """Two requests of two sequences on one row: one runs, three wait. A prompt goes with its last sequence."""
+    played = pretend([Job(6, [9, 9], 9), Job(6, [9, 9], 9)], blocks=20, block=4, rows=1, budget=100)
+    scheduler, (first, second, third, fourth) = played.scheduler, played.samples
+    played.play(scheduler.next(1))
+    played.play(scheduler.next(1))
+    assert scheduler.running == [first]
+    assert scheduler.left() == [first, second, third, fourth]
+    scheduler.cancel(second)
+    assert scheduler.waiting == [third, fourth]
+    assert (scheduler.prefixes[0].waiting, scheduler.prefixes[0].running) == (0, 1)
+    scheduler.cancel(first)
+    assert list(scheduler.prefixes) == [1]
+    assert scheduler.running == []
+    assert scheduler.pool.free == 20
+    scheduler.cancel(third)
+    assert list(scheduler.prefixes) == [1]
+    assert scheduler.unfinished
+    scheduler.cancel(fourth)
+    assert not scheduler.prefixes
+    assert not scheduler.unfinished
+    # Later requests have the next numbers.
+    later = SequenceState([7, 8], request=2, prompt=2, limit=9)
+    scheduler.add([SharedPrompt([7])], [later])
+    assert list(scheduler.prefixes) == [2]
+    assert scheduler.num_requests == 3
+    assert scheduler.prefixes[2].waiting == 1
+    assert scheduler.left() == [later]
+
+
+def test_blocks_of_the_longest_sequence() -> None:
+    assert [Scheduler.least_blocks(limit, 4) for limit in (1, 4, 5, 8, 9)] == [2, 2, 3, 3, 4]
