@@ -172,7 +172,7 @@ def _without_not(node: ast.UnaryOp) -> str | None:
 
 
 def _without_effect(node: ast.Call) -> list[ast.keyword]:
-    """Nothing on a CPU depends on the device, and only programming errors on the options of a dataclass and `strict`."""
+    """On a CPU nothing depends on the device; only programming errors depend on `strict` and a dataclass's options."""
     of_dataclass = ast.unparse(node.func).endswith("dataclass")
     return [keyword for keyword in node.keywords if of_dataclass or keyword.arg in ("device", "strict")]
 
