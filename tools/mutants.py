@@ -61,7 +61,11 @@ CENTRAL: dict[str, tuple[str, ...]] = {
     "compat/key_table.py": ("unit/test_key_tables.py", "unit/test_conversions.py", "unit/test_migration_settings.py"),
     "compat/verl/verl_algorithm.py": ("unit/test_conversions_algorithms.py", "unit/test_conversions.py"),
     "compat/verl/verl_main_ppo.py": ("unit/test_conversions.py", "unit/test_conversion_rules.py"),
-    "compat/openrlhf/openrlhf_ppo.py": ("unit/test_conversions.py", "unit/test_conversion_rules.py"),
+    "compat/openrlhf/openrlhf_ppo.py": (
+        "unit/test_conversions.py",
+        "unit/test_conversion_rules.py",
+        "unit/test_conversions_algorithms.py",
+    ),
     "compat/openrlhf/openrlhf_rules.py": ("unit/test_conversions.py", "unit/test_conversion_rules.py"),
 }
 ROOT = Path(__file__).parents[1]

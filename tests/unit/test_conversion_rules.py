@@ -170,6 +170,18 @@ def test_what_main_ppo_may_not_set(words: list[str], where: str) -> None:
     assert [problem.where for problem in convert_verl("main_ppo", [*GRPO, *words]).problems] == [where]
 
 
+@pytest.mark.parametrize(
+    ("enabled", "length", "limit"),
+    [("True", "mapped", "max_response_length is the limit"), ("False", "ignored", "the overlong buffer is off")],
+)
+def test_keys_of_the_overlong_buffer_that_are_not_read(enabled: str, length: str, limit: str) -> None:
+    words = [f"{OVERLONG}.enable={enabled}", f"{OVERLONG}.len=100", f"{OVERLONG}.log=True"]
+    done = convert_verl("main_ppo", [*GRPO, *words])
+    outcomes = {one.key: (one.outcome, one.note) for one in done.outcomes}
+    assert outcomes[f"{OVERLONG}.len"][0] == length
+    assert outcomes[f"{OVERLONG}.log"] == ("ignored", limit)
+
+
 @pytest.mark.parametrize("missing", ["data.train_files", f"{M}.path"])
 def test_main_ppo_needs_data_and_a_model(missing: str) -> None:
     done = convert_verl("main_ppo", [word for word in GRPO if not word.startswith(missing)])
