@@ -1,0 +1,69 @@
+"""Every variation notices the faults it is there for: the code is broken, and the comparison must fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recipes import draw
+from test_recipes import applicable, compared
+from variations import VARIATIONS, difference, run_variation, start_from_first_checkpoint, train
+
+import job_ranks
+import mutants
+from commands import torchrun
+from mutants import MUTANTS, RANK_MUTANTS, Mutant
+
+DAILY = ("mean of means", "last micro-batch lost", "optimizer not restored")
+
+
+def trained(folder: Path, mutant: Mutant) -> dict[str, str]:
+    """The reference and the variations of a fault, and what differs between them."""
+    drawn = draw(mutant.seed)
+    file = drawn.write(folder)
+    train(file)
+    for name in mutant.variations:
+        run_variation(file, *applicable(drawn, file, [1])[name])
+    return compared(drawn, file, mutant.variations)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in MUTANTS]
+)
+def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
+    mutant = MUTANTS[name]
+    # The intact code first: architectures and engines pass their own checks, which would refuse some faults.
+    assert trained(tmp_path / "intact", mutant) == {}
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.break_code(patch)
+        assert set(trained(tmp_path / "broken", mutant)) == set(mutant.variations)
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_faults_of_ranks_are_noticed(tmp_path: Path) -> None:
+    jobs, runs = [], []
+    for number, (name, mutant) in enumerate(RANK_MUTANTS.items()):
+        drawn = draw(mutant.seed)
+        file = drawn.write(tmp_path / str(number))
+        train(file)
+        for variation in mutant.variations:
+            one, words = applicable(drawn, file, [2])[variation]
+            if one.resumes:
+                start_from_first_checkpoint(file.parent / "runs", variation)
+            jobs.append([name, str(file), *words])
+            runs.append((name, variation, file.parent / "runs", drawn.steps))
+    done = torchrun(job_ranks.write_jobs(tmp_path, jobs), program=Path(mutants.__file__))
+    assert done.returncode == 0, done.stderr
+    unnoticed = [
+        (name, variation)
+        for name, variation, folder, steps in runs
+        if not difference(folder / variation, folder / "reference", VARIATIONS[variation].kind, steps)
+    ]
+    assert not unnoticed
+
+
+def test_every_variation_has_a_fault() -> None:
+    """Those of three and four ranks are the layouts of two with more ranks."""
+    noticed = {name for mutant in (*MUTANTS.values(), *RANK_MUTANTS.values()) for name in mutant.variations}
+    assert noticed == {name for name, one in VARIATIONS.items() if one.processes <= 2}
