@@ -216,7 +216,7 @@ def _optim(pick: _Draw) -> Values:
 
 def _offline(pick: _Draw, method: str, turn: int, values: Values) -> bool:
     """Add the keys of an offline method; returns whether its rows rank several responses."""
-    values["batch"]["rows_per_update"] = pick.one(4, 5, 6)
+    values["batch"]["rows_per_update"] = pick.one(2, 4, 5, 6)
     values["data"]["val"] = "val.jsonl"
     values["val"] = {"every": pick.one(1, 2), "at_start": pick.chance(0.3)}
     if method == "sft" and pick.chance(0.5):
@@ -233,7 +233,7 @@ def _offline(pick: _Draw, method: str, turn: int, values: Values) -> bool:
     if method == "distill":
         values["distill"] = {
             "teacher": "other-model",
-            "divergence": pick.one("forward", "reverse", "jsd"),
+            "divergence": ("forward", "reverse", "jsd")[turn % 3],
             "temperature": pick.one(1.0, 1.5),
             "coefficient": pick.one(0.5, 1.0),
         }
@@ -346,15 +346,14 @@ def _kl(pick: _Draw, method: str, advantage: str, algorithm: Values) -> None:
     where = "loss" if separate else pick.one("loss", "reward", "none")
     kl: Values = {"where": where}
     if where != "none":
-        kl |= {"estimator": pick.one("k1", "abs", "k2", "k3"), "coefficient": pick.one(0.01, 0.1)}
+        estimators = ("k1", "abs", "k2", "k3", *(("k1+", "abs+", "k2+", "k3+") if where == "loss" else ()))
+        kl |= {"estimator": pick.choice(estimators), "coefficient": pick.one(0.01, 0.1)}
         if pick.chance(0.3):
             kl["reference"] = "other-model"
         if pick.chance(0.2):
             kl |= {"target": 0.05, "horizon": 50}
     if where == "loss":
-        if pick.chance(0.4):
-            kl["estimator"] += "+"
-            kl["weighted"] = pick.chance(0.5)
+        kl["weighted"] = kl["estimator"].endswith("+") and pick.chance(0.5)
         if not separate and pick.chance(0.3):
             kl["reward_coefficient"] = 0.02
     algorithm["kl"] = kl

@@ -10,50 +10,50 @@ from test_recipes import applicable, compared
 from variations import VARIATIONS, difference, run_variation, start_from_first_checkpoint, train
 
 import job_ranks
-import mutants
+import trajectory_faults
 from commands import torchrun
-from mutants import MUTANTS, RANK_MUTANTS, Mutant
+from trajectory_faults import FAULTS, RANK_FAULTS, Fault
 
 DAILY = ("mean of means", "last micro-batch lost", "optimizer not restored")
 
 
-def trained(folder: Path, mutant: Mutant) -> dict[str, str]:
+def trained(folder: Path, fault: Fault) -> dict[str, str]:
     """The reference and the variations of a fault, and what differs between them."""
-    drawn = draw(mutant.seed)
+    drawn = draw(fault.seed)
     file = drawn.write(folder)
     train(file)
-    for name in mutant.variations:
+    for name in fault.variations:
         run_variation(file, *applicable(drawn, file, [1])[name])
-    return compared(drawn, file, mutant.variations)
+    return compared(drawn, file, fault.variations)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in MUTANTS]
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in FAULTS]
 )
 def test_a_fault_is_noticed(name: str, tmp_path: Path) -> None:
-    mutant = MUTANTS[name]
+    fault = FAULTS[name]
     # The intact code first: architectures and engines pass their own checks, which would refuse some faults.
-    assert trained(tmp_path / "intact", mutant) == {}
+    assert trained(tmp_path / "intact", fault) == {}
     with pytest.MonkeyPatch.context() as patch:
-        mutant.break_code(patch)
-        assert set(trained(tmp_path / "broken", mutant)) == set(mutant.variations)
+        fault.break_code(patch)
+        assert set(trained(tmp_path / "broken", fault)) == set(fault.variations)
 
 
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_faults_of_ranks_are_noticed(tmp_path: Path) -> None:
     jobs, runs = [], []
-    for number, (name, mutant) in enumerate(RANK_MUTANTS.items()):
-        drawn = draw(mutant.seed)
+    for number, (name, fault) in enumerate(RANK_FAULTS.items()):
+        drawn = draw(fault.seed)
         file = drawn.write(tmp_path / str(number))
         train(file)
-        for variation in mutant.variations:
+        for variation in fault.variations:
             one, words = applicable(drawn, file, [2])[variation]
             if one.resumes:
                 start_from_first_checkpoint(file.parent / "runs", variation)
             jobs.append([name, str(file), *words])
             runs.append((name, variation, file.parent / "runs", drawn.steps))
-    done = torchrun(job_ranks.write_jobs(tmp_path, jobs), program=Path(mutants.__file__))
+    done = torchrun(job_ranks.write_jobs(tmp_path, jobs), program=Path(trajectory_faults.__file__))
     assert done.returncode == 0, done.stderr
     unnoticed = [
         (name, variation)
@@ -65,5 +65,5 @@ def test_faults_of_ranks_are_noticed(tmp_path: Path) -> None:
 
 def test_every_variation_has_a_fault() -> None:
     """Those of three and four ranks are the layouts of two with more ranks."""
-    noticed = {name for mutant in (*MUTANTS.values(), *RANK_MUTANTS.values()) for name in mutant.variations}
+    noticed = {name for fault in (*FAULTS.values(), *RANK_FAULTS.values()) for name in fault.variations}
     assert noticed == {name for name, one in VARIATIONS.items() if one.processes <= 2}

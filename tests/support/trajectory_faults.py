@@ -1,6 +1,6 @@
 """Faults that a variation must notice, as changes of lockstep's code while a run is trained.
 
-    python mutants.py JOBS      (on every rank: trains `[fault, recipe, key, ...]` one after the other)
+    python trajectory_faults.py JOBS      (on every rank: trains `[fault, recipe, key, ...]` one after the other)
 
 Each fault is one that has been made in some trainer: a mean of means, a lost row, a shared prompt that leaks, state
 that a resume forgets, values that lose digits on their way to the host and back, a missing all-reduce.
@@ -25,7 +25,7 @@ Patch = pytest.MonkeyPatch
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Fault:
     break_code: Callable[[Patch], None]
     variations: tuple[str, ...]
     """Each of these notices it."""
@@ -143,66 +143,68 @@ def _half_of_floats(original: Any, self: Any, tensor: Any, *given: Any) -> Any:
 
 
 BACKWARD = "lockstep.train.step.Learner.forward_backward"
-MUTANTS: dict[str, Mutant] = {
-    "mean of means": Mutant(wrap(BACKWARD, _mean_of_means), ("rows-3", "packed-small"), 0),
-    "mean of means of responses": Mutant(wrap(BACKWARD, _mean_of_means), ("rows-3", "packed-all"), 12),
-    "last micro-batch lost": Mutant(wrap(BACKWARD, _last_batch_lost), ("rows-3", "rows-all", "packed-all"), 0),
-    "row lost in packing": Mutant(wrap("lockstep.data.batching._packed", _row_lost), ("packed-all",), 0),
-    "positions after a shared prompt": Mutant(
+FAULTS: dict[str, Fault] = {
+    "mean of means": Fault(wrap(BACKWARD, _mean_of_means), ("rows-3", "packed-small"), 0),
+    "mean of means of responses": Fault(wrap(BACKWARD, _mean_of_means), ("rows-3", "packed-all"), 12),
+    "last micro-batch lost": Fault(wrap(BACKWARD, _last_batch_lost), ("rows-3", "rows-all", "packed-all"), 0),
+    "row lost in packing": Fault(wrap("lockstep.data.batching._packed", _row_lost), ("packed-all",), 0),
+    "positions after a shared prompt": Fault(
         wrap("lockstep.data.batching._packed", _positions_continue), ("packed-small", "packed-all"), 3
     ),
-    "packed rows see each other": Mutant(
+    "packed rows see each other": Fault(
         wrap("lockstep.data.batching._packed", _sequences_joined), ("packed-small", "packed-all"), 0
     ),
-    "predictors of padded rows": Mutant(
+    "predictors of padded rows": Fault(
         wrap("lockstep.data.batching._padded", _padding_trained), ("rows-3", "rows-all"), 0
     ),
-    "optimizer not restored": Mutant(wrap("lockstep.train.optim.Optimizer.restore", _nothing), ("resumed",), 0),
-    "generators not restored": Mutant(
+    "optimizer not restored": Fault(wrap("lockstep.train.optim.Optimizer.restore", _nothing), ("resumed",), 0),
+    "generators not restored": Fault(
         wrap("lockstep.train.checkpointing.Checkpointer._restore_generators", _nothing), ("resumed",), 11
     ),
-    "weights not restored": Mutant(wrap("lockstep.train.checkpointing.restore_weights", _nothing), ("resumed",), 20),
-    "optimizer rounded on the host": Mutant(
+    "weights not restored": Fault(wrap("lockstep.train.checkpointing.restore_weights", _nothing), ("resumed",), 20),
+    "optimizer rounded on the host": Fault(
         wrap("lockstep.train.optim_offload.on_device", _fewer_digits), ("optimizer-host",), 0
     ),
-    "reference changed on the host": Mutant(
+    "reference changed on the host": Fault(
         wrap("lockstep.parallel.offload.Home.come", _other_weights), ("frozen-host",), 3
     ),
-    "activations rounded on the host": Mutant(
+    "activations rounded on the host": Fault(
         wrap("lockstep.parallel.offload._Storage.arrived", _fewer_digits), ("activations-host",), 0
     ),
-    "rows in the order of workers": Mutant(
+    "rows in the order of workers": Fault(
         wrap("lockstep.data.dataset.read_parts", _reversed), ("encoded-in-workers",), 0
     ),
-    "other noise in an engine": Mutant(wrap("lockstep.rollout.hf.sequence_keys", _other_noise), ("hf",), 12),
-    "slots of small blocks": Mutant(
+    "other noise in an engine": Fault(wrap("lockstep.rollout.hf.sequence_keys", _other_noise), ("hf",), 12),
+    "slots of small blocks": Fault(
         wrap("lockstep.rollout.native.runner.Runner._slots", _rotated_slots), ("engine-blocks",), 12
     ),
-    "dropout drawn again for the backward pass": Mutant(
+    "dropout drawn again for the backward pass": Fault(
         wrap("transformers.modeling_utils.checkpoint", _masks_drawn_again), ("checkpointing",), 11
     ),
-    "rewards of other responses": Mutant(
+    "rewards of other responses": Fault(
         wrap("lockstep.reward.function_pool.Pool.submit", _earlier_call), ("reward-workers",), 22
     ),
-    "reference log-probs of other rows": Mutant(
+    "reference log-probs of other rows": Fault(
         wrap("lockstep.train.logprob_cache.LogprobCache.take", _shifted_rows), ("precomputed",), 3
     ),
 }
-RANK_MUTANTS: dict[str, Mutant] = {
-    "divided by the local count": Mutant(
-        wrap("lockstep.parallel.world.World.sum", _local_sum), ("sharded-2", "copies-2", "host-2"), 0
+RANK_FAULTS: dict[str, Fault] = {
+    "divided by the local count": Fault(
+        wrap("lockstep.parallel.world.World.sum", _local_sum),
+        ("sharded-2", "copies-2", "optimizer-host-2", "weights-host-2", "host-2"),
+        0,
     ),
-    "ring without its neighbour": Mutant(
+    "ring without its neighbour": Fault(
         wrap("lockstep.parallel.context.ContextGroup.pass_on", _half_of_floats), ("ring-2",), 0
     ),
-    "gathered keys lost": Mutant(
+    "gathered keys lost": Fault(
         wrap("lockstep.parallel.context.ContextGroup.gather", _half_of_floats), ("gather-2",), 0
     ),
-    "exchanged heads lost": Mutant(wrap("lockstep.parallel.context.ContextGroup.exchange", _half), ("ulysses-2",), 0),
-    "no all-reduce of a divided layer": Mutant(
+    "exchanged heads lost": Fault(wrap("lockstep.parallel.context.ContextGroup.exchange", _half), ("ulysses-2",), 0),
+    "no all-reduce of a divided layer": Fault(
         wrap("lockstep.parallel.tensor.TensorGroup.sum_", lambda original, self, tensor: tensor), ("tensor-2",), 0
     ),
-    "optimizer not restored": Mutant(wrap("lockstep.train.optim.Optimizer.restore", _nothing), ("resumed-2",), 0),
+    "optimizer not restored": Fault(wrap("lockstep.train.optim.Optimizer.restore", _nothing), ("resumed-2",), 0),
 }
 
 
@@ -210,7 +212,7 @@ def main(jobs: Path) -> None:
     for name, *words in json.loads(jobs.read_text(encoding="utf-8")):
         print(name, *words, file=sys.stderr, flush=True)
         with pytest.MonkeyPatch.context() as patch:
-            RANK_MUTANTS[name].break_code(patch)
+            RANK_FAULTS[name].break_code(patch)
             job_ranks.train(words)
 
 
