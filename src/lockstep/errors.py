@@ -48,6 +48,10 @@ def with_secrets(text: str, key: str) -> str:
         raise Refusal.at(key, f"{text}: {error}", "provide it on every machine where the run starts") from error
 
 
+class RenamedKey(FutureWarning):
+    """A recipe uses the old name of a key."""
+
+
 class LostProcess(Refusal):
     """A process of the run was killed or hangs, and the input is not the cause: the run can resume."""
 

@@ -173,7 +173,7 @@ def draw(seed: int) -> Drawn:
         },
         "model": _model(pick, family),
         "data": {"train": "train.jsonl", "shuffle": pick.chance(0.7), "drop_last": pick.chance(0.3)},
-        "batch": {"rows": 1},
+        "batch": {"micro_batch_size": 1},
         "optim": _optim(pick),
         "checkpoint": {"every": 1, "keep_last": 9},
     }
@@ -225,7 +225,7 @@ def _offline(pick: _Draw, method: str, turn: int, values: Values) -> bool:
         values["preference"] = _preference(pick, method, turn)
     if method == "rm":
         ranking = pick.one("pairs", "plackett_luce")
-        values["rm"] = {"ranking": ranking, "centre": pick.one(0.0, 0.01)}
+        values["rm"] = {"ranking": ranking, "center_rewards_coef": pick.one(0.0, 0.01)}
         if ranking == "pairs":
             values["rm"]["loss"] = pick.one("sigmoid", "logexp")
     if method == "prm":
@@ -315,7 +315,7 @@ def _rollout(pick: _Draw, groups: bool) -> Values:
     }
     if pick.chance(0.3):
         rollout |= pick.one({"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.02})
-        rollout["truncated"] = pick.one("mask", "ignore")
+        rollout["truncated_sampling"] = pick.one("mask", "ignore")
     if pick.chance(0.4):
         # One of ten random tokens ends a response.
         rollout["stop_ids"] = list(range(0, 256, 10))
@@ -366,13 +366,18 @@ def _extras(pick: _Draw, method: str, advantage: str, loss: str, algorithm: Valu
         algorithm["entropy"] = 0.01
         algorithm["penalty_aggregation"] = pick.choice(AGGREGATIONS)
     if pick.chance(0.4):
-        overlong: Values = pick.one({"buffer": 3, "factor": 0.5}, {"skip": True}, {"cut": 0.5}, {"cut": -0.2})
-        if not (row.parts and "cut" in overlong):
+        overlong: Values = pick.one(
+            {"buffer": 3, "factor": 0.5},
+            {"mask_truncated": True},
+            {"truncated_reward": 0.5},
+            {"truncated_reward": -0.2},
+        )
+        if not (row.parts and "truncated_reward" in overlong):
             algorithm["overlong"] = overlong
     if row.groups and (method == "dapo" or pick.chance(0.25)):
-        algorithm["dynamic_sampling"] = {"rounds": pick.one(2, 3)}
+        algorithm["dynamic_sampling"] = {"max_gen_batches": pick.one(2, 3)}
     if method == "ppo" and pick.chance(0.3):
-        algorithm["filtration"] = {"method": pick.one("pow", "max_min", "max_random")}
+        algorithm["pf_ppo"] = {"method": pick.one("pow", "max_min", "max_random")}
     if pick.chance(0.2):
         algorithm["whiten"] = {"over": pick.one("none", "step"), "divide": pick.chance(0.7)}
     if pick.chance(0.3):
@@ -383,7 +388,7 @@ def _extras(pick: _Draw, method: str, advantage: str, loss: str, algorithm: Valu
             {"reject": [{"over": "mean", "by": "k3", "high": 0.1}]},
             *([{"bypass": True}] if loss_row(loss).ratio else []),
         )
-        algorithm["correction"] = pick.choice(corrections)
+        algorithm["rollout_correction"] = pick.choice(corrections)
 
 
 def main(words: Sequence[str], say: Callable[[str], object] = print) -> None:

@@ -206,9 +206,19 @@ def test_the_seeds_cover_methods_losses_and_options() -> None:
     assert {one.ranked for one in every} == {True, False}
     for key in ("model.lora", "model.lora.dropout", "model.aux_loss_coef", "optim.clip", "preference.reference"):
         assert seen(key), key
-    for key in ("distill.top_k", "preference.ld_alpha", "algorithm.dynamic_sampling.rounds", "algorithm.overlong.skip"):
+    for key in (
+        "distill.top_k",
+        "preference.ld_alpha",
+        "algorithm.dynamic_sampling.max_gen_batches",
+        "algorithm.overlong.mask_truncated",
+    ):
         assert seen(key), key
-    for key in ("algorithm.overlong.cut", "algorithm.filtration.method", "rollout.truncated", "reward.model"):
+    for key in (
+        "algorithm.overlong.truncated_reward",
+        "algorithm.pf_ppo.method",
+        "rollout.truncated_sampling",
+        "reward.model",
+    ):
         assert seen(key), key
     several = [
         one
@@ -235,7 +245,7 @@ def test_a_printed_recipe_repeats_the_reference(tmp_path: Path) -> None:
     first, second = (tmp_path / name / "runs" / "reference" for name in ("first", "second"))
     assert difference(second, first, "bits", drawn.steps) == ""
     assert samples(second)
-    assert "lockstep train FOLDER/recipe.yaml run.name=rows-3 batch.rows=3" in shown
+    assert "lockstep train FOLDER/recipe.yaml run.name=rows-3 batch.micro_batch_size=3" in shown
 
 
 # In the slow set each recipe has every variation of one process, three of two and one of three or four.

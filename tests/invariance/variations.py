@@ -68,7 +68,7 @@ def online(*words: str) -> Keys:
 
 
 def packed(tokens: int, *words: str) -> Keys:
-    return always("batch.rows=null", f"batch.tokens={tokens}", *words)
+    return always("batch.micro_batch_size=null", f"batch.tokens={tokens}", *words)
 
 
 def _frozen_offload(recipe: Recipe, drawn: Drawn) -> list[str] | None:
@@ -107,7 +107,7 @@ def _tensor(*words: str) -> Keys:
     def keys(recipe: Recipe, drawn: Drawn) -> list[str] | None:
         if recipe.model.aux_loss_coef:
             return None  # refused: the router outputs of all tokens are on no rank
-        return ["parallel.tensor=2", *words]
+        return ["parallel.tensor_parallel=2", *words]
 
     return keys
 
@@ -116,7 +116,7 @@ def _context(layout: str, *words: str) -> Keys:
     def keys(recipe: Recipe, drawn: Drawn) -> list[str] | None:
         if recipe.model.aux_loss_coef or (drawn.family == "mistral" and layout == "zigzag"):
             return None  # refused
-        return ["parallel.context=2", f"parallel.context_layout={layout}", *words]
+        return ["parallel.context_parallel=2", f"parallel.context_layout={layout}", *words]
 
     return keys
 
@@ -128,8 +128,8 @@ VARIATIONS = {
     for one in (
         Variation("packed-small", "rounding", packed(SMALL_BUDGET)),
         Variation("packed-all", "rounding", packed(4096)),
-        Variation("rows-3", "rounding", always("batch.rows=3")),
-        Variation("rows-all", "rounding", always("batch.rows=64")),
+        Variation("rows-3", "rounding", always("batch.micro_batch_size=3")),
+        Variation("rows-all", "rounding", always("batch.micro_batch_size=64")),
         Variation("checkpointing", "bits", always("model.gradient_checkpointing=true")),
         Variation(
             "activations-host",
@@ -160,9 +160,11 @@ VARIATIONS = {
         Variation("weights-host-2", "rounding", _offload("params"), processes=2),
         Variation("host-2", "rounding", _everything_on_host, processes=2),
         Variation("tensor-2", "rounding", _tensor(), processes=2),
-        Variation("ring-2", "rounding", _context("zigzag", "batch.rows=null", "batch.tokens=512"), processes=2),
+        Variation(
+            "ring-2", "rounding", _context("zigzag", "batch.micro_batch_size=null", "batch.tokens=512"), processes=2
+        ),
         Variation("gather-2", "rounding", _context("gather"), processes=2),
-        Variation("ulysses-2", "rounding", _context("ulysses", "batch.rows=3"), processes=2),
+        Variation("ulysses-2", "rounding", _context("ulysses", "batch.micro_batch_size=3"), processes=2),
         Variation("resumed-2", "rounding", packed(512), processes=2, resumes=True),
         Variation("sharded-3", "rounding", always(), processes=3),
         Variation("copies-3", "rounding", packed(512, "parallel.replicate=3"), processes=3),
@@ -170,7 +172,9 @@ VARIATIONS = {
         Variation("sharded-4", "rounding", packed(512), processes=4),
         Variation("hybrid-4", "rounding", always("parallel.shard=2"), processes=4),
         Variation("tensor-copies-4", "rounding", _tensor("parallel.replicate=2"), processes=4),
-        Variation("context-4", "rounding", _context("gather", "batch.rows=null", "batch.tokens=512"), processes=4),
+        Variation(
+            "context-4", "rounding", _context("gather", "batch.micro_batch_size=null", "batch.tokens=512"), processes=4
+        ),
     )
 }
 

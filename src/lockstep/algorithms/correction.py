@@ -73,7 +73,7 @@ def correct(
     all its tokens. What is `rejected` is `left_out` of the means too, or counts in them with the weight `zero`.
     """
     if rejected not in ("left_out", "zero"):
-        raise Refusal.at("algorithm.correction.rejected", f"{rejected!r} is not known", "left_out or zero")
+        raise Refusal.at("algorithm.rollout_correction.rejected", f"{rejected!r} is not known", "left_out or zero")
     log_ratio_K = _log_ratio(trainer_K, engine_K, whole)
     importance_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     most = math.inf if cap is None or weight == "none" else cap
@@ -84,7 +84,7 @@ def correct(
             weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences, whole)
     bands = [*reject, *([Band(MASKS[mask], "ratio", high, low)] if mask in MASKS else [])]
     if mask not in CHOICES:
-        raise _unknown("algorithm.correction.mask", mask)
+        raise _unknown("algorithm.rollout_correction.mask", mask)
     keep_K = torch.ones_like(log_ratio_K)
     for band in bands:
         keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, engine_K, sequence_K, sequences)
@@ -128,7 +128,7 @@ def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor
     if weight == "sequence":
         totals_S = sum_by(log_ratio_K, sequence_K, sequences).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         return totals_S.exp()[sequence_K]
-    raise _unknown("algorithm.correction.weight", weight)
+    raise _unknown("algorithm.rollout_correction.weight", weight)
 
 
 def _mean_weight(
@@ -178,7 +178,7 @@ def _statistic(by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, engi
         return p_K * (p_K / q_K).log() + (1 - p_K) * ((1 - p_K) / (1 - q_K)).log()
     if by == "tv":
         return (p_K - q_K).abs()
-    raise Refusal.at("algorithm.correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...")
+    raise Refusal.at("algorithm.rollout_correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...")
 
 
 def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences
     if over == "max":
         largest_S = judged_K.new_zeros(sequences).scatter_reduce(0, sequence_K, judged_K, "amax", include_self=False)
         return largest_S[sequence_K]
-    raise Refusal.at("algorithm.correction.reject", f"{over!r} is not known", "token, sum, mean or max")
+    raise Refusal.at("algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max")
 
 
 def _disagreement(log_ratio_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
