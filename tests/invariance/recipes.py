@@ -260,7 +260,8 @@ def _preference(pick: _Draw, method: str, turn: int) -> Values:
         settings["average"] = pick.chance(0.5)
     if "ld_alpha" in reads and pick.chance(0.3):
         settings["ld_alpha"] = 0.5
-    if "reference" in reads and pick.chance(0.3):
+    # Other divergences are exponentials of log-ratios, which between two models are far from 0: rounding would explode.
+    if "reference" in reads and "divergence" not in settings and pick.chance(0.4):
         settings["reference"] = "other-model"
     if pick.chance(0.3):
         settings["nll"] = 0.2

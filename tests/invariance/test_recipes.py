@@ -24,9 +24,11 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ESTIMATORS, LOSSES, loss_row
 from runs import facts, samples
 
-DAILY = (0, 1, 3, 8, 10, 11, 14, 17, 20, 21)
-RANKED = (0, 1, 8, 20)
+DAILY = (0, 1, 8, 11, 12, 17, 20, 27, 38, 58)
+RANKED = (0, 1, 8, 12)
 """The daily recipes that several processes train too."""
+# Processes, variations per recipe, and recipes per variation.
+ALONE_DAILY, RANKS_DAILY = (1, 3, 3), (2, 3, 1)
 SEEDS = range(200)
 # What a method family shares: rows, losses and the parts of a step.
 METHOD_FAMILIES = {
@@ -58,8 +60,8 @@ def rotated(names: Sequence[str], seed: int, count: int) -> list[str]:
     return [*names[first:], *names[:first]][:count]
 
 
-def daily_plan(folder: Path, seeds: Sequence[int], processes: int, most: int) -> dict[int, list[str]]:
-    """The variations of each daily recipe: rare ones first, then those that have been used least."""
+def daily_plan(folder: Path, seeds: Sequence[int], processes: int, most: int, times: int) -> dict[int, list[str]]:
+    """At most `most` variations of each daily recipe, each at most `times`: rare ones and those used least first."""
     options = {}
     for seed in seeds:
         file = folder / f"{seed}.yaml"
@@ -69,7 +71,8 @@ def daily_plan(folder: Path, seeds: Sequence[int], processes: int, most: int) ->
     used: Counter[str] = Counter()
     plan: dict[int, list[str]] = {}
     for seed, names in options.items():
-        plan[seed] = sorted(names, key=lambda name: (used[name], frequency[name]))[:most]
+        left = [name for name in names if used[name] < times]
+        plan[seed] = sorted(left, key=lambda name: (used[name], frequency[name]))[:most]
         used.update(plan[seed])
     return plan
 
@@ -146,18 +149,15 @@ def check_ranks(
 @pytest.mark.parametrize("seed", DAILY)
 def test_a_recipe_keeps_its_trajectory(seed: int, tmp_path: Path) -> None:
     drawn = draw(seed)
-    names = daily_plan(tmp_path, DAILY, 1, ALONE_DAILY)[seed]
+    names = daily_plan(tmp_path, DAILY, *ALONE_DAILY)[seed]
     file = trained(drawn, tmp_path / "recipe")
     failures = check_alone(drawn, file, names)
     assert not failures, explained(drawn, failures, file)
 
 
-ALONE_DAILY, RANKS_DAILY = 4, 3
-
-
 @pytest.mark.torchrun
 def test_two_ranks_keep_the_trajectory_of_one(tmp_path: Path) -> None:
-    plan = daily_plan(tmp_path, RANKED, 2, RANKS_DAILY)
+    plan = daily_plan(tmp_path, RANKED, *RANKS_DAILY)
     files = {seed: trained(draw(seed), tmp_path / str(seed)) for seed in RANKED}
     failures = check_ranks(files, plan, 2, tmp_path)
     assert not any(failures.values()), "\n".join(
@@ -171,7 +171,7 @@ def test_the_daily_recipes_cover_every_family_and_every_variation(tmp_path: Path
         assert set(members) & set(methods), family
     assert {draw(seed).family for seed in DAILY} == set(FAMILIES)
     assert {bool(draw(seed).get("model.lora")) for seed in DAILY} == {True, False}
-    alone, ranks = daily_plan(tmp_path, DAILY, 1, ALONE_DAILY), daily_plan(tmp_path, RANKED, 2, RANKS_DAILY)
+    alone, ranks = daily_plan(tmp_path, DAILY, *ALONE_DAILY), daily_plan(tmp_path, RANKED, *RANKS_DAILY)
     used = Counter(name for plan in (alone, ranks) for names in plan.values() for name in names)
     assert set(used) == {name for name, one in VARIATIONS.items() if one.processes <= 2}
     # Responses of an engine are compared with several methods, and packing with every kind of row.
@@ -180,6 +180,26 @@ def test_the_daily_recipes_cover_every_family_and_every_variation(tmp_path: Path
 
 def test_every_method_has_a_family() -> None:
     assert sorted(name for members in METHOD_FAMILIES.values() for name in members) == sorted(METHODS)
+
+
+OPTIONS = (
+    "model.lora",
+    "model.lora.dropout",
+    "model.aux_loss_coef",
+    "optim.clip",
+    "preference.reference",
+    "preference.ld_alpha",
+    "distill.top_k",
+    "algorithm.dynamic_sampling.max_gen_batches",
+    "algorithm.overlong.mask_truncated",
+    "algorithm.overlong.truncated_reward",
+    "algorithm.pf_ppo.method",
+    "algorithm.rollout_correction",
+    "algorithm.epochs",
+    "rollout.truncated_sampling",
+    "reward.model",
+    "val.questions",
+)
 
 
 def test_the_seeds_cover_methods_losses_and_options() -> None:
@@ -204,21 +224,7 @@ def test_the_seeds_cover_methods_losses_and_options() -> None:
     assert seen("rm.ranking") == {"pairs", "plackett_luce"}
     assert seen("distill.divergence") == {"forward", "reverse", "jsd"}
     assert {one.ranked for one in every} == {True, False}
-    for key in ("model.lora", "model.lora.dropout", "model.aux_loss_coef", "optim.clip", "preference.reference"):
-        assert seen(key), key
-    for key in (
-        "distill.top_k",
-        "preference.ld_alpha",
-        "algorithm.dynamic_sampling.max_gen_batches",
-        "algorithm.overlong.mask_truncated",
-    ):
-        assert seen(key), key
-    for key in (
-        "algorithm.overlong.truncated_reward",
-        "algorithm.pf_ppo.method",
-        "rollout.truncated_sampling",
-        "reward.model",
-    ):
+    for key in OPTIONS:
         assert seen(key), key
     several = [
         one

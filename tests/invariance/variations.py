@@ -123,6 +123,7 @@ def _context(layout: str, *words: str) -> Keys:
 
 # The longest row of any method fits, and little else.
 SMALL_BUDGET = 260
+PACKED = ("batch.micro_batch_size=null", "batch.tokens=512")
 VARIATIONS = {
     one.name: one
     for one in (
@@ -160,9 +161,7 @@ VARIATIONS = {
         Variation("weights-host-2", "rounding", _offload("params"), processes=2),
         Variation("host-2", "rounding", _everything_on_host, processes=2),
         Variation("tensor-2", "rounding", _tensor(), processes=2),
-        Variation(
-            "ring-2", "rounding", _context("zigzag", "batch.micro_batch_size=null", "batch.tokens=512"), processes=2
-        ),
+        Variation("ring-2", "rounding", _context("zigzag", *PACKED), processes=2),
         Variation("gather-2", "rounding", _context("gather"), processes=2),
         Variation("ulysses-2", "rounding", _context("ulysses", "batch.micro_batch_size=3"), processes=2),
         Variation("resumed-2", "rounding", packed(512), processes=2, resumes=True),
@@ -172,9 +171,7 @@ VARIATIONS = {
         Variation("sharded-4", "rounding", packed(512), processes=4),
         Variation("hybrid-4", "rounding", always("parallel.shard=2"), processes=4),
         Variation("tensor-copies-4", "rounding", _tensor("parallel.replicate=2"), processes=4),
-        Variation(
-            "context-4", "rounding", _context("gather", "batch.micro_batch_size=null", "batch.tokens=512"), processes=4
-        ),
+        Variation("context-4", "rounding", _context("gather", *PACKED), processes=4),
     )
 }
 

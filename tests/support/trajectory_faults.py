@@ -1,6 +1,6 @@
 """Faults that a variation must notice, as changes of lockstep's code while a run is trained.
 
-    python trajectory_faults.py JOBS      (on every rank: trains `[fault, recipe, key, ...]` one after the other)
+    python trajectory_faults.py JOBS      (on every rank: trains `[fault or nothing, recipe, key, ...]`)
 
 Each fault is one that has been made in some trainer: a mean of means, a lost row, a shared prompt that leaks, state
 that a resume forgets, values that lose digits on their way to the host and back, a missing all-reduce.
@@ -212,7 +212,8 @@ def main(jobs: Path) -> None:
     for name, *words in json.loads(jobs.read_text(encoding="utf-8")):
         print(name, *words, file=sys.stderr, flush=True)
         with pytest.MonkeyPatch.context() as patch:
-            RANK_FAULTS[name].break_code(patch)
+            if name:
+                RANK_FAULTS[name].break_code(patch)
             job_ranks.train(words)
 
 
