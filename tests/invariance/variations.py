@@ -7,7 +7,7 @@ A variation names the keys that differ from the reference, the number of process
             sqrt(n) * 6e-8 of its terms, here at most 1e-6. Scores and metrics of the first step start from equal
             weights and may differ by 2e-5 of their size (or 2e-6: differences of log-probabilities of size 5). Adam
             turns a noise of 1e-6 in a gradient into at most lr / eps * 1e-6 = 1e-5 in a weight. Metrics of later steps
-            see these weights, and may differ by 1e-4 of their size (or 2e-5).
+            and of the validation see these weights, and may differ by 1e-4 of their size (or 2e-5).
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def difference(run: Path, reference: Path, kind: Kind, steps: int) -> str:
     ) < steps:
         return f"other steps: {[step for step, _ in ours]}"
     for (step, found), (_, wanted) in zip(ours, theirs, strict=True):
-        if told := _metrics(found, wanted, kind, first=step <= 1):
+        if told := _metrics(found, wanted, kind, step):
             return f"step {step}: {told}"
     parts = ["weights", *(["critic"] if stored(reference, steps, "critic") else [])]
     if kind == "bits":
@@ -237,11 +237,12 @@ def _samples(found: Sequence[tuple[str, float]], wanted: Sequence[tuple[str, flo
     return ""
 
 
-def _metrics(found: Mapping[str, float], wanted: Mapping[str, float], kind: Kind, *, first: bool) -> str:
+def _metrics(found: Mapping[str, float], wanted: Mapping[str, float], kind: Kind, step: int) -> str:
     if found.keys() != wanted.keys():
         return f"other metrics: {sorted(found.keys() ^ wanted.keys())}"
     for name, value in wanted.items():
-        if not _close(found[name], value, kind, first=first):
+        # Validation follows the update of a step.
+        if not _close(found[name], value, kind, first=step + name.startswith("val/") <= 1):
             return f"{name} is {found[name]!r} and not {value!r}"
     return ""
 
