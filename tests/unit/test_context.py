@@ -250,7 +250,7 @@ def test_attention_that_a_layout_cannot_do_is_refused(
             continue
         with pytest.raises(Refusal, match=refusals[layout]) as caught:
             refuse_undivided(policy, group(0, ranks, layout), "folder")
-        assert caught.value.problems[0].where.startswith("parallel.context_parallel")
+        assert caught.value.problems[0].where.startswith("parallel.context")
     refuse_undivided(policy, None, "folder")
 
 
