@@ -258,7 +258,7 @@ def test_a_failed_reward_is_shown_with_its_sample(online_file: Path, tmp_path: P
     done = lockstep("train", online_file, function, "reward.max_failures=0.9", "run.steps=2")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "responses could not be scored and are left out; the first, to" in said
+    assert "responses could not be scored and are excluded; the first, to" in said
     assert "function: ValueError: cannot judge this" in said
 
 
@@ -416,7 +416,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(online_file: Path, tmp_path: Path) -
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     status, said = interrupted(["train", online_file, "run.steps=100000"], lines(metrics, 2))
     assert status == 130, said
-    assert "the same command goes on from there" in said
+    assert "run the same command to resume" in said
     assert "Traceback" not in said
     step = metrics_of(tmp_path / "runs" / "run")
     assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{len(step)}").is_dir()

@@ -122,7 +122,7 @@ def test_a_run_that_is_ended_leaves_no_worker(online_file: Path, tmp_path: Path,
         killed(words, lines(run / "metrics.jsonl", 2))
     else:
         _, told = interrupted(words, lines(run / "metrics.jsonl", 2))
-        assert "the same command goes on from there" in " ".join(told.split())
+        assert "run the same command to resume" in " ".join(told.split())
     # The worker's command names the file of its last lines.
     mark = str(run / "rollout").encode()
     wait_until(lambda: not [pid for pid in Path("/proc").glob("[0-9]*") if mark in _command(pid)])

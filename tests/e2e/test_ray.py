@@ -180,7 +180,7 @@ def test_ctrl_c_saves_and_a_cluster_of_its_own_ends_with_the_run(recipe: Path, t
         process.kill()
         process.communicate()
     assert process.returncode == 130, said
-    assert "the same command goes on from there" in said
+    assert "run the same command to resume" in said
     assert len(list((runs / "run" / "checkpoints").glob("step_*"))) == 1
     wait_until(lambda: not bearers(own))
 

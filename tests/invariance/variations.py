@@ -146,7 +146,7 @@ VARIATIONS = {
             "encoded-in-workers",
             "bits",
             always("data.cache=off"),
-            settings={"lockstep.data.encode_parts.PART_ROWS": 4, "lockstep.data.parallel.usable_cores": lambda: 3},
+            settings={"lockstep.data.dataset.PART_ROWS": 4, "lockstep.data.parallel.usable_cores": lambda: 3},
         ),
         Variation("reward-workers", "bits", _function_workers),
         Variation("hf", "rounding", online("rollout.engine=hf")),

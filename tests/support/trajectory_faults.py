@@ -182,7 +182,7 @@ FAULTS: dict[str, Fault] = {
         wrap("transformers.modeling_utils.checkpoint", _masks_drawn_again), ("checkpointing",), 11
     ),
     "rewards of other responses": Fault(
-        wrap("lockstep.reward.function_pool.Pool.submit", _earlier_call), ("reward-workers",), 22
+        wrap("lockstep.launch.process_pool.ProcessPool.submit", _earlier_call), ("reward-workers",), 22
     ),
     "reference log-probs of other rows": Fault(
         wrap("lockstep.train.logprob_cache.LogprobCache.take", _shifted_rows), ("precomputed",), 3

@@ -18,8 +18,7 @@ from lockstep.algorithms.token_losses import nll
 from lockstep.data.batching import micro_batch
 from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
 from lockstep.errors import Refusal
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_policy, load_tokenizer
+from lockstep.model.load import load_policy, load_tokenizer, load_value_model
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel import offload as activations
 from lockstep.parallel.offload import ActivationOffload

@@ -222,7 +222,7 @@ def test_failures_are_a_share_of_everything_that_was_generated(policy: Policy) -
 def test_nothing_scored_is_refused_with_the_reason_though_all_may_fail(policy: Policy) -> None:
     with pytest.raises(Refusal) as caught:
         take(policy, {0: [FAILED, FAILED], 1: [FAILED, FAILED]}, reward__max_failures=1.0)
-    assert "4 of 4 responses could not be scored, and none is left to learn from" in str(caught.value)
+    assert "4 of 4 responses could not be scored, and none is left to train on" in str(caught.value)
     assert "no idea" in str(caught.value)
 
 

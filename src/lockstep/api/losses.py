@@ -180,7 +180,7 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
     if loss == "nll":
         _refuse_unread(loss, settings, ())
         return Chosen(lambda logprobs: nll(logprobs), per or "token", loss)
-    if loss in LOSSES and LOSSES[loss].held is None:
+    if loss in LOSSES and LOSSES[loss].selection_keys is None:
         return Chosen(_of_response(loss, settings), per or "token", loss)
     if loss in pair_losses.LOSSES:
         return Chosen(_of_pair(loss, settings), per or "example", loss)
@@ -188,7 +188,7 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
         raise Refusal.at(f"loss {loss}", "sorts the pairs of an update", "use lockstep.train with preference.loss")
     if loss in LOSSES:  # it selects tokens over a full update, which a single call does not have
         raise Refusal.at(f"loss {loss}", "selects tokens over a full update", "use lockstep.train with algorithm.loss")
-    names = ["nll", *(name for name, row in LOSSES.items() if row.held is None), *pair_losses.LOSSES]
+    names = ["nll", *(name for name, row in LOSSES.items() if row.selection_keys is None), *pair_losses.LOSSES]
     raise Refusal.at(f"loss {loss!r}", "does not exist", f"give a function, or one of {', '.join(names)}")
 
 

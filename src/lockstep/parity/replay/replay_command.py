@@ -53,7 +53,7 @@ class ReplayRequest:
 
 def replay_run(request: ReplayRequest) -> int:
     """Run the command and return its exit code."""
-    mode = next((known for known in MODES if known == request.mode), None)
+    mode = next((each for each in MODES if each == request.mode), None)
     if mode is None:
         raise Refusal.at("--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}")
     if recording_ranks(request.run):
