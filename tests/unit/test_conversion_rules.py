@@ -271,6 +271,11 @@ def test_rules_of_openrlhfs_dpo(words: list[str], expected: dict[str, Any]) -> N
         (["--eps_clip", "0.15"], {"algorithm.clip_low": 0.15, "algorithm.clip_high": 0.15}),
         (["--init_kl_coef", "0.02"], {"algorithm.kl.where": "reward", "algorithm.kl.coefficient": 0.02}),
         (["--init_kl_coef", "0.02", "--use_kl_loss"], {"algorithm.kl.where": "loss"}),
+        # OpenRLHF compares the scores of a group before it subtracts the KL.
+        (
+            ["--init_kl_coef", "0.02", "--advantage_estimator", "rloo", "--n_samples_per_prompt", "2"],
+            {"algorithm.kl.before_baseline": False},
+        ),
         (
             ["--init_kl_coef", "0.02", "--kl_target", "6", "--kl_horizon", "500"],
             {"algorithm.kl.target": 6.0, "algorithm.kl.horizon": 500},
@@ -305,6 +310,29 @@ def test_rules_of_openrlhfs_dpo(words: list[str], expected: dict[str, Any]) -> N
 )
 def test_rules_of_train_ppo_ray(words: list[str], expected: dict[str, Any]) -> None:
     assert values(convert_openrlhf("train_ppo_ray", [*ONLINE, *words]), expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "why"),
+    [
+        (["--train_max_tokens_per_gpu", "200"], "train_max_tokens_per_gpu", "only with dynamic batches"),
+        (["--use_dynamic_batch", "--micro_train_batch_size", "3"], "micro_train_batch_size", "count tokens instead"),
+        (["--remote_rm_url", "r.py"], "reward_pretrain", "takes precedence"),
+        (["--kl_horizon", "500"], "kl_horizon", "only with kl_target"),
+        (["--eps_clip", "0.1", "--eps_clip_low_high", "0.1", "0.3"], "eps_clip", "takes precedence"),
+        (["--vllm_is_truncated_threshold", "3"], "vllm_is_truncated_threshold", "the correction is off"),
+        (["--async_queue_size", "2"], "async_queue_size", "only with async training"),
+        (["--max_len", "900"], "max_len", "take precedence"),
+        (["--actor_num_gpus_per_node", "8"], "actor_num_gpus_per_node", "torchrun sets the number"),
+        (["--remote_rm_url", "r.py", "--normalize_reward"], "normalize_reward", "not normalized"),
+        (["--eval_steps", "5"], "eval_steps", "needs eval_dataset"),
+    ],
+)
+def test_keys_that_train_ppo_ray_does_not_read(words: list[str], key: str, why: str) -> None:
+    done = convert_openrlhf("train_ppo_ray", [*ONLINE, *words])
+    (found,) = [one for one in done.outcomes if one.key.lstrip("-") == key]
+    assert found.outcome == "ignored"
+    assert why in found.note
 
 
 def test_sources_of_files_and_of_the_hub() -> None:

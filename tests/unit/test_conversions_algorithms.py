@@ -262,6 +262,7 @@ def test_openrlhfs_corrections_that_are_none() -> None:
     for words, where in (
         ([f"{IS}_level", "seq", f"{IS}_mode", "clip"], f"{IS}_mode"),
         ([f"{IS}_level", "token", f"{IS}_threshold", "5", "0.5"], f"{IS}_threshold"),
+        ([f"{IS}_level", "token", f"{IS}_threshold", "0"], f"{IS}_threshold"),
     ):
         with pytest.raises(Refusal) as refused:
             checked(convert_openrlhf("train_ppo_ray", [*DOTTED, *words]))
@@ -302,10 +303,12 @@ def test_a_kl_term_in_both_places() -> None:
 
 
 def test_an_unknown_loss_of_openrlhf_is_refused_alone() -> None:
-    done = convert_openrlhf("train_ppo_ray", [*DOTTED, "--actor.policy_loss_type", "new"])
-    assert [problem.where for problem in done.problems] == ["--actor.policy_loss_type"]
+    flat = ("--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_pretrain", "rm", "--gamma", "0.8")
+    assert convert_openrlhf("train_ppo_ray", flat).recipe["algorithm.gamma"].value == 0.8
+    done = convert_openrlhf("train_ppo_ray", [*flat, "--policy_loss_type", "new"])
+    assert [problem.where for problem in done.problems] == ["--policy_loss_type"]
     # The terms of the loss are not converted without it.
-    assert not {"algorithm.clip_low", "algorithm.gamma", "algorithm.kl.where"} & done.recipe.keys()
+    assert "algorithm.gamma" not in done.recipe
 
 
 def test_one_bound_is_for_every_criterion() -> None:
