@@ -299,6 +299,10 @@ def test_rules_of_openrlhfs_dpo(words: list[str], expected: dict[str, Any]) -> N
         ),
         (["--n_samples_per_prompt", "1", "--train_batch_size", "8"], {"batch.prompts_per_update": 8}),
         (["--label_key", "answer"], {"data.label_key": "answer"}),
+        (["--actor_learning_rate", "3e-6"], {"optim.lr": 3e-6}),
+        (["--input_key", "question"], {"data.prompt_key": "question"}),
+        (["--entropy_loss_coef", "0.01"], {"algorithm.entropy": 0.01}),
+        (["--lr_warmup_ratio", "0.1"], {"optim.warmup": 0.1}),
         (["--max_len", "900", *SHORT], {"data.max_prompt_tokens": 100, "rollout.max_tokens": 300}),
         (
             ["--overlong_buffer_len", "50", "--overlong_penalty_factor", "0.5"],
@@ -333,6 +337,27 @@ def test_keys_that_train_ppo_ray_does_not_read(words: list[str], key: str, why: 
     (found,) = [one for one in done.outcomes if one.key.lstrip("-") == key]
     assert found.outcome == "ignored"
     assert why in found.note
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "note"),
+    [
+        (["--prompt_max_len", "100"], "prompt_max_len", "lockstep drops and counts longer prompts"),
+        (["--advantage_estimator", "rloo", "--gamma", "0.9"], "gamma", "OpenRLHF uses 1 too"),
+        (["--train_batch_size", "64", "--rollout_batch_size", "8"], "train_batch_size", "more than the step has"),
+    ],
+)
+def test_remarks_on_keys_of_train_ppo_ray(words: list[str], key: str, note: str) -> None:
+    done = convert_openrlhf("train_ppo_ray", [*ONLINE, "--n_samples_per_prompt", "2", *words])
+    (found,) = [one for one in done.outcomes if one.key.lstrip("-") == key]
+    assert note in found.note
+
+
+def test_a_discount_of_one_needs_no_remark() -> None:
+    words = ["--advantage_estimator", "rloo", "--gamma", "1", "--n_samples_per_prompt", "2"]
+    done = convert_openrlhf("train_ppo_ray", [*ONLINE, *words])
+    (found,) = [one for one in done.outcomes if one.key.lstrip("-") == "gamma"]
+    assert found.note == ""
 
 
 def test_sources_of_files_and_of_the_hub() -> None:

@@ -370,6 +370,9 @@ TIES = [
     ("dppo_tv", {"low": 0.0, "high": 0.0, "cap": 1.0}, 0.0, -1.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
     ("dppo_kl", {"low": 0.0, "high": 0.0, "cap": 1.0}, 0.0, 1.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
     ("dppo_kl", {"low": 0.0, "high": 0.0, "cap": 1.0}, 0.0, -1.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
+    # Without an advantage a token that rose is not beyond `high`.
+    ("dppo_tv", {"low": 0.01, "high": 0.01, "cap": 3.0}, 0.75, 0.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
+    ("dppo_kl", {"low": 0.01, "high": 0.01, "cap": 3.0}, 0.75, 0.0, {"pg_clipfrac": 0, "pg_clipfrac_lower": 0}),
     ("importance", {"cap": 1.0, "of": "token"}, 0.0, 1.0, {"pg_clipfrac": 0}),
     ("cispo", {"low": 0.0, "high": 0.0}, 0.0, 1.0, {"pg_clipfrac": 0}),
 ]
