@@ -67,7 +67,11 @@ CENTRAL: dict[str, tuple[str, ...]] = {
         "unit/test_conversion_rules.py",
         "unit/test_conversions_algorithms.py",
     ),
-    "compat/openrlhf/openrlhf_rules.py": ("unit/test_conversions.py", "unit/test_conversion_rules.py"),
+    "compat/openrlhf/openrlhf_rules.py": (
+        "unit/test_conversion_offline.py",
+        "unit/test_conversion_rules.py",
+        "unit/test_conversions.py",
+    ),
 }
 ROOT = Path(__file__).parents[1]
 

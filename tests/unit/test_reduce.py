@@ -38,6 +38,11 @@ def test_sequence_mean_is_over_kept_tokens_and_stands_at_every_token():
     assert sequence_mean(LOSS, KEEP, SEQUENCE, 5).tolist() == [2, 2, 2, 5, 0, 0, 8, 8]
 
 
+def test_values_of_masked_tokens_do_not_matter():
+    values = torch.tensor([2.0, math.nan, math.inf, 4.0])
+    assert sequence_mean(values, torch.tensor([1, 0, 0, 1]), torch.tensor([0, 0, 1, 1]), 2).tolist() == [2, 2, 4, 4]
+
+
 def test_sequence_mean_carries_gradients_to_kept_tokens_only():
     values = LOSS.clone().requires_grad_()
     sequence_mean(values, KEEP, SEQUENCE, 5).sum().backward()
