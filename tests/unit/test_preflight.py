@@ -206,8 +206,8 @@ CASES: dict[str, Case] = {
         "grpo",
         lambda broken: [f"algorithm.loss={broken.function('def function(tokens): return tokens.old_K')}"],
     ),
-    "checkpoint.checkpoint_space": ("sft", checkpoint_space),
     "memory.device_memory": ("sft", device_memory),
+    "checkpoint.checkpoint_space": ("sft", checkpoint_space),
 }
 REWARD_CASE: Case = (
     "grpo",
