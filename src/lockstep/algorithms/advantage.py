@@ -234,7 +234,9 @@ def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     the reward, say) has no part in it.
     """
     if not signals.rewards:
-        raise Refusal.at("algorithm.advantage", "gdpo needs the rewards one by one, and the step has none")
+        raise Refusal.at(
+            "algorithm.advantage", "gdpo needs the rewards one by one, and the step has none", code="missing-input"
+        )
     groups = _Groups(signals)
     total_P = torch.zeros_like(groups.scores_P)
     for weight, scores_S in signals.rewards:
@@ -376,5 +378,7 @@ def _estimate(
 
 def _needed(values: torch.Tensor | None, estimator: str, what: str) -> torch.Tensor:
     if values is None:
-        raise Refusal.at("algorithm.advantage", f"{estimator} needs {what}, and the step has none")
+        raise Refusal.at(
+            "algorithm.advantage", f"{estimator} needs {what}, and the step has none", code="missing-input"
+        )
     return values

@@ -73,7 +73,9 @@ def correct(
     all its tokens. What is `rejected` is `left_out` of the means too, or counts in them with the weight `zero`.
     """
     if rejected not in ("left_out", "zero"):
-        raise Refusal.at("algorithm.correction.rejected", f"{rejected!r} is not known", "left_out or zero")
+        raise Refusal.at(
+            "algorithm.correction.rejected", f"{rejected!r} is not known", "left_out or zero", code="unknown-name"
+        )
     log_ratio_K = _log_ratio(trainer_K, engine_K, whole)
     importance_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     most = math.inf if cap is None or weight == "none" else cap
@@ -116,6 +118,7 @@ def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep
             "rollout log-probabilities",
             f"{unknown:,} of {tokens:,} tokens have none that can be compared with the trainer's",
             "check that the engine returns the log-probability of every token it drew",
+            code="missing-logprobs",
         )
     return difference_K.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -178,7 +181,9 @@ def _statistic(by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, engi
         return p_K * (p_K / q_K).log() + (1 - p_K) * ((1 - p_K) / (1 - q_K)).log()
     if by == "tv":
         return (p_K - q_K).abs()
-    raise Refusal.at("algorithm.correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...")
+    raise Refusal.at(
+        "algorithm.correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...", code="unknown-name"
+    )
 
 
 def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -189,7 +194,9 @@ def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences
     if over == "max":
         largest_S = judged_K.new_zeros(sequences).scatter_reduce(0, sequence_K, judged_K, "amax", include_self=False)
         return largest_S[sequence_K]
-    raise Refusal.at("algorithm.correction.reject", f"{over!r} is not known", "token, sum, mean or max")
+    raise Refusal.at(
+        "algorithm.correction.reject", f"{over!r} is not known", "token, sum, mean or max", code="unknown-name"
+    )
 
 
 def _disagreement(log_ratio_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
@@ -218,4 +225,4 @@ def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences:
 
 
 def _unknown(key: str, name: str) -> Refusal:
-    return Refusal.at(key, f"{name!r} is not known", f"one of {', '.join(CHOICES)}")
+    return Refusal.at(key, f"{name!r} is not known", f"one of {', '.join(CHOICES)}", code="unknown-name")

@@ -13,9 +13,11 @@ from lockstep.types import Prompt
 
 def refuse_options(dtype: str, n: int, temperature: float) -> None:
     if dtype not in DTYPES:
-        raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}")
+        raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}", code="unknown-name")
     if n > 1 and not temperature:
-        raise Refusal.at("--n", f"{n} greedy answers would be identical", "set --temperature too")
+        raise Refusal.at(
+            "--n", f"{n} greedy answers would be identical", "set --temperature too", code="identical-samples"
+        )
 
 
 def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
@@ -26,14 +28,16 @@ def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
             text = text.replace(key, option)
         return text
 
-    return Refusal([Problem(renamed(p.where), renamed(p.why), renamed(p.remedy)) for p in refusal.problems])
+    return Refusal(
+        [Problem(renamed(p.where), renamed(p.why), renamed(p.remedy), code=p.code) for p in refusal.problems]
+    )
 
 
 def refuse_judge(folder: str, model: str) -> None:
     """Rejects a reward model, whose layers would generate noise."""
     if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
         why = "is a reward model: it scores answers and does not generate"
-        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`")
+        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
@@ -45,7 +49,7 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
         if context and length + max_new_tokens > context:
             why = f"{length} tokens plus a response of {max_new_tokens} exceed the model's context of {context}"
             less = f"set --max-new-tokens to {context - length} or less, or " if length < context else ""
-            problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it"))
+            problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it", code="over-context"))
     return problems
 
 

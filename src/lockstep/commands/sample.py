@@ -80,7 +80,12 @@ def sample_responses(job: Job, device_name: str) -> None:
         tokenizer = load_tokenizer(folder)
         rows = read_rows(job.data)
         if job.first >= len(rows):
-            raise Refusal.at("--first", f"{job.first} is beyond the last of {len(rows):,} rows", "use a smaller number")
+            raise Refusal.at(
+                "--first",
+                f"{job.first} is beyond the last of {len(rows):,} rows",
+                "use a smaller number",
+                code="out-of-range",
+            )
         columns = read_by_rewards(job.reward)
         questions = read_option_questions(rows, job.rows, job.columns, first=job.first, required=columns)
         prompts = encode_questions(tokenizer, questions, job.system)
@@ -136,7 +141,9 @@ def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
         keys = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
         if more := sorted(keys - {"role", "content"}):
             why = f"a message of the prompt has {', '.join(more)}; samples keep role and content only"
-            problems.append(Problem(str(prompt.question.origin), why, "remove the key from the row"))
+            problems.append(
+                Problem(str(prompt.question.origin), why, "remove the key from the row", code="lost-content")
+            )
     return problems
 
 

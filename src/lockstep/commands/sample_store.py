@@ -68,9 +68,14 @@ class Parts:
     def check(self) -> None:
         """Rejects an OUT that cannot be written, or whose finished chunks have other inputs."""
         if self.out.suffix != ".parquet":
-            raise Refusal.at(str(self.out), "is not a parquet file name", "use a name that ends with .parquet")
+            raise Refusal.at(
+                str(self.out),
+                "is not a parquet file name",
+                "use a name that ends with .parquet",
+                code="unsupported-format",
+            )
         if self.out.exists():
-            raise Refusal.at(str(self.out), "already exists", "choose another OUT, or remove it")
+            raise Refusal.at(str(self.out), "already exists", "choose another OUT, or remove it", code="already-exists")
         if self._manifest.is_file():
             self._refuse_changes(read_object(self._manifest, f"remove the folder {self.folder}, or choose another OUT"))
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.glob("*.parquet"))):
@@ -78,6 +83,7 @@ class Parts:
                 str(self.folder),
                 "has no manifest.json, so its inputs are undefined",
                 "remove the folder, or choose another OUT",
+                code="damaged-file",
             )
 
     def reward_output(self, rank: int) -> Path:
@@ -91,7 +97,10 @@ class Parts:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refusal.at(
-                str(self.folder), f"cannot be created: {error.strerror}", "choose an OUT in a writable folder"
+                str(self.folder),
+                f"cannot be created: {error.strerror}",
+                "choose an OUT in a writable folder",
+                code="unwritable",
             ) from error
         with RunFolder(self.folder).lock():
             # Another process may have changed the folder since the first check.
@@ -128,7 +137,7 @@ class Parts:
 
     def _damaged(self, number: int, error: Exception) -> Refusal:
         remedy = "remove it and run the same command again"
-        return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy)
+        return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy, code="damaged-file")
 
     @property
     def _manifest(self) -> Path:
@@ -147,6 +156,7 @@ class Parts:
                         key.replace(".", " ", 1),
                         f"{self.folder} was started with {old.get(key)!r}, and now it is {new.get(key)!r}",
                         f"set it back, remove the folder {self.folder}, or choose another OUT",
+                        code="changed-setting",
                     )
                     for key in changed
                 ]

@@ -128,7 +128,7 @@ def opened_scorer(
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
     if unruled and "rule" in active_weights(reward)[0]:
         remedy = f"set {options['reward.function']}, or --rule SOURCE=RULE with RULE one of {', '.join(RULES)}"
-        raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
+        raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy, code="no-rule") for source in unruled])
     try:
         scorer = Scorer.open(reward, sources, torch_device, output=output)
         try:
@@ -157,4 +157,5 @@ def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
         f"{len(failed)} of {len(made)} responses could not be scored, more than --max-failures {most:g}; the first, "
         f"for {first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
         f"fix the reward, or raise --max-failures; finished chunks stay in {folder}",
+        code="reward-failed",
     )

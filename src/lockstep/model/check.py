@@ -291,7 +291,7 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
         return
     if not torch.isfinite(wanted).all():
         why = "its log-probs in transformers are not finite: some of its weights hold NaN or infinity"
-        raise Refusal.at(f"model.path {path}", why, "copy or download it again")
+        raise Refusal.at(f"model.path {path}", why, "copy or download it again", code="not-finite")
     why = f"packed log-probs differ from transformers' own by {difference:.3g}"
     plain = (_plainly(policy, line_of(sequences, device)) - wanted).abs().max().item()
     # If plain torch is right, the kernel is at fault, not the model.
@@ -311,7 +311,12 @@ def unsupported(path: str, name: str, why: str) -> Refusal:
 
 
 def _unsupported(path: str, name: str, why: str) -> Problem:
-    return Problem(f"model.path {path}", f"{name}: {why}", "use a model that docs/models.md lists as supported")
+    return Problem(
+        f"model.path {path}",
+        f"{name}: {why}",
+        "use a model that docs/models.md lists as supported",
+        code="unsupported-model",
+    )
 
 
 def _plainly(policy: Policy, line: MicroBatch) -> torch.Tensor:

@@ -94,7 +94,9 @@ def export_checkpoint(
     if state.kind == "policy":
         return export_model(settings, weights, out, adapter=adapter, **how)
     if adapter:
-        raise Refusal.at("--adapter", "a reward model's head is no adapter", "export without --adapter")
+        raise Refusal.at(
+            "--adapter", "a reward model's head is no adapter", "export without --adapter", code="no-adapter"
+        )
     return export_value_model(settings, weights, out, **how)
 
 
@@ -113,7 +115,12 @@ def export_model(
     """Write to a temporary folder, compare it with outputs of the trained model (`probe`), and rename it to `out`.
     `adapter` exports the adapter of a LoRA run instead of the merged model."""
     if adapter and settings.lora is None:
-        raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
+        raise Refusal.at(
+            "--adapter",
+            "the run trained all weights, so it has no adapter",
+            "export without --adapter",
+            code="no-adapter",
+        )
     _refuse_taken(out, replace)
     with _written(settings, out) as aside:
         if settings.lora is not None or not _write_streamed(settings, weights, aside, where, end_tokens):
@@ -254,9 +261,9 @@ def _working(settings: Model, adapter: bool) -> torch.dtype:
 
 def _refuse_taken(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
-        raise Refusal.at(out, "is a file, not a folder", "choose a new folder")
+        raise Refusal.at(out, "is a file, not a folder", "choose a new folder", code="not-a-folder")
     if out.exists() and any(out.iterdir()) and not replace:
-        raise Refusal.at(out, "is not empty", "choose a new folder")
+        raise Refusal.at(out, "is not empty", "choose a new folder", code="not-empty")
 
 
 @contextmanager

@@ -91,7 +91,10 @@ def load_value_model(
         source, model, info = _loaded(AutoModelForSequenceClassification, path, settings.dtype, sharding)
         if model.num_labels != 1:
             raise Refusal.at(
-                f"{key} {path}", f"its head gives {model.num_labels} numbers, not one", "use a reward model"
+                f"{key} {path}",
+                f"its head gives {model.num_labels} numbers, not one",
+                "use a reward model",
+                code="wrong-model-kind",
             )
         decoder, head = model.base_model, model.score
     else:
@@ -101,7 +104,9 @@ def load_value_model(
         nn.init.zeros_(head.weight)
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
-        raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a complete model folder")
+        raise Refusal.at(
+            f"{key} {path}", f"the weights lack {missing[0]}", "use a complete model folder", code="missing-weight"
+        )
     kernel = kernel_of(settings, kernel)
     try:
         if sharding is None:
@@ -145,6 +150,7 @@ def refuse_no_classifier(config: Any, path: str) -> None:
             f"model.path {path}",
             f"transformers has no sequence classification model for {config.model_type}",
             "start from another architecture",
+            code="unsupported-model",
         )
 
 

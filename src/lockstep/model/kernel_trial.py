@@ -36,6 +36,7 @@ def wrong_kernel(
             f"set model.attention={PLAIN}, which is plain torch and slower; another version of torch or of "
             "the driver may fix the kernel, `lockstep doctor` lists matching versions, and a replay of a tape "
             "(docs/replay.md) writes a script that reproduces the fault",
+            code="wrong-kernel",
         )
     if device.type == HOST.type or trial(PLAIN, HOST) is not None:
         return None
@@ -46,6 +47,7 @@ def wrong_kernel(
         f"attention on this device is {apart:.2g} nats from the CPU's",
         "no setting of model.attention helps: run `lockstep doctor` for matching versions of torch and the driver, "
         "or train with device=cpu",
+        code="wrong-kernel",
     )
 
 

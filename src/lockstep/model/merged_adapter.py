@@ -26,9 +26,11 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
     if kind not in ("CAUSAL_LM", None):
-        raise Refusal.at(where, f"is an adapter for {kind}", "only adapters of language models are supported")
+        raise Refusal.at(
+            where, f"is an adapter for {kind}", "only adapters of language models are supported", code="unfit-adapter"
+        )
     if not (adapter / WEIGHTS).is_file():
-        raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True")
+        raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True", code="missing-file")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
@@ -43,10 +45,12 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
             merged: Any = adapted.merge_and_unload()
             off = float((_logits(merged) - unmerged).abs().max() / unmerged.abs().max())
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
-        raise Refusal.at(where, f"does not fit its base {base}: {first_line(error)}", "name its base model") from error
+        raise Refusal.at(
+            where, f"does not fit its base {base}: {first_line(error)}", "name its base model", code="unfit-adapter"
+        ) from error
     if not off <= MERGED_ERROR:
         why = f"merged into {base} it gives other logits than unmerged: off by {off:.2g} of the largest"
-        raise Refusal.at(where, why, "merge it with the library that created it")
+        raise Refusal.at(where, why, "merge it with the library that created it", code="unfit-adapter")
     tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
     try:
         save_model(rounded(merged, stored), out)
@@ -86,6 +90,11 @@ def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
     expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     # Full weights of the model, which an adapter with new tokens contains.
     full = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
-    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected - stored)]
-    problems += [Problem(where, f"its base has no place for {name}") for name in sorted(stored - expected - full)]
+    problems = [
+        Problem(where, f"the adapter has no {name}", code="missing-weight") for name in sorted(expected - stored)
+    ]
+    problems += [
+        Problem(where, f"its base has no place for {name}", code="unknown-weight")
+        for name in sorted(stored - expected - full)
+    ]
     refuse_all(problems, "weights")

@@ -36,7 +36,7 @@ def check_division(config: Any, path: str, kernel: str, device: torch.device, sh
     try:
         try_division(config, kernel, device, group)
     except (Unfit, Indivisible) as unfit:
-        raise Refusal.at(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY) from unfit
+        raise Refusal.at(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY, code="indivisible") from unfit
     remember(key)
 
 

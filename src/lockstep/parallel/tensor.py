@@ -230,6 +230,7 @@ def refuse_groups(tensor: int, processes: int) -> None:
             "parallel.tensor",
             f"{processes} process(es) cannot be divided into groups of {tensor}",
             f"start {tensor} or a multiple of it (torchrun --nproc-per-node {tensor}), or set parallel.tensor=1",
+            code="wrong-process-count",
         )
 
 

@@ -90,6 +90,7 @@ def try_loss(function_path: str, seconds: float) -> str:
             f"{own.LOSS} {function_path}",
             f"has {what} at the log-probabilities",
             "make the losses of tokens.logprobs_K",
+            code="not-finite",
         )
     return f"{own.LOSS} {function_path}: mean {sums.loss.item() / len(steps):.3g}, tried on {len(steps)} made-up tokens"
 

@@ -49,7 +49,7 @@ def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]
         token = next((token for token in tokens if token in ids), None)
         if token is not None:
             why = f"holds token {token}, which stands for a picture or sound ({ids[token]} of config.json)"
-            problems.append(Problem(str(origin), why, "take it out: only text is trained on here"))
+            problems.append(Problem(str(origin), why, "take it out: only text is trained on here", code="not-text"))
     return shortened(problems, "rows")
 
 
@@ -149,7 +149,10 @@ def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
     other = load_config(path).vocab_size
     if own != other:
         raise Refusal.at(
-            f"{key} {path}", f"has {other:,} tokens, and the policy {own:,}", "use a model of the same family"
+            f"{key} {path}",
+            f"has {other:,} tokens, and the policy {own:,}",
+            "use a model of the same family",
+            code="other-vocabulary",
         )
 
 
@@ -165,4 +168,5 @@ def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:
             f"its tokenizer is another one: {len(differing):,} tokens differ, the first is {token!r} "
             f"({number} in {side})",
             "use a teacher of the same family",
+            code="other-vocabulary",
         )

@@ -226,6 +226,7 @@ def oversized(rows: Dataset[Any], recipe: Recipe) -> list[Problem]:
             f"its {counts[number]} sequences have {sizes[number]} tokens together, "
             f"over batch.tokens={recipe.batch.tokens}" + (f" on each of {context} devices" if context > 1 else ""),
             "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
+            code="over-batch-tokens",
         )
         for number in np.flatnonzero((counts > 1) & (sizes > tokens)).tolist()
     ]
@@ -254,6 +255,7 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
             f"{longest[number]} tokens, and over {fixed} all positions of {config.model_type} move with the length of "
             "a sequence (longrope or dynamic rotary embedding), while packed sequences of a row share their beginning",
             "set batch.rows instead of batch.tokens, or lower data.max_tokens",
+            code="rotary-limit",
         )
         for number in np.flatnonzero((sequence_counts(items) > 1) & (longest > fixed)).tolist()
     ]
@@ -467,6 +469,7 @@ def _refuse_long_questions(
             "val.max_new_tokens",
             f"{why} ({long.question.origin}) are over the model's context of {context}",
             "lower it" if len(long.ids) < context else "leave the question out",
+            code="over-context",
         )
     if not ENGINES[recipe.rollout.engine].paged or fixed_length(text) is None:
         return
@@ -477,4 +480,9 @@ def _refuse_dtype(recipe: Recipe, device: Device) -> None:
     dtype = recipe.model.dtype
     if not device.supports(DTYPES[dtype]):
         usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
-        raise Refusal.at("model.dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+        raise Refusal.at(
+            "model.dtype",
+            f"{device.name} does not compute in {dtype}",
+            f"use {' or '.join(usable)}",
+            code="unsupported-dtype",
+        )

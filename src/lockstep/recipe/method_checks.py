@@ -11,12 +11,19 @@ from lockstep.recipe.schema import Recipe
 
 def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield Problem("rm.loss", "ranking plackett_luce defines its loss", "remove it, or set rm.ranking=pairs")
+        yield Problem(
+            "rm.loss",
+            "ranking plackett_luce defines its loss",
+            "remove it, or set rm.ranking=pairs",
+            code="conflicting-keys",
+        )
 
 
 def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
     if len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
-        yield Problem("prm.tokens", "contains a word twice", "use a different word for each label")
+        yield Problem(
+            "prm.tokens", "contains a word twice", "use a different word for each label", code="duplicate-name"
+        )
 
 
 def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -25,17 +32,25 @@ def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
             "batch.rows_per_update",
             "KTO estimates the KL from mismatched pairs, and an update of one row has none",
             "set it to 2 or more",
+            code="too-few-rows",
         )
     if recipe.preference.reference_free and recipe.preference.reference:
-        yield Problem("preference.reference", "cannot be combined with preference.reference_free", "remove one of them")
+        yield Problem(
+            "preference.reference",
+            "cannot be combined with preference.reference_free",
+            "remove one of them",
+            code="conflicting-keys",
+        )
 
 
 def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
     settings = recipe.distill
     if settings.teacher is None:
-        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
+        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher", code="not-set")
     if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
-        yield Problem("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
+        yield Problem(
+            "distill.mix", f"divergence {settings.divergence} does not read it", "remove it", code="unused-key"
+        )
 
 
 METHOD_CHECKS: dict[str, Callable[[Recipe], Iterator[Problem]]] = {

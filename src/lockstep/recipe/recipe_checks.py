@@ -25,22 +25,37 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
     key, alone = "parallel.tensor", "or set parallel.tensor=1"
     if parallel.context > 1:
         why = f"{parallel.tensor} cannot be combined with parallel.context={parallel.context}"
-        yield Problem(key, why, "set one of the two to 1")
+        yield Problem(key, why, "set one of the two to 1", code="conflicting-keys")
     for name in ("offload", "offload_critic"):
         if getattr(parallel, name) in ("params", "all"):
-            yield Problem(f"parallel.{name}", "tensor-parallel weights cannot be offloaded", f"use optimizer, {alone}")
+            yield Problem(
+                f"parallel.{name}",
+                "tensor-parallel weights cannot be offloaded",
+                f"use optimizer, {alone}",
+                code="unsupported-combination",
+            )
     for name in ("offload_reference", "offload_teacher"):
         if getattr(parallel, name):
-            yield Problem(f"parallel.{name}", "tensor-parallel weights cannot be offloaded", f"remove it, {alone}")
+            yield Problem(
+                f"parallel.{name}",
+                "tensor-parallel weights cannot be offloaded",
+                f"remove it, {alone}",
+                code="unsupported-combination",
+            )
     if recipe.tape.record:
-        yield Problem("tape", "cannot be recorded with tensor parallelism", "record with parallel.tensor=1")
+        yield Problem(
+            "tape",
+            "cannot be recorded with tensor parallelism",
+            "record with parallel.tensor=1",
+            code="unsupported-combination",
+        )
     if recipe.method in ONLINE or recipe.val.questions:
         if not ENGINES[recipe.rollout.engine].divided:
             why = f"{recipe.rollout.engine} does not support tensor parallelism"
-            yield Problem("rollout.engine", why, f"use native, {alone}")
+            yield Problem("rollout.engine", why, f"use native, {alone}", code="unsupported-combination")
         if recipe.rollout.function is not None:
             why = "each tensor-parallel rank would run it, and their requests must be identical"
-            yield Problem("rollout.function", why, f"remove it, {alone}")
+            yield Problem("rollout.function", why, f"remove it, {alone}", code="unsupported-combination")
 
 
 DEFAULT_TOKENS = 4096
@@ -71,7 +86,9 @@ OFFLINE_ROWS = {
 def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     run = recipe.run
     if run.epochs is not None and run.steps is not None:
-        yield Problem("run.steps", "cannot be combined with run.epochs", "remove one of the two")
+        yield Problem(
+            "run.steps", "cannot be combined with run.epochs", "remove one of the two", code="conflicting-keys"
+        )
     yield from _tape_problems(recipe)
     yield from _batch_problems(recipe)
     yield from _optim_problems(recipe)
@@ -80,7 +97,9 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _adapter_problems(recipe)
     yield from _prompt_format_problems(recipe.data)
     if recipe.parallel.launcher == "ray" and recipe.parallel.devices is None:
-        yield Problem("parallel.devices", "must be set with launcher ray", "set the number of devices of the run")
+        yield Problem(
+            "parallel.devices", "must be set with launcher ray", "set the number of devices of the run", code="not-set"
+        )
     yield from _offload_problems(recipe)
     yield from _balance_problems(recipe)
     yield from _tensor_problems(recipe)
@@ -91,13 +110,17 @@ def combination_problems(recipe: Recipe) -> Iterator[Problem]:
 def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.tape.record and recipe.model.lora is not None and recipe.model.lora.dropout:
         yield Problem(
-            "tape", "a replay cannot reproduce dropout on another device", "set model.lora.dropout=0 for a tape"
+            "tape",
+            "a replay cannot reproduce dropout on another device",
+            "set model.lora.dropout=0 for a tape",
+            code="unsupported-combination",
         )
     if recipe.tape.record and recipe.parallel.context > 1:
         yield Problem(
             "tape",
             f"cannot be recorded with parallel.context={recipe.parallel.context}",
             "record with parallel.context=1",
+            code="unsupported-combination",
         )
 
 
@@ -110,13 +133,19 @@ def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
                 "model.aux_loss_coef",
                 f"needs the router outputs of all tokens, and parallel.{key}={ranks} splits them",
                 f"set parallel.{key}=1, or model.aux_loss_coef=0",
+                code="unsupported-combination",
             )
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
     data, batch = recipe.data, recipe.batch
     if batch.tokens is not None and batch.rows is not None:
-        yield Problem("batch.rows", "cannot be combined with batch.tokens", "keep tokens (packed) or rows (padded)")
+        yield Problem(
+            "batch.rows",
+            "cannot be combined with batch.tokens",
+            "keep tokens (packed) or rows (padded)",
+            code="conflicting-keys",
+        )
     if data.max_tokens and recipe.line_tokens and data.max_tokens > recipe.line_tokens:
         context = recipe.parallel.context
         yield Problem(
@@ -125,51 +154,70 @@ def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
             + (f" on each of {context} devices" if context > 1 else "")
             + ": such a row does not fit into a micro-batch",
             f"raise batch.tokens to {-(-data.max_tokens // context)} or lower data.max_tokens",
+            code="over-batch-tokens",
         )
     for key in ("train", "val"):
         sources = getattr(data, key)
         weighted = [source.weight is not None for source in sources]
         if any(weighted) and not all(weighted):
             path = sources[weighted.index(False)].path
-            yield Problem(f"data.{key}", f"{path} has no weight but others have", "give every source a weight, or none")
+            yield Problem(
+                f"data.{key}",
+                f"{path} has no weight but others have",
+                "give every source a weight, or none",
+                code="wrong-count",
+            )
 
 
 def _optim_problems(recipe: Recipe) -> Iterator[Problem]:
     run, optim = recipe.run, recipe.optim
     if isinstance(optim.warmup, float) and optim.warmup >= 1 and not optim.warmup.is_integer():
-        yield Problem("optim.warmup", f"{optim.warmup} is neither a fraction below 1 nor an integer number of steps")
+        yield Problem(
+            "optim.warmup",
+            f"{optim.warmup} is neither a fraction below 1 nor an integer number of steps",
+            code="invalid-value",
+        )
     if optim.warmup >= 1 and run.steps is not None and optim.warmup >= run.steps:
-        yield Problem("optim.warmup", f"{optim.warmup} warm-up steps leave no step of {run.steps} to train")
+        yield Problem(
+            "optim.warmup", f"{optim.warmup} warm-up steps leave no step of {run.steps} to train", code="no-steps-left"
+        )
     if not all(0 <= beta < 1 for beta in optim.betas):
-        yield Problem("optim.betas", f"{optim.betas} must be in [0, 1)")
+        yield Problem("optim.betas", f"{optim.betas} must be in [0, 1)", code="out-of-range")
 
 
 def _validation_problems(recipe: Recipe) -> Iterator[Problem]:
     data, val = recipe.data, recipe.val
     if val.every and not (data.val or val.questions):
-        yield Problem("val.every", "nothing to validate on", "set data.val or val.questions")
+        yield Problem("val.every", "nothing to validate on", "set data.val or val.questions", code="needs-key")
     if val.at_start and not (data.val or val.questions):
-        yield Problem("val.at_start", "nothing to validate on", "set data.val or val.questions")
+        yield Problem("val.at_start", "nothing to validate on", "set data.val or val.questions", code="needs-key")
     if val.question_rows and not val.questions:
-        yield Problem("val.question_rows", "val.questions is not set", "set val.questions, or remove it")
+        yield Problem(
+            "val.question_rows", "val.questions is not set", "set val.questions, or remove it", code="needs-key"
+        )
     if val.rules and not val.questions:
-        yield Problem("val.rules", "val.questions is not set", "set val.questions, or remove it")
+        yield Problem("val.rules", "val.questions is not set", "set val.questions, or remove it", code="needs-key")
 
 
 def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
     lora = recipe.model.lora
     if lora and lora.adapter is None and lora.rank is None:
         yield Problem(
-            "model.lora.rank", "must be set", "for example 8; or set model.lora.adapter to start from an adapter"
+            "model.lora.rank",
+            "must be set",
+            "for example 8; or set model.lora.adapter to start from an adapter",
+            code="not-set",
         )
     if lora and lora.adapter is not None:
         for key in ("dropout", "targets", "exclude"):
             if getattr(lora, key) != type(lora).model_fields[key].default:
-                yield Problem(f"model.lora.{key}", "model.lora.adapter sets it", "remove it")
+                yield Problem(f"model.lora.{key}", "model.lora.adapter sets it", "remove it", code="unused-key")
         if recipe.method == "rm":
-            yield Problem("model.lora.adapter", "a reward model trains a new adapter", "remove it")
+            yield Problem("model.lora.adapter", "a reward model trains a new adapter", "remove it", code="unused-key")
     if lora and lora.targets == []:
-        yield Problem("model.lora.targets", "must not be empty: nothing would be trained", "use all-linear")
+        yield Problem(
+            "model.lora.targets", "must not be empty: nothing would be trained", "use all-linear", code="empty-value"
+        )
 
 
 TEMPLATES = ("auto", "none", "chatml", "llama3", "qwen")
@@ -182,19 +230,24 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
             "data.template",
             f"{data.template!r} is not a template",
             (f"did you mean {near[0]}? " if near else "") + f"{', '.join(TEMPLATES)}, or the path of a .jinja file",
+            code="unknown-name",
         )
     for name in data.template_arguments:
         if not name.isidentifier():
             yield Problem(
-                f"data.template_arguments.{name}", "is not a valid variable name", "use letters, digits and _"
+                f"data.template_arguments.{name}",
+                "is not a valid variable name",
+                "use letters, digits and _",
+                code="invalid-name",
             )
     if data.template == "none" and data.template_arguments:
-        yield Problem("data.template_arguments", "no chat template is used", "set data.template=auto")
+        yield Problem("data.template_arguments", "no chat template is used", "set data.template=auto", code="needs-key")
     if data.prompt_format is not None and data.prompt_format.count("{}") != 1:
         yield Problem(
             "data.prompt_format",
             f"{data.prompt_format!r} must contain {{}} exactly once",
             "write {} where the prompt goes",
+            code="missing-placeholder",
         )
 
 
@@ -202,7 +255,12 @@ def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
     """Offloading needs the model that it names, and a tape reads the optimizer on the device."""
     parallel = recipe.parallel
     if recipe.tape.record and {parallel.offload, parallel.offload_critic} != {"none"}:
-        yield Problem("parallel.offload", "a tape cannot record offloaded state", "set it to none for a tape")
+        yield Problem(
+            "parallel.offload",
+            "a tape cannot record offloaded state",
+            "set it to none for a tape",
+            code="unsupported-combination",
+        )
     critic = recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
     offloads = {
         "offload_critic": (parallel.offload_critic != "none", critic, "critic"),
@@ -216,7 +274,7 @@ def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
     }
     for key, (enabled, exists, model) in offloads.items():
         if enabled and not exists:
-            yield Problem(f"parallel.{key}", f"the run has no separate {model}", "remove it")
+            yield Problem(f"parallel.{key}", f"the run has no separate {model}", "remove it", code="unused-key")
 
 
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
@@ -224,20 +282,29 @@ def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
     for section in OPTIONAL_SECTIONS:
         if section not in sections_read(recipe.method):
             for key in getattr(recipe, section).model_fields_set:
-                yield Problem(f"{section}.{key}", f"method {recipe.method} does not read it", "remove it")
+                yield Problem(
+                    f"{section}.{key}", f"method {recipe.method} does not read it", "remove it", code="unused-key"
+                )
 
 
 def _offline_problems(recipe: Recipe) -> Iterator[Problem]:
     row = OFFLINE[recipe.method]
     for key in ("prompts", "prompts_per_update"):
         if key in recipe.batch.model_fields_set:
-            yield Problem(f"batch.{key}", f"method {recipe.method} trains rows", "use batch.rows_per_update")
+            yield Problem(
+                f"batch.{key}", f"method {recipe.method} trains rows", "use batch.rows_per_update", code="unused-key"
+            )
     if recipe.data.max_prompt_tokens is not None:
-        yield Problem("data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens")
+        yield Problem(
+            "data.max_prompt_tokens", f"method {recipe.method} trains rows", "use data.max_tokens", code="unused-key"
+        )
     yield from _sampled_validation_problems(recipe)
     if row.judges and recipe.val.questions:
         yield Problem(
-            "val.questions", f"a model of method {recipe.method} scores responses and does not generate", "use data.val"
+            "val.questions",
+            f"a model of method {recipe.method} scores responses and does not generate",
+            "use data.val",
+            code="unused-key",
         )
     yield from _unread_row_keys(recipe)
     if "preference" in sections_read(recipe.method):
@@ -255,7 +322,9 @@ def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
         fields = type(group).model_fields
         for key in sorted(every - set(OFFLINE[recipe.method].columns)):
             if key in fields and getattr(group, key) != fields[key].default:
-                yield Problem(f"{where}.{key}", f"method {recipe.method} has no such column", "remove it")
+                yield Problem(
+                    f"{where}.{key}", f"method {recipe.method} has no such column", "remove it", code="unused-key"
+                )
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -264,36 +333,51 @@ def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
     chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in fields:
         if key not in preference_reads(recipe) and getattr(settings, key) != fields[key].default:
-            yield Problem(f"preference.{key}", f"{chosen} does not read it", "remove it")
+            yield Problem(f"preference.{key}", f"{chosen} does not read it", "remove it", code="unused-key")
     if OFFLINE[recipe.method].preference is None:
         if settings.loss == "exo_pair" and not settings.label_smoothing:
             yield Problem(
                 "preference.label_smoothing",
                 "exo_pair takes its logarithm, so it must not be 0",
                 "set it, for example to 0.001",
+                code="out-of-range",
             )
         reads_alpha = "alpha" in preference_reads(recipe)
         if reads_alpha and settings.divergence != "alpha" and settings.alpha != fields["alpha"].default:
-            yield Problem("preference.alpha", f"divergence {settings.divergence} does not read it", "remove it")
+            yield Problem(
+                "preference.alpha", f"divergence {settings.divergence} does not read it", "remove it", code="unused-key"
+            )
 
 
 def _sampled_validation_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.val.n > 1 and not recipe.val.temperature:
-        yield Problem("val.n", f"{recipe.val.n} greedy answers would all be the same", "set val.temperature")
+        yield Problem(
+            "val.n",
+            f"{recipe.val.n} greedy answers would all be the same",
+            "set val.temperature",
+            code="identical-samples",
+        )
     for key, off in (("top_p", 1.0), ("top_k", 0)):
         if getattr(recipe.val, key) != off and not recipe.val.temperature:
-            yield Problem(f"val.{key}", "greedy answers do not sample", "set val.temperature, or remove it")
+            yield Problem(
+                f"val.{key}", "greedy answers do not sample", "set val.temperature, or remove it", code="unused-key"
+            )
 
 
 def _online_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from rollout_problems(recipe)
     if recipe.data.val:
-        yield Problem("data.val", "online methods validate on questions", "use val.questions")
+        yield Problem("data.val", "online methods validate on questions", "use val.questions", code="unused-key")
     if recipe.val.rules:
-        yield Problem("val.rules", "an online run scores answers with its rewards", "use reward.rules")
+        yield Problem(
+            "val.rules", "an online run scores answers with its rewards", "use reward.rules", code="unused-key"
+        )
     if recipe.data.overlong == "truncate_right":
         yield Problem(
-            "data.overlong", "a prompt truncated at its end loses the question", "use truncate_left, drop or error"
+            "data.overlong",
+            "a prompt truncated at its end loses the question",
+            "use truncate_left, drop or error",
+            code="unsupported-combination",
         )
     yield from _algorithm_problems(recipe)
     yield from _offline_row_problems(recipe)
@@ -305,23 +389,30 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     batch, algorithm, kl = recipe.batch, recipe.algorithm, recipe.algorithm.kl
     needs, per_update = estimator_row(algorithm.advantage), batch.prompts_per_update or batch.prompts
     if recipe.method == "on_policy_distill" and kl.reference is None:
-        yield Problem("algorithm.kl.reference", "must be set: it is the teacher", "set it to the teacher's folder")
+        yield Problem(
+            "algorithm.kl.reference", "must be set: it is the teacher", "set it to the teacher's folder", code="not-set"
+        )
     if not loss_row(algorithm.loss).ratio and (per_update < batch.prompts or algorithm.epochs > 1):
         yield Problem(
             "batch.prompts_per_update" if per_update < batch.prompts else "algorithm.epochs",
             f"loss {algorithm.loss} has no ratio of new to old probability: a second update in a step would treat "
             "off-policy responses as on-policy",
             "use one update per step (lower batch.prompts instead), or a loss with a ratio: algorithm.loss=clip",
+            code="off-policy",
         )
     if kl.target is not None and kl.where == "none":
         yield Problem(
-            "algorithm.kl.target", "the run uses no KL divergence", "set algorithm.kl.where to loss or reward"
+            "algorithm.kl.target",
+            "the run uses no KL divergence",
+            "set algorithm.kl.where to loss or reward",
+            code="needs-key",
         )
     if kl.reward_coefficient and kl.where != "loss":
         yield Problem(
             "algorithm.kl.reward_coefficient",
             "adds a penalty to a KL term in the loss, and there is none",
             "set algorithm.kl.where=loss",
+            code="needs-key",
         )
     between = algorithm.dynamic_sampling.between
     if between and (between[0] >= between[1] or algorithm.dynamic_sampling.rounds < 2):
@@ -329,49 +420,73 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             "algorithm.dynamic_sampling.between",
             f"{between} replaces no group or all groups",
             "write the lower bound first, and set rounds above 1",
+            code="empty-range",
         )
     if kl.where == "reward" and kl.estimator.endswith("+"):
-        yield Problem("algorithm.kl.estimator", "a reward has no gradient", "remove the +")
+        yield Problem(
+            "algorithm.kl.estimator", "a reward has no gradient", "remove the +", code="unsupported-combination"
+        )
     if kl.weighted and not (kl.where == "loss" and kl.estimator.endswith("+")):
         yield Problem(
             "algorithm.kl.weighted",
             "applies only to an estimator with + in the loss",
             "set algorithm.kl.where=loss and algorithm.kl.estimator=k3+, or remove it",
+            code="unused-key",
         )
     yield from _correction_problems(recipe)
     yield from _gdpo_problems(recipe)
     if algorithm.dynamic_sampling.metric and algorithm.dynamic_sampling.rounds < 2:
-        yield Problem("algorithm.dynamic_sampling.metric", "one round replaces no groups", "set rounds above 1")
+        yield Problem(
+            "algorithm.dynamic_sampling.metric", "one round replaces no groups", "set rounds above 1", code="needs-key"
+        )
     models, weights = recipe.reward.model, recipe.reward.model_weights
     if isinstance(models, list) and not models:
-        yield Problem("reward.model", "must not be an empty list", "name a folder, or remove it")
+        yield Problem("reward.model", "must not be an empty list", "name a folder, or remove it", code="empty-value")
     if weights and (not isinstance(models, list) or len(models) != len(weights)):
         yield Problem(
             "reward.model_weights",
             f"{len(weights)} weights do not match the models in reward.model",
             "give one per model",
+            code="wrong-count",
         )
     if recipe.reward.arguments and recipe.reward.function is None:
-        yield Problem("reward.arguments", "reward.function is not set", "set it, or remove them")
+        yield Problem("reward.arguments", "reward.function is not set", "set it, or remove them", code="needs-key")
     for name in recipe.reward.arguments.keys() & REWARD_CALL:
         yield Problem(
-            f"reward.arguments.{name}", "every reward function already gets this argument", "choose another name"
+            f"reward.arguments.{name}",
+            "every reward function already gets this argument",
+            "choose another name",
+            code="duplicate-name",
         )
     if recipe.reward.clip and recipe.reward.clip[0] >= recipe.reward.clip[1]:
-        yield Problem("reward.clip", f"{recipe.reward.clip} leaves a single score", "write the lower bound first")
+        yield Problem(
+            "reward.clip",
+            f"{recipe.reward.clip} leaves a single score",
+            "write the lower bound first",
+            code="empty-range",
+        )
     if algorithm.overlong.buffer > recipe.rollout.max_tokens:
-        yield Problem("algorithm.overlong.buffer", "exceeds rollout.max_tokens")
+        yield Problem("algorithm.overlong.buffer", "exceeds rollout.max_tokens", code="out-of-range")
     if recipe.critic.model_fields_set and not needs.critic:
-        yield Problem("critic", f"advantage {algorithm.advantage} has no critic", "use method ppo, or remove the keys")
+        yield Problem(
+            "critic",
+            f"advantage {algorithm.advantage} has no critic",
+            "use method ppo, or remove the keys",
+            code="unused-key",
+        )
     elif recipe.run.steps is not None and recipe.critic.warmup >= recipe.run.steps:
         yield Problem(
             "critic.warmup",
             f"{recipe.critic.warmup} critic-only steps leave no step of {recipe.run.steps} for the policy",
             "lower it, or raise run.steps",
+            code="no-steps-left",
         )
     if algorithm.dynamic_sampling.rounds > 1 and not (needs.groups or is_function_path(algorithm.advantage)):
         yield Problem(
-            "algorithm.dynamic_sampling.rounds", "needs groups of responses to a prompt", "use a group method"
+            "algorithm.dynamic_sampling.rounds",
+            "needs groups of responses to a prompt",
+            "use a group method",
+            code="unsupported-combination",
         )
 
 
@@ -379,23 +494,29 @@ def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
     """Rollout correction that would apply twice or not at all."""
     algorithm, settings = recipe.algorithm, recipe.algorithm.correction
     if settings.low > settings.high:
-        yield Problem("algorithm.correction.low", "exceeds algorithm.correction.high")
+        yield Problem("algorithm.correction.low", "exceeds algorithm.correction.high", code="empty-range")
     if settings.cap is not None and settings.floor > settings.cap:
-        yield Problem("algorithm.correction.floor", "exceeds algorithm.correction.cap")
+        yield Problem("algorithm.correction.floor", "exceeds algorithm.correction.cap", code="empty-range")
     for number, band in enumerate(settings.reject):
         if band.low is not None and band.low > band.high:
-            yield Problem(f"algorithm.correction.reject.{number}.low", "exceeds its high")
+            yield Problem(f"algorithm.correction.reject.{number}.low", "exceeds its high", code="empty-range")
     if settings.rejected != "left_out" and settings.mask == "none" and not settings.reject:
-        yield Problem("algorithm.correction.rejected", "nothing is rejected", "set mask or reject, or remove it")
+        yield Problem(
+            "algorithm.correction.rejected", "nothing is rejected", "set mask or reject, or remove it", code="needs-key"
+        )
     if settings.bypass and settings.weight != "none":
         yield Problem(
             "algorithm.correction.weight",
             "with bypass, the ratio of the loss already includes the engine, and a weight would count it twice",
             "remove one of them",
+            code="conflicting-keys",
         )
     if settings.bypass and not loss_row(algorithm.loss).ratio:
         yield Problem(
-            "algorithm.correction.bypass", f"loss {algorithm.loss} has no ratio of new to old", "use loss importance"
+            "algorithm.correction.bypass",
+            f"loss {algorithm.loss} has no ratio of new to old",
+            "use loss importance",
+            code="unsupported-combination",
         )
 
 
@@ -404,7 +525,12 @@ def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm = recipe.algorithm
     if not estimator_row(algorithm.advantage).parts:
         if algorithm.gdpo_rewards:
-            yield Problem("algorithm.gdpo_rewards", f"advantage {algorithm.advantage} does not read it", "remove it")
+            yield Problem(
+                "algorithm.gdpo_rewards",
+                f"advantage {algorithm.advantage} does not read it",
+                "remove it",
+                code="unused-key",
+            )
         return
     ignored = {
         "algorithm.kl.where": algorithm.kl.in_reward(),
@@ -414,7 +540,9 @@ def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, on in ignored.items():
         if on:
             remedy = "set it to loss or none" if key.endswith("where") else "remove it"
-            yield Problem(key, f"{algorithm.advantage} compares separate rewards and would ignore it", remedy)
+            yield Problem(
+                key, f"{algorithm.advantage} compares separate rewards and would ignore it", remedy, code="unused-key"
+            )
 
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -425,7 +553,12 @@ def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
         fields = type(group).model_fields
         for key, remedy in OFFLINE_ROWS.items():
             if key in fields and getattr(group, key) != fields[key].default:
-                yield Problem(f"{where}.{key}", f"method {recipe.method} reads prompts of the RL schema", remedy)
+                yield Problem(
+                    f"{where}.{key}",
+                    f"method {recipe.method} reads prompts of the RL schema",
+                    remedy,
+                    code="unused-key",
+                )
 
 
 def with_derived_defaults(recipe: Recipe) -> Recipe:

@@ -22,28 +22,35 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
     """Problems of prompts per update, samples per prompt and sampling."""
     batch, rollout, algorithm = recipe.batch, recipe.rollout, recipe.algorithm
     if "rows_per_update" in batch.model_fields_set:
-        yield Problem("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
+        yield Problem(
+            "batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update", code="unused-key"
+        )
     per_update = batch.prompts_per_update or batch.prompts
     if batch.prompts % per_update:
         fitting = max(d for d in range(1, per_update + 1) if batch.prompts % d == 0)
         yield Problem(
-            "batch.prompts_per_update", f"{per_update} does not divide batch.prompts={batch.prompts}", f"use {fitting}"
+            "batch.prompts_per_update",
+            f"{per_update} does not divide batch.prompts={batch.prompts}",
+            f"use {fitting}",
+            code="indivisible",
         )
     if rollout.max_staleness is not None and rollout.function is not None:
         yield Problem(
             "rollout.max_staleness",
             "the asynchronous generation process cannot run rollout.function",
             "remove one of them",
+            code="unsupported-combination",
         )
     yield from _logprob_check_problems(recipe)
     if rollout.max_staleness is None and rollout.worker_device is not None:
         why = "applies to asynchronous generation, which is off"
-        yield Problem("rollout.worker_device", why, "set rollout.max_staleness, or remove it")
+        yield Problem("rollout.worker_device", why, "set rollout.max_staleness, or remove it", code="needs-key")
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
             f"{algorithm.advantage} compares the samples of a prompt and needs at least 2",
             "set it to 2 or more",
+            code="out-of-range",
         )
     truncated = [key for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, key) != off]
     if truncated and rollout.truncated == "refuse":
@@ -52,18 +59,20 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
             "responses would be sampled from a truncated distribution while the trainer scores the full one: every "
             "ratio of new to old probability would be biased",
             "remove it, or set rollout.truncated=mask (the trainer truncates too) or ignore",
+            code="truncated-sampling",
         )
 
 
 def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
     limit, key = recipe.rollout.max_logprob_diff, "rollout.max_logprob_diff"
     if isinstance(limit, float) and limit <= 0:
-        yield Problem(key, f"must be greater than 0 (given: {limit:g})", "null disables the check")
+        yield Problem(key, f"must be greater than 0 (given: {limit:g})", "null disables the check", code="out-of-range")
     if recipe.rollout.max_staleness and isinstance(limit, float):
         yield Problem(
             key,
             "compares with the current policy, and with rollout.max_staleness an older policy generated the responses",
             "remove it; rollout_corr/k3 shows the divergence of the two",
+            code="unsupported-combination",
         )
 
 
@@ -75,15 +84,25 @@ def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if not served and rollout.max_staleness is None:
         why = "applies to a server or to asynchronous generation, and the run uses neither"
-        yield Problem(key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness")
+        yield Problem(
+            key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness", code="needs-key"
+        )
     elif served and mode == "memory" and rollout.engine != "vllm":
         yield Problem(
-            key, f"{rollout.engine} cannot open the memory of the run", "use files (in /dev/shm), or collective"
+            key,
+            f"{rollout.engine} cannot open the memory of the run",
+            "use files (in /dev/shm), or collective",
+            code="unsupported-combination",
         )
     elif not served and mode == "files":
-        yield Problem(key, "asynchronous generation does not read files", "use memory, or collective")
+        yield Problem(
+            key,
+            "asynchronous generation does not read files",
+            "use memory, or collective",
+            code="unsupported-combination",
+        )
     elif served and mode in ("collective", "memory") and recipe.model.lora is not None:
-        yield Problem(key, "an adapter is sent to a server as files", "use files")
+        yield Problem(key, "an adapter is sent to a server as files", "use files", code="unsupported-combination")
 
 
 def _server_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -96,6 +115,7 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"rollout.{key}",
                     f"engine {rollout.engine} is not a server",
                     f"set rollout.engine to {' or '.join(name for name, row in ENGINES.items() if row.served)}",
+                    code="unused-key",
                 )
         return
     if rollout.url is not None:
@@ -103,12 +123,18 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
         for key in ("devices", "tensor_parallel", "args", "env", "python"):
             field = type(rollout.server).model_fields[key]
             if getattr(rollout.server, key) != field.get_default(call_default_factory=True):
-                yield Problem(f"rollout.server.{key}", "lockstep does not start the server at rollout.url", "remove it")
+                yield Problem(
+                    f"rollout.server.{key}",
+                    "lockstep does not start the server at rollout.url",
+                    "remove it",
+                    code="unused-key",
+                )
     if rollout.max_staleness is not None:
         yield Problem(
             "rollout.max_staleness",
             f"asynchronous generation does not support engine {rollout.engine}",
             "remove one of them",
+            code="unsupported-combination",
         )
     yield from _truncation_problems(recipe)
 
@@ -121,6 +147,7 @@ def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
             "rollout.truncated",
             f"engine {rollout.engine} returns log-probs of the truncated distribution, which the trainer would not use",
             "use mask: the trainer truncates too",
+            code="truncated-sampling",
         )
     for key in ("top_p", "top_k", "min_p"):
         unused = getattr(rollout, key) == type(rollout).model_fields[key].default
@@ -130,4 +157,5 @@ def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"rollout.{key}",
                 f"with truncated: {rollout.truncated}, engine {rollout.engine} does not return its log-probs",
                 f"use truncated: {' or '.join(modes)}" if modes else "remove it",
+                code="truncated-sampling",
             )

@@ -84,5 +84,5 @@ def _local_calls(
     try:
         usable = as_reward_function(function, name, (*CALL, *extra))
     except Unloadable as error:
-        raise Refusal.at(f"{key} {reference}", error.why, error.remedy) from error
+        raise Refusal.at(f"{key} {reference}", error.why, error.remedy, code=error.code) from error
     return LocalCalls(usable, file, settings.time_limit)

@@ -221,8 +221,8 @@ class Pool:
             where = f"{self._target.key} {self._target.path}:{self._target.name}"
             if worker.disturbed:
                 remedy = "find out what killed or stopped it, for example a lack of memory; then try again"
-                raise LostProcess.at(where, problem.why, remedy)
-            raise Refusal.at(where, problem.why, problem.remedy)
+                raise LostProcess.at(where, problem.why, remedy, code=problem.code)
+            raise Refusal.at(where, problem.why, problem.remedy, code=problem.code)
 
     def _supervise(self, index: int) -> None:
         # A failed start is retried at the next call.

@@ -46,6 +46,7 @@ class Unusable:
 
     why: str
     remedy: str = ""
+    code: str = "import-failed"
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
         reply = Raised(fields["why"][: 2 * LONGEST_WHY], fields["spent"])
         good = isinstance(reply.why, str) and isinstance(reply.spent, bool)
     elif kind == "Unusable":
-        reply = Unusable(fields["why"], fields["remedy"])
-        good = isinstance(reply.why, str) and isinstance(reply.remedy, str)
+        reply = Unusable(fields["why"], fields["remedy"], fields["code"])
+        good = all(isinstance(field, str) for field in vars(reply).values())
     else:
         reply, good = Loaded(), kind == "Loaded"
     return reply if good else None
@@ -224,7 +225,7 @@ def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | 
     try:
         return as_reward_function(function_of(run_file(path), name, call, path), name, call)
     except Unloadable as error:
-        return Unusable(error.why, error.remedy)
+        return Unusable(error.why, error.remedy, error.code)
 
 
 def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:

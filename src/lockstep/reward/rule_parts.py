@@ -76,7 +76,10 @@ class FormatPart(RewardPart):
         except re.error as error:
             where = "" if error.pos is None else f" at character {error.pos + 1}"
             raise Refusal.at(
-                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{where}", "fix it"
+                "reward.format",
+                f"{expression!r} is not a regular expression: {error.msg}{where}",
+                "fix it",
+                code="invalid-regex",
             ) from error
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:

@@ -154,7 +154,12 @@ def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
     is_set = {name: getattr(settings, name) is not None for name in PARTS if name != "rule"}
     is_set["rule"] = "rule" in settings.weights or not any(is_set.values())
     problems = [
-        Problem(f"reward.weights.{name}", f"reward.{name} is not set", f"set reward.{name}, or remove the weight")
+        Problem(
+            f"reward.weights.{name}",
+            f"reward.{name} is not set",
+            f"set reward.{name}, or remove the weight",
+            code="needs-key",
+        )
         for name in settings.weights
         if not is_set[name]
     ]

@@ -108,16 +108,18 @@ def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str
         engine_logprobs, trainer_logprobs = _two_scores(engine, policy, device)
     except Unfit as unfit:
         # A replay continues and compares the generated tokens: the check passed when the tape was recorded.
-        refuse_unless_replayed(Problem(f"model.path {path}", f"{name}: {unfit}", remedy))
+        refuse_unless_replayed(Problem(f"model.path {path}", f"{name}: {unfit}", remedy, code="unsupported-model"))
         return
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Refusal.at(f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy) from error
+        raise Refusal.at(
+            f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy, code="unsupported-model"
+        ) from error
     difference = (trainer_logprobs - engine_logprobs).abs().max().item()
     if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
         why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
-        refuse_unless_replayed(Problem(f"model.path {path}", why, remedy))
+        refuse_unless_replayed(Problem(f"model.path {path}", why, remedy, code="logprobs-differ"))
 
 
 def _two_scores(engine: Engine, policy: Policy, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -65,7 +65,9 @@ def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -
     write(sentence, error=True)
     with joined(device) as world:
         if world.size > 1:
-            raise Refusal.at("lockstep serve", "runs on one device", "start it without torchrun")
+            raise Refusal.at(
+                "lockstep serve", "runs on one device", "start it without torchrun", code="one-process-only"
+            )
         # Before the model is loaded: a port that is in use is reported at once.
         sockets = server.bind(address.host, address.port, f"--host {address.host} --port {address.port}")
         app = load_app(serving, limits, device, world)
@@ -81,7 +83,7 @@ def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -
 def load_app(serving: ServeSettings, limits: ServeLimits, device: Device, world: World) -> ModelApp:
     """The application for a language model or a reward model, whichever the folder contains."""
     if serving.dtype not in ("auto", *DTYPES):
-        raise Refusal.at("--dtype", f"{serving.dtype} is not one of auto, {', '.join(DTYPES)}")
+        raise Refusal.at("--dtype", f"{serving.dtype} is not one of auto, {', '.join(DTYPES)}", code="unknown-name")
     folder = model_folder(serving.model)
     config = load_config(folder)
     kinds = config.architectures or []
@@ -136,7 +138,9 @@ def _as_options(refusal: Refusal) -> Refusal:
             return "use `lockstep generate`, which runs whatever transformers generates from"
         return renamed(remedy)
 
-    return Refusal([Problem(renamed(p.where), renamed(p.why), advised(p.remedy)) for p in refusal.problems])
+    return Refusal(
+        [Problem(renamed(p.where), renamed(p.why), advised(p.remedy), code=p.code) for p in refusal.problems]
+    )
 
 
 def stored_dtype(config: Any) -> str:
@@ -151,10 +155,14 @@ def _longest(serving: ServeSettings, config: Any, engine: NativeEngine) -> int:
     context = min(lengths, default=None)
     if serving.max_length is not None:
         if context is not None and serving.max_length > context:
-            raise Refusal.at("--max-length", f"{serving.max_length} is over the model's context of {context}")
+            raise Refusal.at(
+                "--max-length", f"{serving.max_length} is over the model's context of {context}", code="over-context"
+            )
         return serving.max_length
     if context is None:
-        raise Refusal.at("--max-length", "the model's config.json has no context length", "set --max-length")
+        raise Refusal.at(
+            "--max-length", "the model's config.json has no context length", "set --max-length", code="not-set"
+        )
     longest = longest_that_fits(engine, context)
     if longest < context:
         write(

@@ -203,6 +203,7 @@ def part_of(summary: Summary, prompts: Mapping[int, Prompt], name: str, key: str
             f"response {summary.sample} to {prompts[summary.prompt_index].question.origin} has no part {name!r} in its "
             "score",
             f"it has {', '.join(summary.score.parts) or 'none'}; the last checkpoint is untouched",
+            code="missing-reward-part",
         )
     return summary.score.parts[name]
 
@@ -213,6 +214,7 @@ def _refuse_empty(summaries: Sequence[Summary], prompts: Mapping[int, Prompt]) -
             f"response {summary.sample} to {prompts[summary.prompt_index].question.origin}",
             "has no token of the policy's, so there is none to carry its score",
             "an engine returns at least the token that ended the response; the last checkpoint is untouched",
+            code="empty-response",
         )
         for summary in summaries
         if not summary.written

@@ -154,6 +154,7 @@ def check_engine_logprobs(
             "look for a proxy or load balancer that mixes up answers, and for settings that change how the server "
             "samples. A larger number accepts the difference, null switches the check off. The last checkpoint is "
             "untouched",
+            code="logprobs-differ",
         )
     return {"training/rollout_logprob_diff_mean": mean}
 

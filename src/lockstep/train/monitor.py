@@ -140,6 +140,7 @@ class IdleUpdates:
             f"the updates of the last {self.count} steps changed nothing: {self._cause.cause}. Stopped after step "
             f"{step}, with a checkpoint",
             f"{self._cause.remedy}; or set run.max_idle_updates=0 to train on",
+            code="idle-updates",
         )
 
     def _effective(self) -> int:

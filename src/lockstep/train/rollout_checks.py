@@ -45,6 +45,7 @@ def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
         f"{failed.count} of {total} responses {_what(first.score)}, {consequence}; the first, to "
         f"{first.prompt.question.origin}: {first.score.told}{_response(first, 200)}",
         f"mend the {what}, or raise reward.max_failures; the last checkpoint is untouched",
+        code="reward-failed",
     )
 
 

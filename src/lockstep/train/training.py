@@ -111,7 +111,7 @@ def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
         remedy = f"did you mean {near[0]}?" if near else "the names are those of metrics.jsonl"
         if not recipe.val.questions and _ANSWERS.fullmatch(measure.name):
             remedy = "set val.questions: it is measured on answers"
-        yield Problem(key, f"the run does not measure {measure.name}", remedy)
+        yield Problem(key, f"the run does not measure {measure.name}", remedy, code="unknown-metric")
 
 
 def _expected(measure: Measure, recipe: Recipe, metrics: Collection[str]) -> bool:
@@ -351,14 +351,22 @@ def load_models(run: Run) -> Models:
 def _claim(folder: RunFolder, prepared: Prepared | PreparedOnline) -> None:
     resume, used = prepared.recipe.run.resume, folder.path.exists() and bool(checkpoints.steps_in(folder.checkpoints))
     if resume == "never" and folder.path.exists():
-        raise Refusal.at("run.resume", f"{folder.path} exists and resume is never", "choose another run.name")
+        raise Refusal.at(
+            "run.resume", f"{folder.path} exists and resume is never", "choose another run.name", code="already-exists"
+        )
     if resume == "required" and not used:
-        raise Refusal.at("run.resume", f"{folder.path} has no checkpoint to continue from", "set run.resume=auto")
+        raise Refusal.at(
+            "run.resume",
+            f"{folder.path} has no checkpoint to continue from",
+            "set run.resume=auto",
+            code="no-checkpoint",
+        )
     if not used and _finished(folder, prepared.batches.steps):
         raise Refusal.at(
             f"run folder {folder.path}",
             "holds a run that is done, without its checkpoints: starting again would write over its metrics",
             "choose another run.name, or remove the folder",
+            code="already-exists",
         )
     folder.create()
     checkpoints.require_disk(folder.checkpoints, prepared.memory.checkpoint_bytes, "a checkpoint")

@@ -60,7 +60,9 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
         try:
             write_report(comparison, page)
         except OSError as error:
-            raise Refusal.at(f"--report {page}", f"cannot be written: {error.strerror}", "give another path") from error
+            raise Refusal.at(
+                f"--report {page}", f"cannot be written: {error.strerror}", "give another path", code="unwritable"
+            ) from error
         write(f"wrote {page}", error=as_json)
     if options.support is not None:
         write(record(comparison, options.support, options.support.with_suffix("")), error=as_json)

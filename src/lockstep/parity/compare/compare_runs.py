@@ -133,6 +133,7 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
                     log.source,
                     f"{log.written.get(name, name)}: {log.ambiguous[name]}, and no resumed run explains it",
                     "write a file for each rank or run, or keep the rows of one of them",
+                    code="ambiguous-steps",
                 )
     return None
 
@@ -195,6 +196,7 @@ def _metric_name(name: str, log: Log, where: str) -> str:
         where,
         f"{log.source} has no metric {name}",
         f"similar: {', '.join(near)}" if near else f"it has {', '.join(list(log.metrics)[:8])}",
+        code="unknown-metric",
     )
 
 

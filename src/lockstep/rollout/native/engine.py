@@ -212,6 +212,7 @@ class NativeEngine(SharedWeights):
                 f"a response of {longest} tokens with its prompt needs {least * block_bytes / 1e9:.3g} GB of "
                 f"key/value cache; {room / 1e9:.3g} GB are available",
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
+                code="not-enough-memory",
             )
         return blocks
 

@@ -19,6 +19,7 @@ def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "r
             f"prompt and response can have {longest} tokens; over {fixed} tokens the rotary embedding of {model} "
             "depends on the sequence length (longrope or dynamic), so cached keys become invalid",
             f"keep the sum of prompt and {key} within {fixed}",
+            code="rotary-limit",
         )
 
 

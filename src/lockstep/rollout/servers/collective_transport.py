@@ -202,6 +202,7 @@ def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
             f"{device.collective} cannot connect two processes on one {device.name} device; run and engine share "
             f"device {run_device}",
             f"{REMEDY}, or name other devices by rollout.server.devices",
+            code="device-in-use",
         )
 
 

@@ -77,6 +77,7 @@ def _refuse_no_room(folder: Path, size: int) -> None:
             KEY,
             f"{folder.parent} has {free / 2**30:.1f} GiB free; the weights need {size / 2**30:.1f} GiB",
             "name a folder with more free space that run and engine can both access",
+            code="disk-full",
         )
 
 

@@ -82,5 +82,6 @@ class Failed:
 
     why: str
     remedy: str = field(default="")
+    code: str = "worker-lost"
     refused: bool = True
     """True: the settings are invalid. False: an internal error that may not occur again."""

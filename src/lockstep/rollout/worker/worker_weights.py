@@ -230,4 +230,5 @@ def refuse_other_weights(
         "rollout.max_staleness",
         f"the rollout worker does not have the weights after {version} updates: its result of the weight check {why}",
         "the last checkpoint is untouched; without the key, generation and training share one model",
+        code="weights-differ",
     )
