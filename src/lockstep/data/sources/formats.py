@@ -108,7 +108,10 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
             why = f"invalid JSON at line {line}, column {error.colno}: {error.msg}"
             why += f"; {_TRUNCATED}" if cut else ""
             problems.add(
-                LineOrigin(name, line), why, _COPY_AGAIN if cut else _one_a_line(raw, line), code="invalid-json"
+                LineOrigin(name, line),
+                why,
+                _COPY_AGAIN if cut else _one_a_line(raw, line),
+                code="damaged-file" if cut else "invalid-json",
             )
         except (ValueError, RecursionError) as error:
             problems.add(LineOrigin(name, line), f"JSON that cannot be read: {error}", code="invalid-json")
@@ -212,7 +215,10 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
     if twice or "" in header:
         what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"
         problems.add(
-            LineOrigin(name, line), f"the header {what}", "give every column a unique name", code="duplicate-name"
+            LineOrigin(name, line),
+            f"the header {what}",
+            "give every column a unique name",
+            code="duplicate-name" if twice else "invalid-csv",
         )
         return parsed
     last = text.rstrip("\r\n").count("\n") + 1
@@ -227,7 +233,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
             LineOrigin(name, line),
             why + (f"; {_TRUNCATED}" if cut else ""),
             _COPY_AGAIN if cut else "",
-            code="invalid-csv",
+            code="damaged-file" if cut else "invalid-csv",
         )
     return parsed
 
@@ -245,7 +251,9 @@ def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int
         except csv.Error as error:
             cut = "unexpected end of data" in str(error)
             why = f"a quoted field never ends; {_TRUNCATED}" if cut else f"invalid csv: {error}"
-            problems.add(LineOrigin(name, start), why, _COPY_AGAIN if cut else "", code="invalid-csv")
+            problems.add(
+                LineOrigin(name, start), why, _COPY_AGAIN if cut else "", code="damaged-file" if cut else "invalid-csv"
+            )
 
 
 @contextmanager
