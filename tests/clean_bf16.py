@@ -32,7 +32,7 @@ class Repeat:
 
 HOW: dict[str, dict[str, object]] = {
     "small micro-batches": {"words": ("batch.tokens=128",)},
-    "padded by two": {"words": ("batch.rows=2", "batch.tokens=null")},
+    "padded by two": {"words": ("batch.micro_batch_size=2", "batch.tokens=null")},
     "gradient checkpointing": {"words": ("model.gradient_checkpointing=true", "batch.tokens=160")},
     "two threads": {"words": ("batch.tokens=200",), "threads": 2},
     "plain attention": {"words": ("model.attention=sdpa", "batch.tokens=300")},
@@ -44,7 +44,9 @@ REPEATS = [
     # bf16 against bf16.
     *(Repeat(f"{method}-bf16", how, **keys) for method in METHODS for how, keys in HOW.items()),  # type: ignore[arg-type]
     Repeat("sft-bf16", "fused kernels", ("batch.tokens=200",), inject=fused),
-    Repeat("dpo-bf16", "fused kernels in parts", ("batch.rows=2", "batch.tokens=null"), inject=fused_in_parts),
+    Repeat(
+        "dpo-bf16", "fused kernels in parts", ("batch.micro_batch_size=2", "batch.tokens=null"), inject=fused_in_parts
+    ),
     Repeat("grpo-bf16", "fused kernels", ("batch.tokens=200",), inject=fused),
     Repeat("ppo-bf16", "fused kernels in parts", ("batch.tokens=200",), inject=fused_in_parts),
     Repeat("grpo-bf16", "transformers' engine", ("rollout.engine=hf",)),

@@ -48,7 +48,7 @@ OWN = {
     "dpo": ["optim.lr=1e-4"],
     # Room for two of the sixteen responses, and a few blocks.
     "grpo-tight": ["rollout.block_tokens=4", "rollout.cache_gb=2.2e-4"],
-    "grpo-top-p": ["rollout.top_p=0.7", "rollout.truncated=mask"],
+    "grpo-top-p": ["rollout.top_p=0.7", "rollout.truncated_sampling=mask"],
 }
 
 

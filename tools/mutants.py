@@ -31,7 +31,12 @@ from queue import Queue
 
 # Central files below src/lockstep and the tests below tests/ that must notice a mistake in them, fastest first.
 CENTRAL: dict[str, tuple[str, ...]] = {
-    "algorithms/policy_loss.py": ("unit/test_policy_loss.py", "unit/test_policy_loss_trl.py", "unit/test_foresight.py"),
+    "algorithms/policy_loss.py": (
+        "unit/test_policy_loss.py",
+        "unit/test_policy_loss_trl.py",
+        "unit/test_foresight.py",
+        "unit/test_own_functions.py",
+    ),
     "algorithms/advantage.py": ("unit/test_advantage.py", "unit/test_online_recipe.py", "unit/test_own_functions.py"),
     "algorithms/preference.py": ("unit/test_preference_loss.py", "unit/test_preference_loss_trl.py"),
     "algorithms/kto.py": ("unit/test_kto_loss.py", "unit/test_preference_loss_trl.py"),
@@ -161,12 +166,16 @@ def _without_not(node: ast.UnaryOp) -> str | None:
 
 def _call(node: ast.Call, kind: int) -> str | None:
     before = ast.unparse(node)[:60]
+    name = ast.unparse(node.func)
     if kind < len(node.keywords):
+        # Nothing on a CPU depends on the device, and nothing but a programming error on `frozen`.
+        if name.endswith("dataclass") or node.keywords[kind].arg == "device":
+            return None
         dropped = node.keywords.pop(kind)
         return f"{before}: without {dropped.arg}="
     if len(node.args) < 2 or any(isinstance(argument, ast.Starred) for argument in node.args[:2]):
         return None
-    if ast.dump(node.args[0]) == ast.dump(node.args[1]):
+    if name in ("max", "min") or ast.dump(node.args[0]) == ast.dump(node.args[1]):
         return None
     node.args[0], node.args[1] = node.args[1], node.args[0]
     return f"{before}: first two arguments swapped"

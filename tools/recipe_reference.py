@@ -20,6 +20,7 @@ from lockstep.errors import Refusal
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.loader import builtin_names, load_recipe, sections_of
 from lockstep.recipe.measure import facts_of
+from lockstep.recipe.renamed_keys import RENAMED
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import FUNCTION_PATH, Named
 from lockstep.run.console import print_problems
@@ -88,6 +89,16 @@ prints the rate of the next step before and after, stores the change in `env.jso
 change of any other key, or of the training rows, is an error that shows both values. Data files and models may move:
 their content is compared, not their path. [Resuming](runs.md#resuming) explains what happens if a model has changed.
 
+## Old names of keys
+
+These keys were renamed. The old name works until the next release, with a warning, in recipes, on the command line and
+in Python. Runs, checkpoints and tapes that were written with old names are read as before. A recipe with both names of
+a key is an error.
+
+| old name | new name |
+|---|---|
+{renamed}
+
 ## The keys
 
 "Must be set" marks the keys that have no default.
@@ -109,8 +120,9 @@ optim: {lr: "1e-5", weight_decay: -0.1}
 def reference() -> str:
     """The complete page."""
     free = textwrap.fill(", ".join(f"`{key}`" for key in _resumable()), 120, break_on_hyphens=False)
+    renamed = "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())
     builtin = ", ".join(f"`{name}`" for name in builtin_names())
-    intro = INTRO.format(builtin=builtin, bad=BAD, answer=_answer(BAD), free=free)
+    intro = INTRO.format(builtin=builtin, bad=BAD, answer=_answer(BAD), free=free, renamed=renamed)
     return intro + "".join(f"\n{table}" for table in _tables(Recipe, ""))
 
 

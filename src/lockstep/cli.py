@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lockstep.commands import answering
 from lockstep.commands.arguments import Overrides, RecipeArgument, named_value
 from lockstep.commands.data import data_app
-from lockstep.launch.launcher import adopt_slurm
+from lockstep.launch.launcher import LAUNCHER, adopt_slurm
 from lockstep.run.output import never_fail_to_encode, write
+
+_python_warning = warnings.showwarning
 
 app = typer.Typer(
     name="lockstep",
@@ -406,6 +409,7 @@ def main() -> None:
     from lockstep.errors import STALLED, Interrupted, LostProcess, Refusal, refusal_of_machine
 
     never_fail_to_encode()
+    warnings.showwarning = _show_warning
     try:
         adopt_slurm()
         if sys.argv[1:2] == ["--install-completion"] and len(sys.argv) == 3:
@@ -427,6 +431,16 @@ def main() -> None:
             raise
         _report(machine)
         sys.exit(2)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Prints the warning about an old name of a key as one line. Only one of several ranks prints it."""
+    from lockstep.errors import RenamedKey
+
+    if not issubclass(category, RenamedKey):
+        _python_warning(message, category, *where, **more)
+    elif os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:
+        write(f"warning: {message}", error=True)
 
 
 def _report(refusal: Exception) -> None:

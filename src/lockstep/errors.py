@@ -239,6 +239,10 @@ def with_secrets(text: str, key: str) -> str:
         ) from error
 
 
+class RenamedKey(FutureWarning):
+    """A recipe uses the old name of a key."""
+
+
 class LostProcess(Refusal):
     """A process of the run was killed or hangs, and the input is not the cause: the run can resume."""
 

@@ -253,7 +253,7 @@ WAYS = {
     "bf16": ["model.dtype=bf16"],
     "lora": ["model.lora.rank=4"],
     "checkpointing": ["model.gradient_checkpointing=true"],
-    "padded": ["batch.tokens=null", "batch.rows=2"],
+    "padded": ["batch.tokens=null", "batch.micro_batch_size=2"],
 }
 
 

@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "sft": ("sft", []),
     "sft lora": ("sft", LORA),
     "sft checkpointing": ("sft", ["model.gradient_checkpointing=true"]),
-    "sft padded": ("sft", ["batch.tokens=null", "batch.rows=2"]),
+    "sft padded": ("sft", ["batch.tokens=null", "batch.micro_batch_size=2"]),
     "dpo": ("dpo", []),
     "dpo lora": ("dpo", LORA),
     "kto": ("kto", []),

@@ -74,8 +74,8 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
     2: {
         "sharded": [],
         "copies": ["parallel.replicate=2"],
-        "collective": ["rollout.hand_over=collective"],
-        "context": ["parallel.context=2"],
+        "collective": ["rollout.weight_sync=collective"],
+        "context": ["parallel.context_parallel=2"],
         "host": ["parallel.offload=all"],
     },
     3: {"three": []},

@@ -20,7 +20,7 @@ from lockstep.parity.compare.logs.run_logs import read_evidence as evidence_of
 from lockstep.parity.compare.run_setup import differences
 from lockstep.recipe import load_recipe
 from lockstep.recipe.measure import Measure, best_measure, measure_of
-from lockstep.recipe.schema import StopEarly
+from lockstep.recipe.schema import EarlyStopping
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
@@ -70,7 +70,7 @@ def test_a_metric_that_does_not_say_it_is_refused(words: str) -> None:
         (["checkpoint.best=reward"], "checkpoint.best", "has no critic/score/mean"),
         (["checkpoint.best=val/loss", "checkpoint.keep_best=0"], "checkpoint.best", "keeps no best"),
         (["checkpoint.best=val/loss", "data.val=[]"], "checkpoint.best", "val/loss needs data.val"),
-        (["run.stop_early={metric: val/loss, patience: 2}"], "run.stop_early.metric", "only at the end"),
+        (["run.early_stopping={metric: val/loss, patience: 2}"], "run.early_stopping.metric", "only at the end"),
         (["method=grpo", "data.val=[]", "checkpoint.best=val/accuracy"], "checkpoint.best", "no validation measures"),
         (["method=grpo", "data.val=[]", "checkpoint.best=val/loss"], "checkpoint.best", "online runs have none"),
     ],
@@ -84,7 +84,7 @@ def test_metrics_that_the_run_will_not_have_are_refused(
 
 
 def decisions(values: list[float], world: World | None = None, **settings: Any) -> list[bool]:
-    early = EarlyStop(StopEarly(metric="val/loss", **settings), world or World())
+    early = EarlyStop(EarlyStopping(metric="val/loss", **settings), world or World())
     return [early.observe(step, {"val/loss": value}, validated=True) for step, value in enumerate(values, start=1)]
 
 
@@ -99,7 +99,7 @@ def test_patience_counts_measurements_that_did_not_improve() -> None:
 
 
 def test_steps_without_a_validation_are_not_counted() -> None:
-    early = EarlyStop(StopEarly(metric="val/loss", patience=1), World())
+    early = EarlyStop(EarlyStopping(metric="val/loss", patience=1), World())
     assert not early.observe(1, {"val/loss": 1.0}, validated=True)
     assert not early.observe(2, {"train/loss": 5.0}, validated=False)
     assert "has no val/loss, so it does not count" in str(early.missed({"val/accuracy": 1.0}))
@@ -121,7 +121,7 @@ def test_every_process_decides_by_the_number_of_the_first() -> None:
 
 def test_a_run_stops_early_keeps_its_best_and_exports_it(recipe_file: Path, tmp_path: Path) -> None:
     words = [*RUINED, "run.steps=12", "checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.best=val/loss"]
-    stop = "run.stop_early={metric: val/loss, patience: 2}"
+    stop = "run.early_stopping={metric: val/loss, patience: 2}"
     run = train(recipe_file, *words, stop)
     losses = {step: metrics["val/loss"] for step, metrics in read_metrics(run / "metrics.jsonl")}
     best, last = min(losses, key=lambda step: losses[step]), max(losses)
@@ -138,7 +138,7 @@ def test_a_run_stops_early_keeps_its_best_and_exports_it(recipe_file: Path, tmp_
     before = {name: (run / name).read_bytes() for name in ("recipe.yaml", "env.json", "metrics.jsonl")}
     train(recipe_file, *words, stop)
     assert {name: (run / name).read_bytes() for name in before} == before
-    patient = "run.stop_early={metric: val/loss, patience: 3}"
+    patient = "run.early_stopping={metric: val/loss, patience: 3}"
     train(recipe_file, *words, patient)
     assert facts(run) == facts(train(recipe_file, *words, patient, "run.name=undisturbed"))
     assert facts(run)[-1][0] == last + 1
@@ -146,8 +146,8 @@ def test_a_run_stops_early_keeps_its_best_and_exports_it(recipe_file: Path, tmp_
 
 def test_a_metric_that_is_written_wrong_costs_one_step(recipe_file: Path) -> None:
     with pytest.raises(Refusal, match=r"checkpoint\.best: the run does not measure val/acuracy") as caught:
-        train(recipe_file, "checkpoint.best=val/acuracy max", "run.stop_early={metric: train/los min, patience: 1}")
-    assert "run.stop_early.metric: the run does not measure train/los\n    -> did you mean train/loss?" in str(
+        train(recipe_file, "checkpoint.best=val/acuracy max", "run.early_stopping={metric: train/los min, patience: 1}")
+    assert "run.early_stopping.metric: the run does not measure train/los\n    -> did you mean train/loss?" in str(
         caught.value
     )
     with pytest.raises(Refusal, match=r"set val\.questions"):
@@ -162,7 +162,7 @@ def test_an_online_run_keeps_what_earned_most(online_file: Path, tmp_path: Path)
     best = max(earned, key=lambda step: (earned[step], -step))
     assert checkpoints.steps_in(run / "checkpoints") == sorted({best, 4})
     # Answers to questions: a constant measure never improves.
-    stop = "run.stop_early={metric: val/answered, patience: 2}"
+    stop = "run.early_stopping={metric: val/answered, patience: 2}"
     asked = [f"val.questions={questions}", "val.every=1", "val.max_new_tokens=1"]
     run = train(online_file, "run.name=asked", *keep, *asked, stop, "checkpoint.best=val/answered max")
     assert [step for step, _ in facts(run)] == [1, 2, 3]
@@ -207,7 +207,7 @@ def test_a_stretched_schedule_is_told_and_explains_a_curve_that_parts(
 @pytest.mark.slow
 def test_two_processes_stop_together(recipe_file: Path, tmp_path: Path) -> None:
     words = [*RUINED, "run.steps=12", "checkpoint.every=1", "checkpoint.best=val/loss", "run.export=false"]
-    stop = "run.stop_early={metric: val/loss, patience: 2}"
+    stop = "run.early_stopping={metric: val/loss, patience: 2}"
     done = torchrun("train", recipe_file, *words, stop, "run.name=two")
     assert done.returncode == 0, done.stderr
     assert "stopped early after step" in done.stdout

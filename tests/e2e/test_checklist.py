@@ -87,7 +87,7 @@ def test_an_offline_replay_says_what_does_not_apply(sft: Path) -> None:
 
 
 def test_other_micro_batches_and_half_precision_pass(grpo: Path) -> None:
-    assert having(checked(grpo, None, "model.dtype=bf16", "batch.tokens=null", "batch.rows=3"), False) == []
+    assert having(checked(grpo, None, "model.dtype=bf16", "batch.tokens=null", "batch.micro_batch_size=3"), False) == []
 
 
 def test_a_tape_without_weights_starts_from_the_model_folder(sft: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.xdist_group("tapes")
 HOW: dict[str, dict[str, object]] = {
     "small micro-batches": {"words": ("batch.tokens=128",)},
     "large micro-batches": {"words": ("batch.tokens=2048",)},
-    "padded by two": {"words": ("batch.rows=2", "batch.tokens=null")},
-    "padded one by one": {"words": ("batch.rows=1", "batch.tokens=null")},
+    "padded by two": {"words": ("batch.micro_batch_size=2", "batch.tokens=null")},
+    "padded one by one": {"words": ("batch.micro_batch_size=1", "batch.tokens=null")},
     "gradient checkpointing": {"words": ("model.gradient_checkpointing=true", "batch.tokens=160")},
     "two threads": {"words": ("batch.tokens=200",), "threads": 2},
     "plain attention": {"words": ("model.attention=sdpa", "batch.tokens=300")},

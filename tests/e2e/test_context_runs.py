@@ -37,7 +37,7 @@ def divided(recipe: Path, processes: int, layout: str, *words: str) -> tuple[Pat
     common = ["optim.eps=1e-4", "run.export=false", *words]
     one = lockstep("train", recipe, "run.name=one", *common)
     assert one.returncode == 0, one.stderr
-    context = ["parallel.context=2", f"parallel.context_layout={layout}"]
+    context = ["parallel.context_parallel=2", f"parallel.context_layout={layout}"]
     several = torchrun("train", recipe, "run.name=several", *context, *common, processes=processes)
     assert several.returncode == 0, several.stderr
     folder = recipe.parent / "runs"
@@ -57,7 +57,7 @@ def same_metrics(one: Path, several: Path) -> None:
         pytest.param(*(2, "zigzag", ["val.every=3"]), marks=pytest.mark.slow),
         pytest.param(*(4, "gather", ["batch.rows_per_update=3"]), marks=pytest.mark.slow),
         pytest.param(
-            *(2, "ulysses", ["batch.tokens=null", "batch.rows=3", "model.gradient_checkpointing=true"]),
+            *(2, "ulysses", ["batch.tokens=null", "batch.micro_batch_size=3", "model.gradient_checkpointing=true"]),
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -129,7 +129,13 @@ def test_a_row_longer_than_one_device_holds(tiny_folder: Path, tmp_path: Path) -
     assert "tokens" in alone.stderr
     _, several = divided(recipe, 2, "zigzag")
     small = torchrun(
-        "train", recipe, "run.name=small", "parallel.context=2", "batch.tokens=60", "optim.eps=1e-4", "run.export=false"
+        "train",
+        recipe,
+        "run.name=small",
+        "parallel.context_parallel=2",
+        "batch.tokens=60",
+        "optim.eps=1e-4",
+        "run.export=false",
     )
     assert small.returncode == 0, small.stderr
     assert close(weights(tmp_path / "runs" / "small"), weights(several))
@@ -140,7 +146,7 @@ def test_a_divided_run_goes_on_alone(tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_sft_recipe(tmp_path, tiny_folder)
     common = ["optim.eps=1e-4", "optim.schedule=constant", "run.export=false"]
     assert lockstep("train", recipe, "run.name=one", *common).returncode == 0
-    first = torchrun("train", recipe, "run.name=moved", *common, "run.steps=3", "parallel.context=2")
+    first = torchrun("train", recipe, "run.name=moved", *common, "run.steps=3", "parallel.context_parallel=2")
     assert first.returncode == 0, first.stderr
     second = lockstep("train", recipe, "run.name=moved", *common)
     assert second.returncode == 0, second.stderr

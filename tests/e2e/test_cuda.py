@@ -44,7 +44,7 @@ def test_packed_flash_equals_padded_and_twin(recipe_file: Path) -> None:
     common = ["device=cuda", "model.dtype=bf16"]
     flash = losses(recipe_file, "flash", *common)
     twin = losses(recipe_file, "twin", *common, "model.attention=sdpa")
-    padded = losses(recipe_file, "padded", *common, "batch.tokens=null", "batch.rows=4")
+    padded = losses(recipe_file, "padded", *common, "batch.tokens=null", "batch.micro_batch_size=4")
     assert twin == pytest.approx(flash, rel=1e-2)
     assert padded == pytest.approx(flash, rel=1e-2)
 

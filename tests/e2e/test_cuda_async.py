@@ -53,8 +53,8 @@ def test_staleness_stays_within_its_bound(online_file: Path, tmp_path: Path, dty
 def test_what_one_device_cannot_do_is_refused(online_file: Path) -> None:
     device = select("cuda")
     words = ["device=cuda", "rollout.max_staleness=0"]
-    recipe = load_recipe(str(online_file), [*words, "rollout.hand_over=collective"])
-    with pytest.raises(Refusal, match=r"rollout\.hand_over: nccl does not join two processes on one cuda device"):
+    recipe = load_recipe(str(online_file), [*words, "rollout.weight_sync=collective"])
+    with pytest.raises(Refusal, match=r"rollout\.weight_sync: nccl does not join two processes on one cuda device"):
         refuse_beside(recipe, device, 1, device.count())
     beyond = [*words, f"rollout.worker_device={device.count()}"]
     with pytest.raises(Refusal, match=r"rollout\.worker_device: cuda device \d+ is asked for"):

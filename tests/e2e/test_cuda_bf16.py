@@ -44,7 +44,7 @@ class Repeat:
         return "-".join([self.recipe, *self.words, self.recorded_on]).strip("-")
 
 
-PADDED, SMALL, LARGE = ("batch.rows=2", "batch.tokens=null"), ("batch.tokens=128",), ("batch.tokens=2048",)
+PADDED, SMALL, LARGE = ("batch.micro_batch_size=2", "batch.tokens=null"), ("batch.tokens=128",), ("batch.tokens=2048",)
 PLAIN, AGAIN = ("model.attention=sdpa",), ("model.gradient_checkpointing=true", "batch.tokens=160")
 REPEATS = [
     *(Repeat("sft-bf16", words) for words in (SMALL, LARGE, PADDED, PLAIN, AGAIN)),

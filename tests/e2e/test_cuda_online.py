@@ -198,7 +198,7 @@ def test_online_bf16_engine_and_trainer_agree(online_file: Path, tmp_path: Path)
 
 WORDS: list[list[str]] = [
     [],
-    ["rollout.temperature=0.7", "rollout.top_k=20", "rollout.truncated=mask"],
+    ["rollout.temperature=0.7", "rollout.top_k=20", "rollout.truncated_sampling=mask"],
     ["method=ppo", "rollout.n=1"],
     ["model.lora.rank=4"],
 ]

@@ -31,7 +31,7 @@ def test_a_divided_run_is_that_of_one_process(tmp_path: Path) -> None:
     recipe = write_online_recipe(tmp_path, tmp_path / "model")
     words = ["device=cuda", "run.steps=2", "log.samples=99", "run.export=false"]
     assert lockstep("train", recipe, "run.name=one", *words).returncode == 0
-    done = torchrun("train", recipe, "run.name=two", "parallel.tensor=2", *words, program=PROGRAM)
+    done = torchrun("train", recipe, "run.name=two", "parallel.tensor_parallel=2", *words, program=PROGRAM)
     assert done.returncode == 0, done.stderr
     one, two = (facts(tmp_path / "runs" / name) for name in ("one", "two"))
     for name in ("critic/rewards/mean", "actor/loss", "actor/grad_norm"):

@@ -90,17 +90,23 @@ def test_a_divergence_alone_does_not_hide_equal_rewards(online_file: Path, monke
 
 
 def test_dynamic_sampling_that_finds_nothing_is_idle_too(online_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [*EQUAL, "method=dapo", "algorithm.dynamic_sampling.rounds=2", "run.steps=4", "run.max_idle_updates=2"]
+    words = [
+        *EQUAL,
+        "method=dapo",
+        "algorithm.dynamic_sampling.max_gen_batches=2",
+        "run.steps=4",
+        "run.max_idle_updates=2",
+    ]
     assert "earned the same reward" in refused(monkeypatch, online_file, *words)[0]
 
 
 def test_responses_that_are_all_truncated_and_skipped_stop_the_run(
     online_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["rollout.max_tokens=1", "algorithm.overlong.skip=true", "run.steps=4", "run.max_idle_updates=2"]
+    words = ["rollout.max_tokens=1", "algorithm.overlong.mask_truncated=true", "run.steps=4", "run.max_idle_updates=2"]
     why, remedy = refused(monkeypatch, online_file, "run.export=false", *words)
     assert "every response is truncated" in why
-    assert "algorithm.overlong.skip" in why
+    assert "algorithm.overlong.mask_truncated" in why
     assert "raise rollout.max_tokens" in remedy
 
 
@@ -119,7 +125,9 @@ def test_short_turns_are_not_skipped_as_truncated(
 ) -> None:
     (tmp_path / "turns.py").write_text(TURNS, encoding="utf-8")
     function = f"rollout.function={tmp_path / 'turns.py'}:short_turns"
-    train(monkeypatch, online_file, function, "algorithm.overlong.skip=true", "run.steps=2", "run.export=false")
+    train(
+        monkeypatch, online_file, function, "algorithm.overlong.mask_truncated=true", "run.steps=2", "run.export=false"
+    )
     run = tmp_path / "runs" / "run"
     assert all(norm > 0 for norm in gradients(run))
     for _, metrics in read_metrics(run / "metrics.jsonl"):

@@ -73,23 +73,23 @@ def test_every_loss_trains_with_as_many_updates_a_step_as_it_may(online_file: Pa
 
 
 PEERS = {
-    "token baseline": ["algorithm.advantage=optimal_token_baseline", "algorithm.correction.weight=token"],
+    "token baseline": ["algorithm.advantage=optimal_token_baseline", "algorithm.rollout_correction.weight=token"],
     "bypass": [
-        "algorithm.correction.bypass=true",
-        "algorithm.correction.reject=[{over: mean, by: k3, high: 1.0}, {by: ratio, low: 0.5, high: 2.0}]",
+        "algorithm.rollout_correction.bypass=true",
+        "algorithm.rollout_correction.reject=[{over: mean, by: k3, high: 1.0}, {by: ratio, low: 0.5, high: 2.0}]",
         "algorithm.loss=importance",
         "algorithm.ratio_of=sequence",
         "algorithm.aggregation=token_sum",
-        "algorithm.overlong.skip=true",
+        "algorithm.overlong.mask_truncated=true",
         "batch.prompts_per_update=2",
         "optim.lr=1e-5",
     ],
-    "filtration": ["method=ppo", "rollout.n=2", "algorithm.filtration.method=max_random"],
+    "pf_ppo": ["method=ppo", "rollout.n=2", "algorithm.pf_ppo.method=max_random"],
     "gdpo": [
         "algorithm.advantage=gdpo",
         "algorithm.kl={where: loss, estimator: k3+, weighted: true}",
         "algorithm.epochs=2",
-        "algorithm.dynamic_sampling={rounds: 2, metric: function}",
+        "algorithm.dynamic_sampling={max_gen_batches: 2, metric: function}",
     ],
 }
 
@@ -99,7 +99,7 @@ PEERS = {
 def test_algorithms_of_the_peers_learn_the_same_however_a_step_is_cut(
     online_file: Path, tmp_path: Path, name: str
 ) -> None:
-    cuts = {"packed": "batch={tokens: 4096}", "padded": "batch={tokens: null, rows: 1}"}
+    cuts = {"packed": "batch={tokens: 4096}", "padded": "batch={tokens: null, micro_batch_size: 1}"}
     runs = {}
     for cut, words in cuts.items():
         train(online_file, f"run.name={cut}", "run.steps=2", words, *PEERS[name])
@@ -172,9 +172,9 @@ def several_updates(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path)
     [
         # Every day all of them at once; one by one they tell which it was.
         ["batch.tokens=96", "rollout.max_sequences=2", "rollout.prefill_tokens=5", *SMALL_CACHE, "reward.workers=3"],
-        ["batch.tokens=null", "batch.rows=5", "rollout.engine=hf"],
+        ["batch.tokens=null", "batch.micro_batch_size=5", "rollout.engine=hf"],
         pytest.param(["batch.tokens=96"], marks=pytest.mark.slow),
-        pytest.param(["batch.tokens=null", "batch.rows=5"], marks=pytest.mark.slow),
+        pytest.param(["batch.tokens=null", "batch.micro_batch_size=5"], marks=pytest.mark.slow),
         pytest.param(["rollout.max_sequences=2"], marks=pytest.mark.slow),
         pytest.param(["rollout.prefill_tokens=5", "rollout.block_tokens=4"], marks=pytest.mark.slow),
         pytest.param(SMALL_CACHE, marks=pytest.mark.slow),
@@ -196,7 +196,7 @@ def test_one_update_a_step_needs_no_old_log_probabilities(online_file: Path, tmp
     """Detached current ones are the old ones: forcing the extra pass changes nothing, and costs its time."""
     train(online_file, "run.name=a")
     # A correction that corrects nothing asks for them.
-    train(online_file, "run.name=b", "algorithm.correction.mask=token", "algorithm.correction.low=1e-6")
+    train(online_file, "run.name=b", "algorithm.rollout_correction.mask=token", "algorithm.rollout_correction.low=1e-6")
     a, b = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
     same_run(a, b)
     assert "timing_s/old_log_prob" not in metrics_of(a)[0]
@@ -276,7 +276,7 @@ def test_dynamic_sampling_replaces_groups_that_agree(online_file: Path, tmp_path
         online_file,
         "method=dapo",
         "reward={}",
-        "algorithm.dynamic_sampling.rounds=3",
+        "algorithm.dynamic_sampling.max_gen_batches=3",
         "run.steps=2",
     )
     for metrics in metrics_of(tmp_path / "runs" / "run"):
@@ -294,7 +294,13 @@ def test_engine_and_trainer_that_differ_too_much_stop_the_run(online_file: Path)
 
 
 def test_truncated_sampling_is_scored_truncated(online_file: Path, tmp_path: Path) -> None:
-    train(online_file, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.truncated=mask", "rollout.temperature=0.8")
+    train(
+        online_file,
+        "rollout.top_k=20",
+        "rollout.top_p=0.9",
+        "rollout.truncated_sampling=mask",
+        "rollout.temperature=0.8",
+    )
     for metrics in metrics_of(tmp_path / "runs" / "run"):
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
 
@@ -347,11 +353,11 @@ def test_killed_and_resumed_is_bit_identical_critic_and_rollouts_included(
 
 # Keys whose numbers are over all responses of a step, or of an update, wherever they are.
 OVER_THE_STEP = (
-    "algorithm.correction.weight=sequence",
-    "algorithm.correction.normalize=true",
-    "algorithm.overlong.skip=true",
+    "algorithm.rollout_correction.weight=sequence",
+    "algorithm.rollout_correction.normalize=true",
+    "algorithm.overlong.mask_truncated=true",
     f"rollout.stop_ids={list(range(20))}",  # so that some responses end before the limit
-    "algorithm.filtration.method=max_random",
+    "algorithm.pf_ppo.method=max_random",
     "algorithm.aggregation=seq_mean_token_mean",
     "algorithm.penalty_aggregation=token_mean",
     "critic.aggregation=seq_mean_token_sum",

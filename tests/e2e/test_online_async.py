@@ -59,7 +59,7 @@ def test_staleness_0_is_the_synchronous_loop_bit_for_bit(
     online_file: Path, tmp_path: Path, words: list[str], way: str
 ) -> None:
     common = [*words, "run.steps=3", "run.export=false"]
-    for name, own in {"turns": [], "beside": ["rollout.max_staleness=0", f"rollout.hand_over={way}"]}.items():
+    for name, own in {"turns": [], "beside": ["rollout.max_staleness=0", f"rollout.weight_sync={way}"]}.items():
         done = lockstep("train", online_file, f"run.name={name}", *common, *own)
         assert done.returncode == 0, done.stderr
     turns, beside = (tmp_path / "runs" / name for name in ("turns", "beside"))
@@ -172,9 +172,10 @@ def test_what_is_not_made_for_it_is_refused_by_name(online_file: Path, tmp_path:
     with pytest.raises(Refusal, match=r"rollout\.max_staleness.*cannot run rollout\.function"):
         load_recipe(str(online_file), ["rollout.max_staleness=0", f"rollout.function={tmp_path}/turns.py:respond"])
     recipe = load_recipe(str(online_file), ["rollout.max_staleness=0"])
-    divided = load_recipe(str(online_file), ["rollout.max_staleness=0", "parallel.tensor=2"])
+    divided = load_recipe(str(online_file), ["rollout.max_staleness=0", "parallel.tensor_parallel=2"])
     with pytest.raises(
-        Refusal, match=r"(?s)rollout\.max_staleness: .* parallel\.tensor=2 divides it.*remove parallel\.tensor"
+        Refusal,
+        match=r"(?s)rollout\.max_staleness: .* parallel\.tensor_parallel=2 divides it.*remove parallel\.tensor",
     ):
         prepare_online(divided, Cpu(), 2, Console.silent())
     with pytest.raises(Refusal, match=r"rollout\.max_staleness: two processes on one cpu device"):
@@ -214,16 +215,16 @@ def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> Non
 
     # By shared memory on one device, by the collective between two, or as the recipe says.
     assert beside(Cpu()) is None
-    assert beside(Cpu(), "rollout.hand_over=collective") == "gloo"
+    assert beside(Cpu(), "rollout.weight_sync=collective") == "gloo"
     assert beside(Beside()) is None
     assert beside(Alone(), "rollout.worker_device=1") == "gloo"
-    assert beside(Alone(), "rollout.worker_device=1", "rollout.hand_over=memory") is None
+    assert beside(Alone(), "rollout.worker_device=1", "rollout.weight_sync=memory") is None
     with pytest.raises(
         Refusal, match=r"(?s)two processes on one cpu device.*set rollout.worker_device to another device"
     ):
         beside(Alone(), "rollout.worker_device=0")
-    with pytest.raises(Refusal, match=r"rollout\.hand_over: gloo does not join two processes on one cpu device"):
-        beside(Beside(), "rollout.hand_over=collective")
+    with pytest.raises(Refusal, match=r"rollout\.weight_sync: gloo does not join two processes on one cpu device"):
+        beside(Beside(), "rollout.weight_sync=collective")
     with pytest.raises(Refusal, match=r"rollout\.worker_device: cpu device 2 is asked for, and 2 can be seen"):
         beside(Beside(), "rollout.worker_device=2")
     # Of several ranks on a machine the r-th has the r-th device from there on.
@@ -233,7 +234,7 @@ def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> Non
         beside(Four(), "rollout.worker_device=1", ranks=2)
     with pytest.raises(Refusal, match=r"cpu devices 3 to 5 are asked for, and 4 can be seen"):
         beside(Four(), "rollout.worker_device=3", ranks=3)
-    for key in ("worker_device=1", "hand_over=memory"):
+    for key in ("worker_device=1", "weight_sync=memory"):
         with pytest.raises(Refusal, match=rf"rollout\.{key.split('=')[0]}: applies to .*asynchronous generation"):
             load_recipe(str(online_file), [f"rollout.{key}"])
 
@@ -250,7 +251,7 @@ def test_the_plan_counts_the_worker(online_file: Path) -> None:
     turns, ahead = planned(), ["rollout.max_staleness=1", "rollout.cache_gb=0.001"]
     same, group, apart = (
         planned(*ahead),
-        planned(*ahead, "rollout.hand_over=collective"),
+        planned(*ahead, "rollout.weight_sync=collective"),
         planned(*ahead, "rollout.worker_device=1"),
     )
     copy = 4 * turns.parameters
@@ -302,18 +303,18 @@ def test_a_plan_of_a_cluster_counts_the_workers(online_file: Path, capsys: pytes
         (["rollout.max_staleness=1", "algorithm.loss=gspo"], False, "token"),
         (["rollout.max_staleness=1", "algorithm.loss=cispo"], False, "token"),
         (["rollout.max_staleness=1", "algorithm.loss=policy_gradient"], False, "token"),
-        (["rollout.max_staleness=1", "algorithm.correction.bypass=false"], False, "token"),
-        (["rollout.max_staleness=1", "algorithm.correction.cap=5"], False, "token"),
-        (["rollout.max_staleness=1", "algorithm.correction.weight=none"], False, "none"),
-        (["rollout.max_staleness=1", "algorithm.correction.weight=sequence"], False, "sequence"),
+        (["rollout.max_staleness=1", "algorithm.rollout_correction.bypass=false"], False, "token"),
+        (["rollout.max_staleness=1", "algorithm.rollout_correction.cap=5"], False, "token"),
+        (["rollout.max_staleness=1", "algorithm.rollout_correction.weight=none"], False, "none"),
+        (["rollout.max_staleness=1", "algorithm.rollout_correction.weight=sequence"], False, "sequence"),
         (["rollout.engine=vllm"], False, "token"),
-        (["rollout.engine=vllm", "algorithm.correction.bypass=true"], True, "none"),
+        (["rollout.engine=vllm", "algorithm.rollout_correction.bypass=true"], True, "none"),
     ],
 )
 def test_stale_responses_are_corrected_unless_the_recipe_says_how(
     online_file: Path, words: list[str], bypass: bool, weight: str
 ) -> None:
-    correction = load_recipe(str(online_file), words).algorithm.correction
+    correction = load_recipe(str(online_file), words).algorithm.rollout_correction
     assert (correction.bypass, correction.weight) == (bypass, weight)
 
 

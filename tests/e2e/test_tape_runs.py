@@ -133,7 +133,7 @@ def test_a_disk_too_small_for_the_weights_is_refused_first(
 
 SETTINGS = {
     "sft": ["optim.warmup=1"],
-    "sft padded": ["batch.rows=2", "batch.tokens=null"],
+    "sft padded": ["batch.micro_batch_size=2", "batch.tokens=null"],
     "sft lora": ["model.lora.rank=4"],
     "sft bf16": ["model.dtype=bf16"],
     "sft recomputed": ["model.gradient_checkpointing=true"],

@@ -71,7 +71,7 @@ def divided(recipe: Path, processes: int, *words: str, layout: tuple[str, ...] =
     """The run folders of one process and of several that divide the model by two."""
     one = lockstep("train", recipe, "run.name=one", *COMMON, *words)
     assert one.returncode == 0, one.stderr
-    keys = ["run.name=several", "parallel.tensor=2", *layout]
+    keys = ["run.name=several", "parallel.tensor_parallel=2", *layout]
     several = torchrun("train", recipe, *keys, *COMMON, *words, processes=processes)
     assert several.returncode == 0, several.stderr
     if "run.export=false" not in words:
@@ -125,7 +125,7 @@ def test_online_methods(
     [
         (2, (), ["val.every=3", "model.gradient_checkpointing=true"]),
         (4, ("parallel.shard=2",), ["batch.rows_per_update=3", "val.every=3"]),
-        (6, ("parallel.shard=3",), ["batch.tokens=null", "batch.rows=2"]),
+        (6, ("parallel.shard=3",), ["batch.tokens=null", "batch.micro_batch_size=2"]),
         (8, ("parallel.shard=2", "parallel.replicate=2"), []),
         (4, (), ["model.lora.rank=4", "optim.lr=1e-2", "model.gradient_checkpointing=true"]),
     ],
@@ -179,7 +179,7 @@ def test_a_run_goes_on_in_another_layout(model: Path, tmp_path: Path) -> None:
     recipe = write_sft_recipe(tmp_path, model)
     words = [*COMMON, "checkpoint.every=2", "checkpoint.keep_last=9", "val.every=2"]
     assert lockstep("train", recipe, "run.name=one", *words).returncode == 0
-    whole = torchrun("train", recipe, "run.name=moved", *words, "parallel.tensor=2")
+    whole = torchrun("train", recipe, "run.name=moved", *words, "parallel.tensor_parallel=2")
     assert whole.returncode == 0, whole.stderr
     one, run = tmp_path / "runs" / "one", tmp_path / "runs" / "moved"
     assert_same(one, run)
@@ -190,7 +190,7 @@ def test_a_run_goes_on_in_another_layout(model: Path, tmp_path: Path) -> None:
     assert "after step 2" in alone.stdout
     assert_same(one, run)
     shutil.rmtree(folder_of(run / "checkpoints", 6))
-    four = torchrun("train", recipe, "run.name=moved", *words, "parallel.tensor=2", processes=4)
+    four = torchrun("train", recipe, "run.name=moved", *words, "parallel.tensor_parallel=2", processes=4)
     assert four.returncode == 0, four.stderr
     assert "after step 4" in four.stdout
     assert_same(one, run)
@@ -213,7 +213,7 @@ def test_ranks_that_go_on_as_a_tensor_group_draw_the_same_dropout(model: Path, t
     words = [*COMMON, "optim.schedule=constant", "optim.warmup=0", "optim.lr=1e-2", "run.export=false"]
     words += ["model.lora.rank=4", "model.lora.dropout=0.5", "model.lora.targets=[q_proj,v_proj]"]
     words += ["checkpoint.every=1", "checkpoint.keep_last=9"]
-    jobs = [[str(recipe), *words, "run.steps=1"], [str(recipe), *words, "run.steps=3", "parallel.tensor=2"]]
+    jobs = [[str(recipe), *words, "run.steps=1"], [str(recipe), *words, "run.steps=3", "parallel.tensor_parallel=2"]]
     done = torchrun(job_ranks.write_jobs(tmp_path, jobs), program=job_ranks.PROGRAM, processes=2)
     assert done.returncode == 0, done.stderr
     one, divided_run = tmp_path / "runs" / "one", tmp_path / "runs" / "run"

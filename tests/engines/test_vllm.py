@@ -77,7 +77,7 @@ def test_sampled_log_probs_are_the_trainers(server, embedded: Path, tmp_path: Pa
 def test_a_truncated_distribution_is_scored_as_the_trainer_truncates(server, embedded: Path, tmp_path: Path) -> None:
     policy = load(embedded)
     move(policy)
-    how = {"top_k": 5, "top_p": 0.9, "truncated": "mask", "temperature": 1.3}
+    how = {"top_k": 5, "top_p": 0.9, "truncated_sampling": "mask", "temperature": 1.3}
     with opened(server.url, policy, embedded, tmp_path, **how) as engine:
         sync(engine)  # refused where the two differ
         sampling = Sampling(max_tokens=8, temperature=1.3, top_k=5, top_p=0.9, seed=1, score_truncated=True)

@@ -28,7 +28,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, embedded: Path, python: str
     policy = load(embedded)
     server = {"python": python, "env": {"OMP_NUM_THREADS": "1"}}
     folder = tmp_path_factory.mktemp("run") / "rollout"
-    with opened(None, policy, embedded, folder, server=server, hand_over="collective") as engine:
+    with opened(None, policy, embedded, folder, server=server, weight_sync="collective") as engine:
         yield engine
 
 

@@ -66,7 +66,7 @@ def test_three_pushes_are_opened_and_no_file_is_written(
 ) -> None:
     said = placing(monkeypatch, lambda placed: placed)
     monkeypatch.setattr("lockstep.rollout.servers.weight_sync.write_weights", None)
-    with opened(server.url, load(embedded), embedded, tmp_path, hand_over="memory") as engine:
+    with opened(server.url, load(embedded), embedded, tmp_path, weight_sync="memory") as engine:
         for update in range(3):
             move(engine.policy, by=10 ** -(1.5 + update), seed=update)
             sync(engine, update)
@@ -91,7 +91,7 @@ def test_a_tensor_left_out_or_out_of_place_is_caught(
     change: Callable[[Placed], Placed],
     why: str,
 ) -> None:
-    with opened(server.url, load(embedded), embedded, tmp_path, hand_over="memory") as engine:
+    with opened(server.url, load(embedded), embedded, tmp_path, weight_sync="memory") as engine:
         sync(engine)
         move(engine.policy, by=0.01)
         placing(monkeypatch, change)
@@ -104,7 +104,7 @@ def test_a_tensor_left_out_or_out_of_place_is_caught(
 def test_a_tensor_that_changes_on_its_way_is_caught(
     server, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(server.url, load(embedded), embedded, tmp_path, hand_over="memory") as engine:
+    with opened(server.url, load(embedded), embedded, tmp_path, weight_sync="memory") as engine:
         sync(engine)
         move(engine.policy, by=0.01)
         places = memory.host_places

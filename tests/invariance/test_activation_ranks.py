@@ -22,8 +22,8 @@ LAYOUTS = {
     "sharded-checkpointing": ["sft", "model.gradient_checkpointing=true"],
     "sharded-adapter": ["sft", "model.lora.rank=4", "model.dtype=bf16"],
     "weights-on-host": ["sft", "parallel.offload=all"],
-    "context": ["sft", "parallel.context=2"],
-    "tensor": ["sft", "parallel.tensor=2", "model.gradient_checkpointing=true"],
+    "context": ["sft", "parallel.context_parallel=2"],
+    "tensor": ["sft", "parallel.tensor_parallel=2", "model.gradient_checkpointing=true"],
     "ppo": ["online", *PPO],
 }
 

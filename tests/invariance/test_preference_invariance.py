@@ -20,8 +20,8 @@ from preference_rows import ranking_rows, write_recipe
 VARIANTS = {
     "packed, everything at once": ["batch.tokens=4096"],
     "packed, small budget": ["batch.tokens=260"],
-    "padded, one row a micro-batch": ["batch.tokens=null", "batch.rows=1"],
-    "padded, four rows a micro-batch": ["batch.tokens=null", "batch.rows=4"],
+    "padded, one row a micro-batch": ["batch.tokens=null", "batch.micro_batch_size=1"],
+    "padded, four rows a micro-batch": ["batch.tokens=null", "batch.micro_batch_size=4"],
 }
 KINDS = {
     "dpo": [],
@@ -31,7 +31,7 @@ KINDS = {
     "orpo": [],
     "cpo": [],
     "kto": [],
-    "rm": ["rm.centre=0.01"],
+    "rm": ["rm.center_rewards_coef=0.01"],
     "rm of several": [],
     "rm of several, plackett_luce": ["rm.ranking=plackett_luce"],
     "prm": [],

@@ -21,8 +21,8 @@ from lockstep.train.offline import train_offline
 
 REFERENCE = "batch.tokens=256"
 VARIANTS = {
-    "padded, one row a micro-batch": ["batch.tokens=null", "batch.rows=1"],
-    "padded, eight rows a micro-batch": ["batch.tokens=null", "batch.rows=8"],
+    "padded, one row a micro-batch": ["batch.tokens=null", "batch.micro_batch_size=1"],
+    "padded, eight rows a micro-batch": ["batch.tokens=null", "batch.micro_batch_size=8"],
     "packed, everything at once": ["batch.tokens=4096"],
     "packed, small budget": ["batch.tokens=128"],
     "gradient checkpointing": ["model.gradient_checkpointing=true"],

@@ -29,11 +29,15 @@ METHODS: dict[str, list[str]] = {
     "grpo": ["batch.prompts_per_update=2", "algorithm.kl.where=loss"],
     "ppo": ["method=ppo", "rollout.n=1", "batch.prompts_per_update=2", "critic.lr=1e-3", "algorithm.kl.where=reward"],
 }
-DIVIDED = {"tensor": ["parallel.tensor=2"], "context": ["parallel.context=2"]}
+DIVIDED = {"tensor": ["parallel.tensor_parallel=2"], "context": ["parallel.context_parallel=2"]}
 LAYOUTS: dict[int, dict[str, list[str]]] = {
     2: {"sharded": [], "copies": ["parallel.replicate=2"], **DIVIDED},
     3: {"sharded": [], "copies": ["parallel.replicate=3"]},
-    4: {"sharded": [], "hybrid": ["parallel.shard=2"], "tensor-copies": ["parallel.tensor=2", "parallel.replicate=2"]}
+    4: {
+        "sharded": [],
+        "hybrid": ["parallel.shard=2"],
+        "tensor-copies": ["parallel.tensor_parallel=2", "parallel.replicate=2"],
+    }
     | DIVIDED,
 }
 

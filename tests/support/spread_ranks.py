@@ -99,26 +99,30 @@ def vectors(experience: Experience) -> dict[str, torch.Tensor]:
 
 # What looks at the whole step besides the estimator: weights by their mean, what is left out, how often it counts.
 KEYS: tuple[dict[str, Any], ...] = (
-    {"correction": {"weight": "sequence", "mask": "token"}, "kl__compared": False, "whiten__over": "step"},
     {
-        "correction": {
+        "rollout_correction": {"weight": "sequence", "mask": "token"},
+        "kl__before_baseline": False,
+        "whiten__over": "step",
+    },
+    {
+        "rollout_correction": {
             "weight": "token",
             "normalize": True,
             "floor": 0.7,
             "reject": [{"over": "max", "by": "k3", "high": 0.1}],
             "rejected": "zero",
         },
-        "overlong__skip": True,
-        "filtration__method": "pow",
+        "overlong__mask_truncated": True,
+        "pf_ppo__method": "pow",
     },
-    {"correction": {"weight": "sequence", "normalize": True}, "filtration__method": "max_random"},
+    {"rollout_correction": {"weight": "sequence", "normalize": True}, "pf_ppo__method": "max_random"},
 )
 
 
 def check_numbers(world: World, own_function: str) -> None:
     prompts = EACH * world.size
     every, whole = step(prompts), experience_of(step(prompts))
-    for batch in ({"batch__tokens": 400}, {"batch__rows": 3}):
+    for batch in ({"batch__tokens": 400}, {"batch__micro_batch_size": 3}):
         recipe = recipe_of(batch__prompts=prompts, batch__prompts_per_update=prompts // 2, **batch)
         models = Models(torch.nn.Identity(), Packing.of(recipe, world, 0), torch.device("cpu"))
         here, plans = spread(every, world, models, recipe)
@@ -148,7 +152,7 @@ def check_numbers(world: World, own_function: str) -> None:
             same(found.metrics, told.metrics)
             check_weights(here, found, whole, told, own_K)
     for loss in ("clip_cov", "kl_cov"):
-        recipe = recipe_of(algorithm__loss=loss, algorithm__cov_share=0.1, algorithm__cov_low=0.0)
+        recipe = recipe_of(algorithm__loss=loss, algorithm__cov_ratio=0.1, algorithm__cov_low=0.0)
         for ours, theirs in zip(plans, wanted, strict=True):
             held = held_tokens(recipe.algorithm, Learned(here, known, found), ours, (1,))
             one_place = held_tokens(recipe.algorithm, Learned(whole, every_known, told), theirs, (1,))
@@ -163,7 +167,7 @@ def estimating(name: str, keys: dict[str, Any]) -> Recipe:
     gdpo: dict[str, Any] = {"gdpo_rewards": {"rule": 1.0, "style": 0.3}}
     given = {"advantage": name, **keys, **(gdpo if name == "gdpo" else {"kl__where": "reward"})}
     if name == "gdpo":
-        given.pop("kl__compared", None)
+        given.pop("kl__before_baseline", None)
     return recipe_of(rollout__n=4, **{f"algorithm__{key}": value for key, value in given.items()})
 
 

@@ -46,7 +46,7 @@ def gathered_on_host(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor
 
 def check_models(own: Device) -> None:
     with joined(own) as world:
-        sharding = sharding_of(Parallel(tensor=world.size), own, world)
+        sharding = sharding_of(Parallel(tensor_parallel=world.size), own, world)
         assert sharding is not None
         assert sharding.tensor is not None
         for one in (MODELS["qwen2"], MODELS["qwen3"]):

@@ -153,7 +153,7 @@ def check_groups(world: World) -> None:
     assert (divided.dp_rank, divided.dp_size, divided.engine, divided.engines) == (world.rank // 2, world.size // 2) * 2
     assert divided.is_tp_rank0 == (world.rank % 2 == 0)
     assert divided.sum([1.0 + divided.dp_rank]) == [sum(1.0 + share for share in range(divided.dp_size))]
-    group = TensorGroup(sharding_of(Parallel(tensor=2), Cpu(), world).tensor.mesh)  # type: ignore[union-attr]
+    group = TensorGroup(sharding_of(Parallel(tensor_parallel=2), Cpu(), world).tensor.mesh)  # type: ignore[union-attr]
     assert group.least(7 + world.rank, CPU) == 7 + world.rank // 2 * 2
     number = torch.tensor([float(world.rank)])
     group.as_first_(number)
@@ -164,11 +164,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined(Cpu()) as here:
         check_groups(here)
-        check_sharded(here, Parallel(tensor=2))
+        check_sharded(here, Parallel(tensor_parallel=2))
         if here.size > 2:
-            check_sharded(here, Parallel(tensor=2, replicate=here.size // 2))
-            check_sharded(here, Parallel(tensor=here.size))
-        every = sharding_of(Parallel(tensor=here.size), Cpu(), here)
+            check_sharded(here, Parallel(tensor_parallel=2, replicate=here.size // 2))
+            check_sharded(here, Parallel(tensor_parallel=here.size))
+        every = sharding_of(Parallel(tensor_parallel=here.size), Cpu(), here)
         assert every is not None
         assert every.tensor is not None
         check_models(every.tensor, sys.argv[1:])

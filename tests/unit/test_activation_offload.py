@@ -312,7 +312,7 @@ def test_a_model_without_layers_is_refused(folder: Path, monkeypatch: pytest.Mon
 
 ONLINE = ["batch.prompts_per_update=2", "log.samples=99"]
 RUNS: dict[str, list[str]] = {
-    "sft": ["batch.tokens=null", "batch.rows=3"],
+    "sft": ["batch.tokens=null", "batch.micro_batch_size=3"],
     "dpo": [],
     "grpo": [*ONLINE, "algorithm.kl.where=loss", "model.gradient_checkpointing=true"],
     "ppo": [*ONLINE, "method=ppo", "rollout.n=1", "critic.lr=1e-3", "algorithm.kl.where=reward"],

@@ -245,7 +245,7 @@ def test_without_a_correction_everything_is_kept_and_weighs_one() -> None:
 
 def test_tokens_out_of_the_band_are_left_out() -> None:
     """Ratios of trainer to engine: e^-0.1, 1, 1, e^0.5, 1, e^0.5, 1."""
-    known, _, _ = annotated(algorithm__correction={"mask": "token", "low": 0.5, "high": 1.5})
+    known, _, _ = annotated(algorithm__rollout_correction={"mask": "token", "low": 0.5, "high": 1.5})
     assert known.keep_K.tolist() == [1, 1, 1, 0, 1, 0, 1]
     assert known.importance_K.tolist() == [1.0] * 7
     assert known.metrics["rollout_corr/masked_share"] == pytest.approx(2 / 7)
@@ -253,7 +253,7 @@ def test_tokens_out_of_the_band_are_left_out() -> None:
 
 def test_sequences_out_of_the_band_are_left_out_whole() -> None:
     """Geometric means: e^-0.05, 1, e^(1/3) = 1.396, 1."""
-    known, _, _ = annotated(algorithm__correction={"mask": "sequence", "low": 0.5, "high": 1.39})
+    known, _, _ = annotated(algorithm__rollout_correction={"mask": "sequence", "low": 0.5, "high": 1.39})
     assert known.keep_K.tolist() == [1, 1, 1, 0, 0, 0, 1]
     assert known.metrics["rollout_corr/masked_sequence_share"] == 0.25
 
@@ -266,7 +266,7 @@ def test_sequences_out_of_the_band_are_left_out_whole() -> None:
     ],
 )
 def test_importance_weights_are_capped(weight: str, expected: list[float]) -> None:
-    known, _, _ = annotated(algorithm__correction={"weight": weight, "cap": 1.6})
+    known, _, _ = annotated(algorithm__rollout_correction={"weight": weight, "cap": 1.6})
     assert known.keep_K.tolist() == [1.0] * 7
     assert known.importance_K.tolist() == pytest.approx(expected, rel=1e-5)
 
@@ -281,7 +281,9 @@ def many() -> Experience:
     )
 
 
-@pytest.mark.parametrize("batch", [{"batch__tokens": 30}, {"batch__rows": 2}, {"batch__tokens": 4096}], ids=str)
+@pytest.mark.parametrize(
+    "batch", [{"batch__tokens": 30}, {"batch__micro_batch_size": 2}, {"batch__tokens": 4096}], ids=str
+)
 @pytest.mark.parametrize(("each", "sizes"), [(6, [9]), (2, [3, 4, 2]), (1, [2, 1, 2, 2, 2])])
 def test_every_response_is_in_one_update_once_and_in_order(batch: dict[str, Any], each: int, sizes: list[int]) -> None:
     experience = many()
@@ -310,7 +312,7 @@ def test_ranks_share_an_update_without_overlap() -> None:
         assert sorted(places.tolist()) == list(range(one.targets))
 
 
-@pytest.mark.parametrize("batch", [{"batch__tokens": 30}, {"batch__rows": 2}], ids=str)
+@pytest.mark.parametrize("batch", [{"batch__tokens": 30}, {"batch__micro_batch_size": 2}], ids=str)
 def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folder: Path, batch: dict[str, Any]) -> None:
     """Against the library's model on one response after another; the reference is the same model here."""
     from transformers import AutoModelForCausalLM
@@ -355,7 +357,9 @@ def test_bypass_takes_the_engines_logprobs_for_old_ones() -> None:
 
 
 def test_responses_that_met_the_limit_are_skipped_and_still_compared() -> None:
-    recipe = recipe_of(batch__prompts=2, rollout__n=2, algorithm__overlong__skip=True, algorithm__kl__where="none")
+    recipe = recipe_of(
+        batch__prompts=2, rollout__n=2, algorithm__overlong__mask_truncated=True, algorithm__kl__where="none"
+    )
     experience = made()
     stops = [replace(r, stop="length" if i in (1, 2) else "token") for i, r in enumerate(experience.rollouts)]
     cut = experience_of(stops)
@@ -367,7 +371,7 @@ def test_responses_that_met_the_limit_are_skipped_and_still_compared() -> None:
 
 
 def test_filtered_responses_count_as_often_as_they_are_drawn() -> None:
-    recipe = recipe_of(batch__prompts=2, rollout__n=2, algorithm__filtration__method="max_min")
+    recipe = recipe_of(batch__prompts=2, rollout__n=2, algorithm__pf_ppo__method="max_min")
     known = Annotated(None, torch.tensor(REFERENCE), None)
     found = estimate_advantages(made(), known, recipe, 0.1, (3, 1))
     assert found.times_S is not None

@@ -191,7 +191,7 @@ def test_what_sharded_ranks_send_by_hand() -> None:
 @pytest.mark.parametrize("layout", ["zigzag", "gather", "ulysses"])
 def test_what_divided_sequences_send_by_hand(layout: str) -> None:
     """Two devices, each with half of 600 tokens; nothing is shared."""
-    keys = {"parallel__context": 2, "parallel__context_layout": layout, "batch__tokens": 500}
+    keys = {"parallel__context_parallel": 2, "parallel__context_layout": layout, "batch__tokens": 500}
     alone, found = times(TargetCluster(1, 2, ROUND), batch__tokens=1000), times(TargetCluster(1, 2, ROUND), **keys)
     cached, heads = 2 * 2 * 2 * 16, 2 * 4 * 16
     keys_and_values = 300 * cached * 4
@@ -216,7 +216,7 @@ WHOLE = PARAMETERS - DIVIDED
 
 def test_an_update_of_a_tensor_group_by_hand() -> None:
     """The two devices see the same 8 rows of 50 tokens."""
-    keys = {"method": "sft", "batch__rows_per_update": 8, "batch__tokens": 400, "parallel__tensor": 2}
+    keys = {"method": "sft", "batch__rows_per_update": 8, "batch__tokens": 400, "parallel__tensor_parallel": 2}
     (update,) = times(TargetCluster(1, 2, ROUND), EqualRows(8, 50), **keys).values()
     products = 6 * ((MULTIPLIED - 6400) / 2 * 400 + 6400 * 392) / 1e6
     attention = 6 * (2 * 2 * 16) * 8 * 2500 / 1e6
@@ -237,7 +237,7 @@ def test_an_update_of_a_tensor_group_by_hand() -> None:
 
 def test_generation_of_tensor_groups_by_hand() -> None:
     """Four devices as two groups: each answers two prompts, 6 sequences at once, prompts of 10 and responses of 40."""
-    found = times(TargetCluster(1, 4, ROUND), parallel__tensor=2)["generate"]
+    found = times(TargetCluster(1, 4, ROUND), parallel__tensor_parallel=2)["generate"]
     part = (MULTIPLIED - 6400) / 2 + 6400
     cache = 6 * 30 * (2 * 2 * 1 * 16) * 4 / 1e5
     prompts = (2 * ((MULTIPLIED - 6400) / 2 * 20 + 6400 * 2) + 2 * 64 * 2 * 100) / 1e6
@@ -251,7 +251,9 @@ def test_generation_of_tensor_groups_by_hand() -> None:
 
 
 def test_a_tensor_group_over_two_nodes_waits_for_the_links_between_them() -> None:
-    one, two = (times(TargetCluster(nodes, 2 // nodes, ROUND), parallel__tensor=2)["update"] for nodes in (1, 2))
+    one, two = (
+        times(TargetCluster(nodes, 2 // nodes, ROUND), parallel__tensor_parallel=2)["update"] for nodes in (1, 2)
+    )
     assert two.waiting == pytest.approx(10 * one.waiting)
     assert two.computing == one.computing
 
@@ -470,7 +472,7 @@ def test_a_model_that_no_device_holds_is_loaded_in_slices() -> None:
     assert sft.over(cluster) == []
     # Each of eight devices has an eighth of the layers, but whole norms.
     grpo = Outlook.of(
-        recipe_of(method="grpo", batch__prompts=128, rollout__n=8, parallel__tensor=8, **keys),
+        recipe_of(method="grpo", batch__prompts=128, rollout__n=8, parallel__tensor_parallel=8, **keys),
         config,
         OnlineSteps(1024, 1024, 1024),
     )
@@ -508,10 +510,10 @@ def test_tensor_groups_are_searched_where_nothing_else_fits() -> None:
     # Groups of four fit too, and wait less for each other.
     found = fitting(outlook, cluster)
     assert found is not None
-    assert (found.cluster, dict(found.keys)) == (cluster, {"parallel.tensor": 4})
+    assert (found.cluster, dict(found.keys)) == (cluster, {"parallel.tensor_parallel": 4})
     # Two key/value heads are not divided over four ranks, and groups stay inside of a node.
-    assert [one.recipe.parallel.tensor for one in _tensors(*small(10**9, 8))] == [2]
-    assert [one.recipe.parallel.tensor for one in _tensors(*small(10**9, 3))] == []
+    assert [one.recipe.parallel.tensor_parallel for one in _tensors(*small(10**9, 8))] == [2]
+    assert [one.recipe.parallel.tensor_parallel for one in _tensors(*small(10**9, 3))] == []
 
 
 def test_a_cache_that_the_engine_makes_smaller_is_no_misfit() -> None:
@@ -592,11 +594,11 @@ def test_the_command_says_what_a_tensor_group_costs_and_what_is_not_known(
     online_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     write_tiny(tmp_path / "divisible", hidden=128, layers=1)
-    words = [f"model.path={tmp_path / 'divisible'}", "parallel.tensor=2"]
+    words = [f"model.path={tmp_path / 'divisible'}", "parallel.tensor_parallel=2"]
     show_cluster_plan(load_recipe(online_file, words), "1x8:h200", 16)
     said = " ".join(capsys.readouterr().out.split())
     assert "all-reduce" in said
-    assert "the latency of the parallel.tensor all-reduce is not included" in said
+    assert "the latency of the parallel.tensor_parallel all-reduce is not included" in said
 
 
 @pytest.mark.parametrize(

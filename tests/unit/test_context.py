@@ -250,7 +250,7 @@ def test_attention_that_a_layout_cannot_do_is_refused(
             continue
         with pytest.raises(Refusal, match=refusals[layout]) as caught:
             refuse_undivided(policy, group(0, ranks, layout), "folder")
-        assert caught.value.problems[0].where.startswith("parallel.context")
+        assert caught.value.problems[0].where.startswith("parallel.context_parallel")
     refuse_undivided(policy, None, "folder")
 
 
@@ -264,7 +264,7 @@ def test_the_plan_counts_the_tokens_of_one_device(tmp_path: Path) -> None:
     """Eight rows of 100 tokens are 800 on one device, and 400 on each of two that divide them."""
     recipe, config = write(tmp_path), LlamaConfig(**SIZES)
     for context, tokens in ((1, 800), (2, 400)):
-        settings = load_recipe(recipe, ["batch.tokens=1000", f"parallel.context={context}"])
+        settings = load_recipe(recipe, ["batch.tokens=1000", f"parallel.context_parallel={context}"])
         forward = next(p for p in plan_memory(settings, config, 2, 100, 8).phases if p.name == "forward and backward")
         assert forward.activations == activation_bytes(config, tokens, 4, False) + head_bytes(config, tokens, True)
     groups = OnlinePlan(8, 4, 2, 4, 1, 2, devices=4, tokens=200, longest=100, group=2)
@@ -275,8 +275,10 @@ def test_the_budget_of_tokens_is_of_each_device(tmp_path: Path) -> None:
     recipe = write(tmp_path)
     words = ["batch.tokens=100", "data.max_tokens=150"]
     assert keys(refused(recipe, *words)) == {"data.max_tokens"}
-    found = load_recipe(recipe, [*words, "parallel.context=2"])
+    found = load_recipe(recipe, [*words, "parallel.context_parallel=2"])
     assert found.line_tokens == 200
-    assert load_recipe(recipe, ["data.max_tokens=10000", "parallel.context=2"]).batch.tokens == 5000
-    assert keys(refused(recipe, "data.max_tokens=201", "batch.tokens=100", "parallel.context=2")) == {"data.max_tokens"}
-    assert keys(refused(recipe, "tape=true", "parallel.context=2")) == {"tape"}
+    assert load_recipe(recipe, ["data.max_tokens=10000", "parallel.context_parallel=2"]).batch.tokens == 5000
+    assert keys(refused(recipe, "data.max_tokens=201", "batch.tokens=100", "parallel.context_parallel=2")) == {
+        "data.max_tokens"
+    }
+    assert keys(refused(recipe, "tape=true", "parallel.context_parallel=2")) == {"tape"}

@@ -31,11 +31,11 @@ def values(done: Conversion, keys: Any) -> dict[str, Any]:
     [
         # 4 sequences of 512 + 512 tokens, packed.
         ([f"{A}.ppo_micro_batch_size_per_gpu=4", f"{M}.use_remove_padding=True"], {"batch.tokens": 4 * 1024}),
-        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], {"batch.rows": 4, "batch.tokens": None}),
+        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], {"batch.micro_batch_size": 4, "batch.tokens": None}),
         # 32 sequences over 2 nodes with 8 devices: 2 on each.
-        ([f"{A}.ppo_micro_batch_size=32", "trainer.nnodes=2"], {"batch.rows": 2}),
+        ([f"{A}.ppo_micro_batch_size=32", "trainer.nnodes=2"], {"batch.micro_batch_size": 2}),
         # Fewer than the devices: at least one.
-        ([f"{A}.ppo_micro_batch_size=4"], {"batch.rows": 1}),
+        ([f"{A}.ppo_micro_batch_size=4"], {"batch.micro_batch_size": 1}),
         ([f"{A}.ppo_mini_batch_size=64", "data.train_batch_size=128"], {"batch.prompts_per_update": 64}),
         ([f"{A}.ppo_mini_batch_size=256", "data.train_batch_size=128"], {"batch.prompts_per_update": 128}),
         (
@@ -68,8 +68,8 @@ def test_rules_of_main_ppo(words: list[str], expected: dict[str, Any]) -> None:
             ["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=512", "data.max_length=2048"],
             {"batch.tokens": 2048},
         ),
-        (["data.micro_batch_size=6"], {"batch.rows": 6}),
-        (["data.micro_batch_size=6", "data.micro_batch_size_per_gpu=2"], {"batch.rows": 2}),
+        (["data.micro_batch_size=6"], {"batch.micro_batch_size": 6}),
+        (["data.micro_batch_size=6", "data.micro_batch_size_per_gpu=2"], {"batch.micro_batch_size": 2}),
         (
             ["data.prompt_key=extra_info", "+data.prompt_dict_keys=[question]"],
             {"data.prompt_key": "extra_info.question"},
@@ -89,7 +89,7 @@ def test_rules_of_verls_sft(words: list[str], expected: dict[str, Any]) -> None:
         # Pairs of 2 x 1024 tokens, 2 per micro-batch.
         (
             ["--max_len", "1024", "--micro_train_batch_size", "2", "--packing_samples"],
-            {"batch.tokens": 2 * 2 * 1024, "batch.rows": None},
+            {"batch.tokens": 2 * 2 * 1024, "batch.micro_batch_size": None},
         ),
         (["--save_path", "/runs/dpo one"], {"run.folder": "/runs", "run.name": "dpo-one"}),
         (["--save_path", "/runs/a", "--wandb_run_name", "b"], {"run.folder": "/runs", "run.name": "b"}),

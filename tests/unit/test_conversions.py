@@ -74,13 +74,13 @@ def value(done: Conversion, key: str) -> Any:
         ([f"{A}.policy_loss.loss_mode=sapo", f"{A}.tau_neg=1.2"], {"algorithm.sapo_negative": 1.2}),
         ([f"{A}.loss_agg_mode=seq-mean-token-sum"], {"algorithm.aggregation": "seq_mean_token_sum"}),
         # Over all devices: 64 / 8 = 8 on each.
-        ([f"{A}.ppo_micro_batch_size=64"], {"batch.rows": 8}),
+        ([f"{A}.ppo_micro_batch_size=64"], {"batch.micro_batch_size": 8}),
         ([f"{A}.use_dynamic_bsz=True", f"{A}.ulysses_sequence_parallel_size=2"], {"batch.tokens": 32768}),
         (["actor_rollout_ref.model.lora_rank=8"], {"model.lora.alpha": 16.0}),
         (["+actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"], {"model.master_weights": False}),
         (
             [f"{R}.top_p=0.9", f"{R}.top_k=50"],
-            {"rollout.top_p": 0.9, "rollout.top_k": 50, "rollout.truncated": "ignore"},
+            {"rollout.top_p": 0.9, "rollout.top_k": 50, "rollout.truncated_sampling": "ignore"},
         ),
         (["data.truncation=left"], {"data.overlong": "truncate_left"}),
         (
@@ -114,11 +114,11 @@ def value(done: Conversion, key: str) -> Any:
         ),
         (
             ["algorithm.rollout_correction.rollout_is=token"],
-            {"algorithm.correction.weight": "token", "algorithm.correction.cap": 2.0},
+            {"algorithm.rollout_correction.weight": "token", "algorithm.rollout_correction.cap": 2.0},
         ),
         (
             ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=5"],
-            {"algorithm.dynamic_sampling.rounds": 5},
+            {"algorithm.dynamic_sampling.max_gen_batches": 5},
         ),
         (["trainer.total_training_steps=7", "trainer.total_epochs=3"], {"run.steps": 7, "run.epochs": None}),
         (["trainer.max_actor_ckpt_to_keep=3"], {"checkpoint.keep_last": 3}),
@@ -179,7 +179,7 @@ def test_the_two_versions_of_verls_sft_have_defaults_of_their_own() -> None:
     old = checked(convert_verl("fsdp_sft_trainer", ["data.train_files=t", "model.partial_pretrain=m"]))
     new = checked(convert_verl("verl.trainer.sft_trainer", ["data.train_files=t", "model.path=m"]))
     assert (old.optim.lr, old.optim.betas, old.optim.schedule, old.optim.warmup) == (1e-5, [0.9, 0.95], "cosine", 0.1)
-    assert (old.data.shape, old.data.prompt_key, old.batch.rows) == ("prompt_response", "question", 4)
+    assert (old.data.shape, old.data.prompt_key, old.batch.micro_batch_size) == ("prompt_response", "question", 4)
     assert (new.optim.lr, new.optim.betas, new.optim.schedule, new.optim.warmup) == (
         1e-3,
         [0.9, 0.999],
@@ -237,7 +237,7 @@ def test_the_two_versions_of_verls_sft_have_defaults_of_their_own() -> None:
             },
         ),
         (["--reward_pretrain", "a,b"], {"reward.model": ["a", "b"], "critic.path": "a"}),
-        (["--top_p", "0.9"], {"rollout.top_p": 0.9, "rollout.truncated": "ignore"}),
+        (["--top_p", "0.9"], {"rollout.top_p": 0.9, "rollout.truncated_sampling": "ignore"}),
         (
             ["--lora_rank", "8", "--target_modules", "q_proj", "v_proj"],
             {
@@ -272,20 +272,20 @@ def test_a_data_set_of_the_hub_and_several_with_shares() -> None:
             {"rollout.max_tokens": 8192, "data.max_prompt_tokens": 1024},
         ),
         (["--train.dynamic_batch_enable"], {"batch.tokens": 16192}),
-        (["--reward.stop_properly_penalty_coef", "0.0"], {"algorithm.overlong.cut": 0.0}),
+        (["--reward.stop_properly_penalty_coef", "0.0"], {"algorithm.overlong.truncated_reward": 0.0}),
         (
             ["--algo.advantage.is_correction_enable"],
             {
-                "algorithm.correction.weight": "token",
-                "algorithm.correction.cap": 5.0,
-                "algorithm.correction.mask": "none",
+                "algorithm.rollout_correction.weight": "token",
+                "algorithm.rollout_correction.cap": 5.0,
+                "algorithm.rollout_correction.mask": "none",
             },
         ),
         (
             ["--algo.advantage.is_correction_enable", "--algo.advantage.is_correction_type", "icepop"],
             {
-                "algorithm.correction.reject": [Reject(over="token", by="ratio", low=0.5, high=5.0)],
-                "algorithm.correction.rejected": "zero",
+                "algorithm.rollout_correction.reject": [Reject(over="token", by="ratio", low=0.5, high=5.0)],
+                "algorithm.rollout_correction.rejected": "zero",
             },
         ),
         (["--actor.lr_scheduler", "constant", "--actor.min_lr_ratio", "0.2"], {"optim.schedule": "constant"}),
@@ -322,7 +322,7 @@ def test_openrlhfs_commands_that_are_refused(program: str, words: list[str], whe
 def test_training_beside_generation() -> None:
     done = convert_openrlhf("train_ppo_ray", [*ONLINE, "--async_train", "--async_queue_size", "2"])
     assert value(done, "rollout.max_staleness") == 2
-    assert checked(done).algorithm.correction.weight == "none"  # ours would weigh by default
+    assert checked(done).algorithm.rollout_correction.weight == "none"  # ours would weigh by default
     assert "rollout.max_staleness" not in convert_openrlhf("train_ppo_ray", ONLINE).recipe
 
 

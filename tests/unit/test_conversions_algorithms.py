@@ -71,38 +71,43 @@ def outcome_of(done: Conversion, key: str) -> tuple[str, str]:
             ],
             {"dynamic_sampling.metric": "function/acc"},
         ),
-        ([f"{C}.rollout_is=sequence", f"{C}.rollout_is_batch_normalize=true"], {"correction.normalize": True}),
+        ([f"{C}.rollout_is=sequence", f"{C}.rollout_is_batch_normalize=true"], {"rollout_correction.normalize": True}),
         # IcePop: zero out of the band, which still counts in the mean.
         (
             [f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=0.5_5.0"],
             {
-                "correction.weight": "token",
-                "correction.reject": [{"by": "ratio", "low": 0.5, "high": 5.0}],
-                "correction.rejected": "zero",
+                "rollout_correction.weight": "token",
+                "rollout_correction.reject": [{"by": "ratio", "low": 0.5, "high": 5.0}],
+                "rollout_correction.rejected": "zero",
             },
         ),
         (
             [f"{C}.rollout_rs='token_k1,seq_max_k2'", f"{C}.rollout_rs_threshold='0.5_1.6,2.5'"],
             {
-                "correction.reject": [
+                "rollout_correction.reject": [
                     {"by": "ratio", "low": 0.625, "high": 2.0},
                     {"over": "max", "by": "k2", "high": 2.5},
                 ],
-                "correction.rejected": "left_out",
-                "correction.weight": "none",
+                "rollout_correction.rejected": "left_out",
+                "rollout_correction.weight": "none",
             },
         ),
         (
             [f"{C}.rollout_rs=seq_mean_k1", f"{C}.rollout_rs_threshold=2"],
-            {"correction.reject": [{"over": "mean", "by": "ratio", "low": 0.5, "high": 2.0}]},
+            {"rollout_correction.reject": [{"over": "mean", "by": "ratio", "low": 0.5, "high": 2.0}]},
         ),
         (
             [f"{C}.bypass_mode=true", f"{A}.policy_loss.loss_mode=gspo", f"{C}.rollout_is=token"],
-            {"loss": "clip", "correction.bypass": True, "correction.weight": "none", "aggregation": "token_mean"},
+            {
+                "loss": "clip",
+                "rollout_correction.bypass": True,
+                "rollout_correction.weight": "none",
+                "aggregation": "token_mean",
+            },
         ),
         (
             [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{C}.rollout_is=sequence"],
-            {"loss": "importance", "ratio_of": "sequence", "ratio_cap": 2.0, "correction.bypass": True},
+            {"loss": "importance", "ratio_of": "sequence", "ratio_cap": 2.0, "rollout_correction.bypass": True},
         ),
     ],
 )
@@ -114,9 +119,9 @@ def test_verls_algorithms(words: list[str], expected: dict[str, Any]) -> None:
 def test_resampling_is_with_gae_only() -> None:
     words = ["algorithm.use_pf_ppo=True", "algorithm.pf_ppo.weight_pow=3"]
     recipe = checked(convert_verl("main_ppo", [*PPO, *words]))
-    assert (recipe.algorithm.filtration.method, recipe.algorithm.filtration.power) == ("pow", 3.0)
+    assert (recipe.algorithm.pf_ppo.method, recipe.algorithm.pf_ppo.power) == ("pow", 3.0)
     done = convert_verl("main_ppo", [*GRPO, *words])
-    assert checked(done).algorithm.filtration.method == "none"
+    assert checked(done).algorithm.pf_ppo.method == "none"
     assert outcome_of(done, "algorithm.use_pf_ppo") == ("ignored", "verl resamples only with gae")
 
 
@@ -150,7 +155,7 @@ def test_what_of_verls_is_still_refused(words: list[str], where: str) -> None:
 def test_their_k1_is_the_ratio_the_other_way_round(bounds: str) -> None:
     """verl keeps a token iff log(lower) <= -log r <= log(upper); one number is the upper bound and its reciprocal."""
     words = [f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold={bounds}"]
-    (band,) = checked(convert_verl("main_ppo", [*GRPO, *words])).algorithm.correction.reject
+    (band,) = checked(convert_verl("main_ppo", [*GRPO, *words])).algorithm.rollout_correction.reject
     low, high = (0.6, 1.6) if "_" in bounds else (0.5, 2.0)
     log_ratio = torch.linspace(-1.5, 1.5, 61, dtype=torch.float64)
     theirs = [float(math.log(low) <= -d <= math.log(high)) for d in log_ratio.tolist()]
@@ -188,26 +193,37 @@ def test_their_k1_is_the_ratio_the_other_way_round(bounds: str) -> None:
         ),
         (
             [f"{IS}_level", "token", f"{IS}_mode", "clip"],
-            {"correction.weight": "token", "correction.floor": 0.5, "correction.cap": 5.0, "correction.reject": []},
+            {
+                "rollout_correction.weight": "token",
+                "rollout_correction.floor": 0.5,
+                "rollout_correction.cap": 5.0,
+                "rollout_correction.reject": [],
+            },
         ),
         (
             [f"{IS}_level", "token"],
             {
-                "correction.cap": None,
-                "correction.reject": [{"by": "ratio", "low": 0.5, "high": 5.0}],
-                "correction.rejected": "zero",
+                "rollout_correction.cap": None,
+                "rollout_correction.reject": [{"by": "ratio", "low": 0.5, "high": 5.0}],
+                "rollout_correction.rejected": "zero",
             },
         ),
         (
             [f"{IS}_level", "seq", f"{IS}_gating", "binary_kl", f"{IS}_threshold", "0.01"],
-            {"correction.reject": [{"over": "mean", "by": "binary_kl", "high": 0.01}], "correction.weight": "token"},
+            {
+                "rollout_correction.reject": [{"over": "mean", "by": "binary_kl", "high": 0.01}],
+                "rollout_correction.weight": "token",
+            },
         ),
         (
             [f"{IS}_enable", f"{IS}_type", "seq-mask-tis", f"{IS}_threshold", "0.99", "1.01"],
-            {"correction.reject": [{"over": "mean", "by": "ratio", "low": 0.99, "high": 1.01}]},
+            {"rollout_correction.reject": [{"over": "mean", "by": "ratio", "low": 0.99, "high": 1.01}]},
         ),
-        ([f"{IS}_enable"], {"correction.floor": 0.5, "correction.cap": 5.0}),
-        ([f"{IS}_level", "seq", "--actor.policy_loss_type", "gspo"], {"correction.bypass": True, "loss": "gspo"}),
+        ([f"{IS}_enable"], {"rollout_correction.floor": 0.5, "rollout_correction.cap": 5.0}),
+        (
+            [f"{IS}_level", "seq", "--actor.policy_loss_type", "gspo"],
+            {"rollout_correction.bypass": True, "loss": "gspo"},
+        ),
     ],
 )
 def test_openrlhfs_algorithms(words: list[str], expected: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def test_a_token_without_a_log_probability_is_refused():
 
 @pytest.mark.parametrize("key", ["weight", "mask"])
 def test_unknown_choices_are_refused(key):
-    with pytest.raises(Refusal, match=rf"algorithm\.correction\.{key}"):
+    with pytest.raises(Refusal, match=rf"algorithm\.rollout_correction\.{key}"):
         corrected(**{key: "geometric"})
 
 
@@ -208,7 +208,7 @@ def test_a_product_of_many_ratios_does_not_overflow():
     ],
 )
 def test_unknown_choices_of_bands_are_refused(choice, key):
-    with pytest.raises(Refusal, match=rf"algorithm\.correction\.{key}"):
+    with pytest.raises(Refusal, match=rf"algorithm\.rollout_correction\.{key}"):
         corrected(**choice)
 
 

@@ -22,10 +22,10 @@ from lockstep.recipe.keys_parallel import Parallel
         ({"shard": 4}, 8, 3, 0),
         ({"replicate": 3}, 9, 8, 6),
         ({"shard": 2, "replicate": 2}, 4, 3, 0),
-        ({"tensor": 2}, 8, 7, 6),
-        ({"tensor": 2, "shard": 2}, 8, 7, 4),
-        ({"context": 3}, 9, 8, 6),
-        ({"context": 2, "shard": 3}, 12, 11, 6),  # 9 has whole slices, 10 whole groups
+        ({"tensor_parallel": 2}, 8, 7, 6),
+        ({"tensor_parallel": 2, "shard": 2}, 8, 7, 4),
+        ({"context_parallel": 3}, 9, 8, 6),
+        ({"context_parallel": 2, "shard": 3}, 12, 11, 6),  # 9 has whole slices, 10 whole groups
         ({"offload": "params"}, 2, 1, 0),
     ],
     ids=str,
@@ -46,7 +46,7 @@ def test_the_most_that_come_out_even(keys: dict[str, Any], asked: int, there: in
             "remove parallel.shard or parallel.replicate",
         ),
         ({"shard": 4}, "no fewer than 4 devices fit parallel.shard=4", "use more devices"),
-        ({"tensor": 4}, "no fewer than 4 devices fit parallel.tensor=4", "use more devices"),
+        ({"tensor_parallel": 4}, "no fewer than 4 devices fit parallel.tensor_parallel=4", "use more devices"),
     ],
     ids=str,
 )
@@ -60,7 +60,10 @@ def test_a_layout_that_fits_no_fewer_is_refused_at_the_start(keys: dict[str, Any
 
 
 def test_what_may_lose_some_is_not_refused() -> None:
-    for keys in ({}, {"shard": 2}, {"tensor": 2, "context": 2}):
+    for keys in ({}, {"shard": 2}, {"tensor_parallel": 2, "context_parallel": 2}):
         refuse_rigid(Parallel(devices=8, elastic=True, **keys))
     refuse_rigid(Parallel(devices=1, elastic=True))
-    assert layout_of(Parallel(devices=8, shard=2, context=2)) == "parallel.shard=2 and parallel.context=2"
+    assert (
+        layout_of(Parallel(devices=8, shard=2, context_parallel=2))
+        == "parallel.shard=2 and parallel.context_parallel=2"
+    )

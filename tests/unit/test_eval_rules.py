@@ -121,7 +121,13 @@ def trained(speaker: Path, questions: Path, folder: Path, *words: str) -> None:
         [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4,
     )
     given = [f"model.path={speaker}", f"data.train={rows}", f"run.folder={folder}", "run.name=r", "run.steps=1"]
-    given += [f"val.questions={questions}", "val.at_start=true", "val.max_new_tokens=8", "device=cpu", "batch.rows=4"]
+    given += [
+        f"val.questions={questions}",
+        "val.at_start=true",
+        "val.max_new_tokens=8",
+        "device=cpu",
+        "batch.micro_batch_size=4",
+    ]
     given += ["run.export=false", "optim.lr=1e-9"]
     (folder / "recipe.yaml").write_text("method: sft\n")
     run_recipe(load_recipe(str(folder / "recipe.yaml"), [*given, *words]))

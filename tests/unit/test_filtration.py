@@ -46,5 +46,5 @@ def test_a_step_without_any_score_is_drawn_evenly() -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"algorithm\.filtration\.method"):
+    with pytest.raises(Refusal, match=r"algorithm\.pf_ppo\.method"):
         drawn_times(torch.ones(2), "best", 2.0, generator_of((0,)))

@@ -50,11 +50,11 @@ def refusal(act: Any) -> str:
 def test_a_call_that_never_returns_is_ended_with_its_line(tmp_path: Path, body: str, line: int) -> None:
     before = signal.getsignal(signal.SIGALRM)
     where = written(tmp_path, f"def mine(given):\n    {body}\n")
-    said = f"{where}: did not return within 0.3 s (algorithm.function_limit) (own.py line {line})"
+    said = f"{where}: did not return within 0.3 s (algorithm.function_timeout) (own.py line {line})"
     assert refusal(lambda: try_advantage(where, 4, SHORT)).startswith(f"algorithm.advantage {said}")
     told = refusal(lambda: try_loss(where, SHORT))
     assert told.startswith(f"algorithm.loss {said}")
-    assert "raise algorithm.function_limit" in told
+    assert "raise algorithm.function_timeout" in told
     # Nothing is left that could end something else.
     assert signal.getsignal(signal.SIGALRM) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -143,7 +143,7 @@ def alive(marker: str) -> list[str]:
 def test_a_reader_that_never_ends_is_ended_with_its_process(tmp_path: Path, body: str) -> None:
     where = written(tmp_path, f"def mine(path):\n    {body}\n")
     told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=1.0)))
-    assert told.startswith(f"data.reader {where}: did not yield all rows of rows.db in 1 s (data.reader_limit)\n")
+    assert told.startswith(f"data.reader {where}: did not yield all rows of rows.db in 1 s (data.reader_timeout)\n")
     assert not alive(str(tmp_path))
 
 
@@ -151,7 +151,7 @@ def test_a_reader_that_yields_for_ever_is_ended_too(tmp_path: Path) -> None:
     where = written(
         tmp_path, "import time\ndef mine(path):\n    while True:\n        time.sleep(0.05)\n        yield {'a': 1}\n"
     )
-    assert "data.reader_limit" in refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=1.0)))
+    assert "data.reader_timeout" in refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=1.0)))
 
 
 def test_a_reader_that_takes_all_memory_is_refused_by_its_limit(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_reader_that_was_killed_or_stopped_is_started_once_more(
     assert list(read_rows(str(tmp_path / "rows.db"), reader=OwnReader(where, seconds=3.0))) == [{"a": 1}, {"a": 2}]
     told = capfd.readouterr().err
     assert told.startswith(f"data.reader {where}: ")
-    assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_limit)") in told
+    assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_timeout)") in told
     assert told.endswith("; restarting it once\n")
 
 
@@ -222,7 +222,7 @@ def test_a_reader_from_python_runs_here_with_the_limit_of_time(tmp_path: Path) -
 
     assert list(read_rows("rows.db", reader=OwnReader(give("data.reader", mine)))) == rows
     told = refusal(lambda: read_rows("rows.db", reader=OwnReader(give("data.reader", stalls), seconds=SHORT)))
-    assert told.startswith(f"data.reader {__file__}:stalls: did not return within 0.3 s (data.reader_limit)")
+    assert told.startswith(f"data.reader {__file__}:stalls: did not return within 0.3 s (data.reader_timeout)")
 
 
 def test_a_step_goes_on_after_many_calls(tmp_path: Path) -> None:

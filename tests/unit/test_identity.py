@@ -57,7 +57,7 @@ STARTS = {
     "dpo preference.label_smoothing=0.2": math.log(2),
     "dpo preference.loss=hinge": 1.0,
     "dpo model.dtype=bf16": math.log(2),
-    "dpo batch.tokens=null batch.rows=2": math.log(2),
+    "dpo batch.tokens=null batch.micro_batch_size=2": math.log(2),
     "ipo": 25.0,
     "kto": 0.5,
     f"kto {LORA}": 0.5,

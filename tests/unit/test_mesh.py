@@ -30,7 +30,7 @@ from lockstep.recipe.keys_parallel import Parallel
     ],
 )
 def test_copies_times_slices_times_parts_are_the_ranks(shard, replicate, tensor, ranks, grid) -> None:
-    assert grid_of(Parallel(shard=shard, replicate=replicate, tensor=tensor), ranks) == grid
+    assert grid_of(Parallel(shard=shard, replicate=replicate, tensor_parallel=tensor), ranks) == grid
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,20 @@ def test_copies_times_slices_times_parts_are_the_ranks(shard, replicate, tensor,
         (None, 4, 1, 6, "parallel.replicate", "4 does not divide 6 processes"),
         (2, 2, 1, 6, "parallel.shard", "2 x parallel.replicate=2 is 4, and there are 6 processes"),
         (2, None, 1, 1, "parallel.shard", "2 does not divide 1 processes"),
-        (None, None, 2, 3, "parallel.tensor", "3 process(es) cannot be divided into groups of 2"),
-        (2, None, 2, 6, "parallel.shard", "2 does not divide 3 groups of 2 processes (parallel.tensor=2 of 6)"),
+        (None, None, 2, 3, "parallel.tensor_parallel", "3 process(es) cannot be divided into groups of 2"),
+        (
+            2,
+            None,
+            2,
+            6,
+            "parallel.shard",
+            "2 does not divide 3 groups of 2 processes (parallel.tensor_parallel=2 of 6)",
+        ),
     ],
 )
 def test_what_does_not_come_out_even_is_refused(shard, replicate, tensor, ranks, where, why) -> None:
     with pytest.raises(Refusal) as caught:
-        grid_of(Parallel(shard=shard, replicate=replicate, tensor=tensor), ranks)
+        grid_of(Parallel(shard=shard, replicate=replicate, tensor_parallel=tensor), ranks)
     (problem,) = caught.value.problems
     assert (problem.where, problem.why) == (where, why)
 

@@ -80,7 +80,7 @@ def sizes(recipe: Recipe, rows: int) -> tuple[Any, ...]:
         updates = batch.prompts // (batch.prompts_per_update or batch.prompts) * recipe.algorithm.epochs
     run, drop_last = recipe.run, recipe.data.drop_last
     steps, _ = steps_and_rows(min(rows, limit or rows), each, epochs=run.epochs, steps=run.steps, drop_last=drop_last)
-    return each, responses, updates, batch.tokens or f"{batch.rows} rows", steps
+    return each, responses, updates, batch.tokens or f"{batch.micro_batch_size} rows", steps
 
 
 GSM8K = 7473

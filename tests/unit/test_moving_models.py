@@ -74,7 +74,7 @@ def test_pairs_too_long_for_a_reference_are_refused_by_row(
     assert f"over {ORIGINAL} all positions of phi3 move" in said
     assert "train.jsonl line 1 47 tokens" in said
     assert "train.jsonl line 3" not in said
-    assert "set batch.rows instead of batch.tokens" in said
+    assert "set batch.micro_batch_size instead of batch.tokens" in said
     assert not trained(tmp_path / "runs" / "run")
 
 
@@ -83,7 +83,13 @@ def test_padded_pairs_are_compared_with_a_reference_at_its_own_positions(
 ) -> None:
     """DPO's loss before the first update, from transformers' own log-probs of each response by itself."""
     recipe = write_recipe(tmp_path, plain, "dpo", PAIRS)
-    changes = ["batch.rows_per_update=3", "batch.tokens=null", "batch.rows=3", "run.steps=1", "optim.warmup=0"]
+    changes = [
+        "batch.rows_per_update=3",
+        "batch.tokens=null",
+        "batch.micro_batch_size=3",
+        "run.steps=1",
+        "optim.warmup=0",
+    ]
     assert run("train", recipe, *changes, f"preference.reference={moving}", "preference.beta=0.1") == 0
     losses = []
     for row in PAIRS:

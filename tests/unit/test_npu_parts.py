@@ -88,7 +88,7 @@ def test_a_right_operator_passes_its_trial_once(model: FusionModel, dtype: torch
 def test_a_wrong_operator_is_not_used(model: FusionModel, fault: str, dtype: torch.dtype) -> None:
     setattr(model, fault, True)
     why = "failed on a trial: EZ9999" if fault == "broken" else "gives other numbers"
-    with pytest.warns(UserWarning, match=f"parallel.context stays plain torch: npu_fusion_attention {why}"):
+    with pytest.warns(UserWarning, match=f"parallel.context_parallel stays plain torch: npu_fusion_attention {why}"):
         assert chosen(dtype) is PLAIN
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -109,7 +109,9 @@ def test_a_wrong_operator_is_not_used(model: FusionModel, fault: str, dtype: tor
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_the_operator_does_not_take_is_told_once(model: FusionModel, change: dict[str, Any], why: str) -> None:
-    with pytest.warns(UserWarning, match=f"parallel.context is plain torch: npu_fusion_attention has no .*{why}"):
+    with pytest.warns(
+        UserWarning, match=f"parallel.context_parallel is plain torch: npu_fusion_attention has no .*{why}"
+    ):
         assert chosen(**change) is PLAIN
     with warnings.catch_warnings():
         warnings.simplefilter("error")

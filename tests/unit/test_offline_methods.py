@@ -336,7 +336,9 @@ def test_rm_scores_the_last_token_of_each_text(reward_folder: Path, recipe_of, c
     every = [score for given in scores for score in given]
     assert 0 < mean(right) < 1
     module = load_value_model(Model(path=str(reward_folder)), str(reward_folder), CPU, "sdpa", 0)
-    found = measured(recipe_of("rm", f"rm.ranking={ranking}", "rm.centre=0.01"), RANKINGS, models_of(module, cut))
+    found = measured(
+        recipe_of("rm", f"rm.ranking={ranking}", "rm.center_rewards_coef=0.01"), RANKINGS, models_of(module, cut)
+    )
     wanted = {
         "loss": mean(losses),
         "pair_accuracy": mean(right),

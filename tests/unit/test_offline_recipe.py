@@ -48,7 +48,7 @@ OTHERS: dict[str, Any] = {
     "preference.undesirable": 1.2,
     "rm.loss": "logexp",
     "rm.ranking": "plackett_luce",
-    "rm.centre": 0.1,
+    "rm.center_rewards_coef": 0.1,
     "prm.placeholder": "<step>",
     "prm.tokens": "[good, bad]",
     "distill.teacher": "folder",
@@ -310,7 +310,7 @@ def test_a_pair_over_the_budget_is_refused_with_its_row(tiny_folder: Path, tmp_p
     # Validation rows are run in the same micro-batches.
     assert len(problems_of(path, "batch.tokens=94")) == 2
     # Padded rows have no budget.
-    assert prepared(path, "batch.tokens=null", "batch.rows=1").batches.steps == 4
+    assert prepared(path, "batch.tokens=null", "batch.micro_batch_size=1").batches.steps == 4
 
 
 def test_kto_wants_rows_of_both_kinds(tiny_folder: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_one_update_a_step_by_default() -> None:
 
 
 def test_padded_rows_have_no_token_budget() -> None:
-    lines = dict(planned(batch__tokens=None, batch__rows=2).lines())
+    lines = dict(planned(batch__tokens=None, batch__micro_batch_size=2).lines())
     assert lines["updates"] == "1 a step of 12 sequences"
 
 
@@ -299,7 +299,7 @@ def config(tiny_folder: Path) -> Any:
     [
         ({"rollout__max_tokens": 60}, 40),
         ({"rollout__max_tokens": 60, "batch__tokens": 90}, 30),
-        ({"rollout__max_tokens": 60, "batch__rows": 2}, 40),
+        ({"rollout__max_tokens": 60, "batch__micro_batch_size": 2}, 40),
         ({"rollout__max_tokens": 60, "data__max_prompt_tokens": 40}, 40),
         ({"rollout__max_tokens": 60, "data__max_prompt_tokens": 7}, 7),
         ({"rollout__max_tokens": 99}, 1),
@@ -329,7 +329,7 @@ def test_no_room_for_a_prompt_is_refused(config: Any, keys: dict[str, Any], said
 
 
 def test_a_model_without_a_context_has_no_limit_of_its_own() -> None:
-    recipe = recipe_of(batch__rows=2, data__max_prompt_tokens=None)
+    recipe = recipe_of(batch__micro_batch_size=2, data__max_prompt_tokens=None)
     assert prompt_limit(recipe, object()) == 2**31
 
 
@@ -395,8 +395,8 @@ def test_loading_takes_a_share_and_what_is_gathered_to_enter_the_model() -> None
     attention, experts, rest = 2 * 64 * 64 + 2 * 64 * 32, 2 * 3 * 64 * 4096, 2 * 64 + 2 * 64
     whole, both = 16 * (attention + experts + rest) + 2 * 64 * 64 + 64, 16 * (attention + experts) // 2
     entered = 2 * 64 * 64 + 64 + 3 * ((attention + experts) // 2 + rest)
-    assert load(8, merged, parallel__tensor=2) == 4 * (whole // 8 + entered)
-    assert load(8, quantised, parallel__tensor=2) == 4 * (whole // 8 + both - both // 4)
+    assert load(8, merged, parallel__tensor_parallel=2) == 4 * (whole // 8 + entered)
+    assert load(8, quantised, parallel__tensor_parallel=2) == 4 * (whole // 8 + both - both // 4)
 
 
 def test_a_model_that_every_process_reads_whole_is_told() -> None:

@@ -79,7 +79,7 @@ def test_a_methods_defaults_hold_and_a_recipes_own_value_beats_them(tmp_path: Pa
         "algorithm.kl.where": "loss",
         "algorithm.kl.estimator": "abs",
         "algorithm.kl.coefficient": 0.33,
-        "algorithm.dynamic_sampling.rounds": 2,
+        "algorithm.dynamic_sampling.max_gen_batches": 2,
         "algorithm.gamma": 0.5,
         "reward.weights.rule": 2.0,
     }
@@ -154,39 +154,59 @@ def test_a_resolved_recipe_says_only_what_its_method_reads(tmp_path: Path) -> No
         (["batch.prompts=12", "batch.prompts_per_update=5"], "batch.prompts_per_update", "use 4"),
         (["batch.prompts=8", "batch.prompts_per_update=16"], "batch.prompts_per_update", "use 8"),
         (["rollout.n=1"], "rollout.n", "2 or more"),
-        (["rollout.top_p=0.9"], "rollout.top_p", "rollout.truncated=mask"),
-        (["rollout.top_k=20"], "rollout.top_k", "rollout.truncated=mask"),
-        (["rollout.min_p=0.1"], "rollout.min_p", "rollout.truncated=mask"),
+        (["rollout.top_p=0.9"], "rollout.top_p", "rollout.truncated_sampling=mask"),
+        (["rollout.top_k=20"], "rollout.top_k", "rollout.truncated_sampling=mask"),
+        (["rollout.min_p=0.1"], "rollout.min_p", "rollout.truncated_sampling=mask"),
         (["data.val=rows.jsonl"], "data.val", "val.questions"),
         (["val.questions=q.jsonl", "val.rules={a: gsm8k}"], "val.rules", "reward.rules"),
         (["data.overlong=truncate_right"], "data.overlong", "truncate_left"),
         (["algorithm.kl.where=none", "algorithm.kl.target=0.1"], "algorithm.kl.target", "algorithm.kl.where"),
         (["algorithm.kl.where=reward", "algorithm.kl.estimator=k3+"], "algorithm.kl.estimator", "remove the +"),
-        (["algorithm.correction.low=3"], "algorithm.correction.low", "algorithm.correction.high"),
-        (["algorithm.correction.floor=3"], "algorithm.correction.floor", "algorithm.correction.cap"),
-        (["algorithm.correction.reject=[{by: k2, low: 3, high: 1}]"], "algorithm.correction.reject.0.low", "its high"),
-        (["algorithm.correction.rejected=zero"], "algorithm.correction.rejected", "nothing is rejected"),
         (
-            ["algorithm.correction.bypass=true", "algorithm.correction.weight=token"],
-            "algorithm.correction.weight",
+            ["algorithm.rollout_correction.low=3"],
+            "algorithm.rollout_correction.low",
+            "algorithm.rollout_correction.high",
+        ),
+        (
+            ["algorithm.rollout_correction.floor=3"],
+            "algorithm.rollout_correction.floor",
+            "algorithm.rollout_correction.cap",
+        ),
+        (
+            ["algorithm.rollout_correction.reject=[{by: k2, low: 3, high: 1}]"],
+            "algorithm.rollout_correction.reject.0.low",
+            "its high",
+        ),
+        (
+            ["algorithm.rollout_correction.rejected=zero"],
+            "algorithm.rollout_correction.rejected",
+            "nothing is rejected",
+        ),
+        (
+            ["algorithm.rollout_correction.bypass=true", "algorithm.rollout_correction.weight=token"],
+            "algorithm.rollout_correction.weight",
             "count it twice",
         ),
         (
-            ["algorithm.correction.bypass=true", "algorithm.loss=policy_gradient"],
-            "algorithm.correction.bypass",
+            ["algorithm.rollout_correction.bypass=true", "algorithm.loss=policy_gradient"],
+            "algorithm.rollout_correction.bypass",
             "importance",
         ),
         (["algorithm.kl.weighted=true"], "algorithm.kl.weighted", "k3+"),
         (["algorithm.gdpo_rewards={rule: 1.0}"], "algorithm.gdpo_rewards", "does not read it"),
         (["algorithm.advantage=gdpo", "algorithm.kl.where=reward"], "algorithm.kl.where", "ignore it"),
         (["algorithm.advantage=gdpo", "reward.clip=[-1, 1]"], "reward.clip", "ignore it"),
-        (["algorithm.dynamic_sampling.metric=rule"], "algorithm.dynamic_sampling.metric", "rounds above 1"),
+        (["algorithm.dynamic_sampling.metric=rule"], "algorithm.dynamic_sampling.metric", "max_gen_batches above 1"),
         (["reward.model_weights=[1.0]"], "reward.model_weights", "one per model"),
         (["reward.model=[]"], "reward.model", "empty"),
         (["rollout.max_tokens=9", "algorithm.overlong.buffer=10"], "algorithm.overlong.buffer", "rollout.max_tokens"),
         (["critic.lr=1e-3"], "critic", "method ppo"),
         (["method=ppo", "critic.warmup=5", "run.steps=5"], "critic.warmup", "leave no step of 5 for the policy"),
-        (["method=ppo", "algorithm.dynamic_sampling.rounds=2"], "algorithm.dynamic_sampling.rounds", "group method"),
+        (
+            ["method=ppo", "algorithm.dynamic_sampling.max_gen_batches=2"],
+            "algorithm.dynamic_sampling.max_gen_batches",
+            "group method",
+        ),
         (["val.questions=q.jsonl", "val.n=4"], "val.n", "val.temperature"),
         (["data.response_key=answer"], "data.response_key", "RL schema"),
         (["data.messages_key=chat"], "data.messages_key", "RL schema"),
@@ -258,7 +278,10 @@ def test_truncated_sampling_is_refused_with_the_reason_and_both_ways_out(base: s
     assert "ratio" in problem.why
     assert "ignore" in problem.remedy
     for choice in ("mask", "ignore"):
-        assert load_recipe(base, ["rollout.top_k=20", f"rollout.truncated={choice}"]).rollout.truncated == choice
+        assert (
+            load_recipe(base, ["rollout.top_k=20", f"rollout.truncated_sampling={choice}"]).rollout.truncated_sampling
+            == choice
+        )
 
 
 def test_all_problems_of_an_online_recipe_come_together(base: str) -> None:

@@ -88,7 +88,7 @@ def test_a_run_does_not_differ_from_itself() -> None:
         ("sft", {"optim__lr": 1.0}, {"optim.lr": "blocks"}),
         ("sft", {"optim__betas": [0.9, 0.99]}, {"optim.betas": "blocks"}),
         ("sft", {"batch__rows_per_update": 7}, {"batch.rows_per_update": "blocks"}),
-        ("sft", {"batch__tokens": 77, "batch__rows": None}, {"batch.tokens": "harmless"}),
+        ("sft", {"batch__tokens": 77, "batch__micro_batch_size": None}, {"batch.tokens": "harmless"}),
         ("sft", {"run__seed": 1, "run__name": "y"}, {"run.seed": "matters", "run.name": "harmless"}),
         ("sft", {"model__dtype": "bf16"}, {"model.dtype": "matters"}),
         ("sft", {"model__attention": "sdpa"}, {"model.attention": "matters"}),
@@ -115,8 +115,8 @@ def test_weights_of_single_keys(method: str, changes: dict[str, Any], weights: d
 
 
 def test_a_key_that_neither_side_reads_is_harmless() -> None:
-    assert by_recipe("grpo", algorithm__cov_share=0.5) == {"algorithm.cov_share": "harmless"}
-    assert by_recipe("grpo", algorithm__cov_share=0.5, algorithm__loss="kl_cov")["algorithm.cov_share"] == "blocks"
+    assert by_recipe("grpo", algorithm__cov_ratio=0.5) == {"algorithm.cov_ratio": "harmless"}
+    assert by_recipe("grpo", algorithm__cov_ratio=0.5, algorithm__loss="kl_cov")["algorithm.cov_ratio"] == "blocks"
     assert by_recipe("dapo", algorithm__kl__coefficient=0.5) == {"algorithm.kl.coefficient": "harmless"}
     assert by_recipe("sft", optim__decay=0.5) == {"optim.decay": "harmless"}
 

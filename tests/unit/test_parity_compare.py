@@ -282,7 +282,7 @@ def test_the_recipe_says_how_many_steps_were_planned() -> None:
     got = compare(*(replace(ours(log, run={"steps": 1000}), planned=1000) for log in (a, b)))
     assert got.reason.endswith("incomplete: A ends at step 12 of 1,000, B ends at step 12 of 1,000")
     assert Evidence({"run": {"steps": 1000}}, {}).planned == 1000
-    assert Evidence({"run": {"steps": 1000, "stop_early": {"metric": "val/loss"}}}, {}).planned is None
+    assert Evidence({"run": {"steps": 1000, "early_stopping": {"metric": "val/loss"}}}, {}).planned is None
 
 
 def test_what_cannot_be_compared_says_why() -> None:

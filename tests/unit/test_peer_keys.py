@@ -182,7 +182,7 @@ def test_an_endpoint_is_asked_in_openrlhfs_form() -> None:
     ("cut", "stop", "expected"), [(0.5, "length", 2.0), (-1.0, "length", -1.0), (0.5, "token", 4.0)]
 )
 def test_a_response_that_met_the_limit_loses_score(tmp_path: Path, cut: float, stop: str, expected: float) -> None:
-    recipe = online(tmp_path, f"algorithm.overlong.cut={cut}")
+    recipe = online(tmp_path, f"algorithm.overlong.truncated_reward={cut}")
     question = Question("s", [], "1", Origin("q", 1), {})
     rollout = Rollout(Prompt(question, [1]), 0, 0, [5], [-0.1], stop, "a", Score(4.0, {"model": 4.0}))
     found = shaped(rollout, recipe).score
@@ -282,7 +282,7 @@ def test_which_groups_are_replaced(
     ]
     bounds = None if between is None else list(between)
     prompts = {0: group[0].prompt}
-    assert worth_a_place(summarised(group), prompts, DynamicSampling(rounds=2, between=bounds)) is teaches
+    assert worth_a_place(summarised(group), prompts, DynamicSampling(max_gen_batches=2, between=bounds)) is teaches
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:

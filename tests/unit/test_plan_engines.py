@@ -94,7 +94,9 @@ def test_the_share_of_the_runs_own_devices_is_told(online_file: Path, words: tup
 
 
 def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
-    by = {way: ("rollout.engine=vllm", f"rollout.hand_over={way}") for way in ("auto", "files", "collective", "memory")}
+    by = {
+        way: ("rollout.engine=vllm", f"rollout.weight_sync={way}") for way in ("auto", "files", "collective", "memory")
+    }
     told = {way: dict(engine_lines(planned(online_file, *words), Cpu()))["engine weights"] for way, words in by.items()}
     files, memory = "through files", "through the run's device memory"
     assert told == {"auto": files, "files": files, "collective": "by gloo", "memory": memory}
@@ -108,16 +110,16 @@ def test_the_way_of_the_weights_is_told(online_file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("hand_over=files",), "applies to a server or to asynchronous generation"),
-        (("engine=sglang", "hand_over=memory"), "sglang cannot open the memory of the run"),
-        (("engine=vllm", "hand_over=memory", "lora"), "an adapter is sent to a server as files"),
-        (("max_staleness=1", "hand_over=files"), "asynchronous generation does not read files"),
-        (("engine=vllm", "hand_over=collective", "lora"), "an adapter is sent to a server as files"),
+        (("weight_sync=files",), "applies to a server or to asynchronous generation"),
+        (("engine=sglang", "weight_sync=memory"), "sglang cannot open the memory of the run"),
+        (("engine=vllm", "weight_sync=memory", "lora"), "an adapter is sent to a server as files"),
+        (("max_staleness=1", "weight_sync=files"), "asynchronous generation does not read files"),
+        (("engine=vllm", "weight_sync=collective", "lora"), "an adapter is sent to a server as files"),
     ],
 )
 def test_a_way_that_does_not_lead_there_is_refused(online_file: Path, words: tuple[str, ...], why: str) -> None:
     keys = ["model.lora.rank=4" if word == "lora" else f"rollout.{word}" for word in words]
-    with pytest.raises(Refusal, match=rf"rollout\.hand_over: {why}"):
+    with pytest.raises(Refusal, match=rf"rollout\.weight_sync: {why}"):
         planned(online_file, *keys)
 
 
@@ -129,10 +131,13 @@ def test_a_running_server_is_named_by_its_address(online_file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("rollout.engine=vllm", "rollout.top_k=5", "rollout.truncated=ignore"), "rollout.truncated"),
-        (("rollout.engine=sglang", "rollout.top_p=0.9", "rollout.truncated=mask"), "truncated: ignore"),
-        (("rollout.engine=sglang", "rollout.min_p=0.1", "rollout.truncated=ignore"), "rollout.min_p"),
-        (("rollout.engine=sglang", "rollout.top_p=0.9"), "rollout.truncated"),
+        (("rollout.engine=vllm", "rollout.top_k=5", "rollout.truncated_sampling=ignore"), "rollout.truncated_sampling"),
+        (
+            ("rollout.engine=sglang", "rollout.top_p=0.9", "rollout.truncated_sampling=mask"),
+            "truncated_sampling: ignore",
+        ),
+        (("rollout.engine=sglang", "rollout.min_p=0.1", "rollout.truncated_sampling=ignore"), "rollout.min_p"),
+        (("rollout.engine=sglang", "rollout.top_p=0.9"), "rollout.truncated_sampling"),
     ],
 )
 def test_truncations_that_an_engine_does_not_score_are_refused(
@@ -145,10 +150,10 @@ def test_truncations_that_an_engine_does_not_score_are_refused(
 @pytest.mark.parametrize(
     "words",
     [
-        ("rollout.engine=vllm", "rollout.top_p=0.9", "rollout.truncated=mask"),
-        ("rollout.engine=sglang", "rollout.top_p=0.9", "rollout.top_k=5", "rollout.truncated=ignore"),
-        ("rollout.engine=sglang", "rollout.top_k=5", "rollout.truncated=mask"),
-        ("rollout.engine=native", "rollout.min_p=0.1", "rollout.truncated=ignore"),
+        ("rollout.engine=vllm", "rollout.top_p=0.9", "rollout.truncated_sampling=mask"),
+        ("rollout.engine=sglang", "rollout.top_p=0.9", "rollout.top_k=5", "rollout.truncated_sampling=ignore"),
+        ("rollout.engine=sglang", "rollout.top_k=5", "rollout.truncated_sampling=mask"),
+        ("rollout.engine=native", "rollout.min_p=0.1", "rollout.truncated_sampling=ignore"),
     ],
 )
 def test_truncations_that_an_engine_scores_pass(online_file: Path, words: tuple[str, ...]) -> None:

@@ -165,7 +165,9 @@ def test_an_offline_method(tmp_path: Path, tiny_folder: Path, recipe_file: Path,
     assert found["train/nll"] == pytest.approx(-float(sum(said)) / len(said), rel=1e-5)
     # Its own defaults, and the groups of other methods, are asked of its row.
     assert methods.with_method_defaults({"method": "focal"})["optim"] == {"lr": 2e-4}
-    assert problem(recipe_file, **keys, **{"rm.centre": 0.1}).startswith("rm.centre: method focal does not read it")
+    assert problem(recipe_file, **keys, **{"rm.center_rewards_coef": 0.1}).startswith(
+        "rm.center_rewards_coef: method focal does not read it"
+    )
 
 
 def test_an_engine(online_file: Path, plug: Plug) -> None:

@@ -173,7 +173,7 @@ def test_a_silent_console_says_nothing_but_errors(capsys: pytest.CaptureFixture[
 def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
     refusal = Refusal(
         [
-            Problem("batch.row", "there is no [red]such[/red] key", "did you mean batch.rows?"),
+            Problem("batch.row", "there is no [red]such[/red] key", "did you mean batch.micro_batch_size?"),
             Problem("data.jsonl row 7", "has no trained token"),
         ]
     )
@@ -185,7 +185,7 @@ def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
         "",
         "batch.row",
         "  there is no [red]such[/red] key",
-        "  -> did you mean batch.rows?",
+        "  -> did you mean batch.micro_batch_size?",
         "",
         "data.jsonl row 7",
         "  has no trained token",

@@ -99,12 +99,12 @@ def test_malformed_overrides(base: str, word: str, where: str, why: str) -> None
 def test_derived_defaults(base: str) -> None:
     read = load_recipe(base)
     assert (read.run.epochs, read.run.steps) == (1, None)
-    assert (read.batch.tokens, read.batch.rows) == (DEFAULT_TOKENS, None)
+    assert (read.batch.tokens, read.batch.micro_batch_size) == (DEFAULT_TOKENS, None)
     assert read.model.master_weights is False
     assert load_recipe(base, ["model.dtype=bf16"]).model.master_weights is True
     assert load_recipe(base, ["model.dtype=bf16", "model.master_weights=false"]).model.master_weights is False
     assert load_recipe(base, ["run.steps=5"]).run.epochs is None
-    assert load_recipe(base, ["batch.rows=5"]).batch.tokens is None
+    assert load_recipe(base, ["batch.micro_batch_size=5"]).batch.tokens is None
     assert load_recipe(base, ["data.max_tokens=9000"]).batch.tokens == 9000
 
 
@@ -195,7 +195,7 @@ def test_out_of_range(base: str, word: str) -> None:
     ("words", "key"),
     [
         (["run.epochs=1", "run.steps=1"], "run.steps"),
-        (["batch.tokens=9", "batch.rows=1"], "batch.rows"),
+        (["batch.tokens=9", "batch.micro_batch_size=1"], "batch.micro_batch_size"),
         (["batch.tokens=9", "data.max_tokens=10"], "data.max_tokens"),
         (["data.train=[{path: a, weight: 1}, {path: b}]"], "data.train"),
         (["data.val=[{path: a, weight: 1}, b]"], "data.val"),
@@ -224,7 +224,7 @@ def test_all_problems_in_one_refusal(base: str) -> None:
         "optim.lr=oops",  # type
         "run.steps=5",  # with run.epochs: combination
         "run.epochs=1",
-        "batch.rows=1",  # with batch.tokens: combination
+        "batch.micro_batch_size=1",  # with batch.tokens: combination
         "batch.tokens=4",
         "optim.decay=2",  # range
         "nokey.x=1",  # unknown
@@ -232,7 +232,16 @@ def test_all_problems_in_one_refusal(base: str) -> None:
         "optim.schedule=step",  # choice
     )
     assert keys(problems) == {
-        *("novalue", "optim.lr", "run.steps", "batch.rows", "optim.decay", "nokey", "val.every", "optim.schedule")
+        *(
+            "novalue",
+            "optim.lr",
+            "run.steps",
+            "batch.micro_batch_size",
+            "optim.decay",
+            "nokey",
+            "val.every",
+            "optim.schedule",
+        )
     }
     assert len(problems) == 8
 
@@ -336,7 +345,7 @@ recipes = st.fixed_dictionaries(
             },
         ),
         "optim": st.fixed_dictionaries({}, optional={"lr": finite, "eps": finite, "clip": st.none() | finite}),
-        "batch": st.just({}) | st.fixed_dictionaries({"rows": st.integers(1, 99)}),
+        "batch": st.just({}) | st.fixed_dictionaries({"micro_batch_size": st.integers(1, 99)}),
     },
 )
 

@@ -342,7 +342,7 @@ def test_an_environment_that_never_answers_fails_by_name(
         with pytest.raises(Refusal, match=r"did not respond for 0\.2 s, for rows\.jsonl row 2") as refused:
             run(stalling, requests, SAMPLING)
         assert refused.value.problems[0].where.startswith("rollout.function")
-        assert "rollout.function_limit" in refused.value.problems[0].remedy
+        assert "rollout.function_timeout" in refused.value.problems[0].remedy
     for_ever.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(HANG)

@@ -138,7 +138,7 @@ def test_the_noise_of_a_prompt_is_counted_on_over_the_end_of_an_epoch(policy: Po
 
 def test_groups_that_agree_are_replaced_by_the_next_prompts(policy: Policy) -> None:
     script = {0: SAME, 1: MIXED, 2: SAME, 3: SAME, 4: MIXED, 5: MIXED}
-    taken, engine = take(policy, script, method="dapo", algorithm__dynamic_sampling__rounds=5)
+    taken, engine = take(policy, script, method="dapo", algorithm__dynamic_sampling__max_gen_batches=5)
     # Two are asked, one is missing; then one at a time until the step is full.
     assert engine.asked == [[0, 1], [2], [3], [4]]
     assert prompts_of(taken) == [1, 4]
@@ -151,7 +151,7 @@ def test_groups_that_agree_are_replaced_by_the_next_prompts(policy: Policy) -> N
 
 def test_mixed_groups_come_first_and_the_rest_is_filled_up(policy: Policy) -> None:
     script = {0: SAME, 1: SAME, 2: SAME, 3: MIXED, 4: SAME}
-    taken, engine = take(policy, script, method="dapo", algorithm__dynamic_sampling__rounds=3)
+    taken, engine = take(policy, script, method="dapo", algorithm__dynamic_sampling__max_gen_batches=3)
     assert engine.asked == [[0, 1], [2, 3], [4]]
     assert prompts_of(taken) == [3, 0]
     assert taken.metrics["train/num_gen_batches"] == 3
@@ -168,7 +168,7 @@ def test_a_full_first_round_is_the_only_one(policy: Policy) -> None:
 
 def test_a_group_is_judged_by_the_responses_that_have_a_score(policy: Policy) -> None:
     script = {0: [FAILED, 1.0], 1: [FAILED, FAILED], 2: MIXED, 3: MIXED}
-    taken, engine = take(policy, script, method="dapo", algorithm__dynamic_sampling__rounds=2)
+    taken, engine = take(policy, script, method="dapo", algorithm__dynamic_sampling__max_gen_batches=2)
     assert engine.asked == [[0, 1], [2, 3]]
     assert prompts_of(taken) == [2, 3]
     # Three failures of eight responses, also those of groups that were replaced.
@@ -212,7 +212,7 @@ def test_no_failure_passes_a_limit_of_none(policy: Policy) -> None:
 def test_failures_are_a_share_of_everything_that_was_generated(policy: Policy) -> None:
     """Two of eight in all rounds; of the four responses that are kept it would be none."""
     script = {0: [FAILED, FAILED], 1: SAME, 2: MIXED, 3: MIXED}
-    keys = {"method": "dapo", "algorithm__dynamic_sampling__rounds": 2}
+    keys = {"method": "dapo", "algorithm__dynamic_sampling__max_gen_batches": 2}
     taken, _ = take(policy, script, reward__max_failures=0.25, **keys)
     assert taken.metrics["reward/failed"] == 2
     with pytest.raises(Refusal, match="2 of 8 responses"):

@@ -315,10 +315,10 @@ def test_a_server_that_never_answers_is_given_up(policy: Policy, embedded: Path,
         address = server.address
     with (
         pytest.raises(Refusal, match=r"no answer in 0\.5 s") as caught,
-        opened(address, policy, embedded, tmp_path, server={"start_limit": 0.5}),
+        opened(address, policy, embedded, tmp_path, server={"start_timeout": 0.5}),
     ):
         pass
-    assert "rollout.server.start_limit" in str(caught.value)
+    assert "rollout.server.start_timeout" in str(caught.value)
     assert not isinstance(caught.value, LostProcess)  # it would be refused again
 
 
@@ -387,7 +387,7 @@ def test_a_server_of_others_that_does_not_come_back_may_work_after_a_restart(
     cut = CutOff()
     with (
         replaying("vllm", cut) as server,
-        opened(server.address, policy, embedded, tmp_path, server={"start_limit": 0.5}) as engine,
+        opened(server.address, policy, embedded, tmp_path, server={"start_timeout": 0.5}) as engine,
     ):
         sync(engine)
         cut.gone = True
@@ -489,7 +489,7 @@ def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None
     with replaying("vllm", cut) as server:
         for number in range(2):
             world = Ranks(number, 2, laid=laid)
-            limit = {"start_limit": 0.5}
+            limit = {"start_timeout": 0.5}
             with opened(server.address, load(embedded), embedded, tmp_path, world, server=limit) as engine:
                 sync(engine)
                 # The server is rank 0's to push to; by now it has gone on to the third push.
@@ -504,7 +504,7 @@ def test_rank_0_pushes_and_all_ranks_ask(embedded: Path, tmp_path: Path) -> None
                 assert type(caught.value) is Refusal
                 cut.gone = True
                 move(engine.policy, by=0.5)
-                with pytest.raises(LostProcess, match=r"rollout\.server\.start_limit"):
+                with pytest.raises(LostProcess, match=r"rollout\.server\.start_timeout"):
                     sync(engine, 2)
     assert pushes(server) == 3
     assert laid == []
@@ -543,7 +543,7 @@ def test_a_push_to_an_engine_that_died_ends_and_leaves_no_weights_behind(
     stuck = StuckPush(503)
     with (
         replaying("vllm", stuck) as server,
-        opened(server.address, policy, embedded, tmp_path, server={"start_limit": 0.2}) as engine,
+        opened(server.address, policy, embedded, tmp_path, server={"start_timeout": 0.2}) as engine,
     ):
         sync(engine)
         move(policy)

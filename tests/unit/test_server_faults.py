@@ -165,8 +165,8 @@ def trained(folder: Path, model: Path, url: str, *words: str) -> dict[int, dict[
     ("fault", "words"),
     [
         (faulty_proxy.rotated_logprobs, ()),
-        (faulty_proxy.shifted_logprobs, ("algorithm.correction.weight=none",)),
-        (faulty_proxy.scaled_logprobs, ("algorithm.correction.bypass=true",)),
+        (faulty_proxy.shifted_logprobs, ("algorithm.rollout_correction.weight=none",)),
+        (faulty_proxy.scaled_logprobs, ("algorithm.rollout_correction.bypass=true",)),
         (faulty_proxy.other_tokens, ()),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -185,7 +185,7 @@ def test_log_probs_of_other_samples_end_a_run_at_its_first_step(
 
 
 def test_a_run_with_a_true_server_passes_the_check(tmp_path: Path, tiny_folder: Path, server: Server) -> None:
-    metrics = trained(tmp_path, tiny_folder, server.url, "run.steps=2", "algorithm.correction.weight=none")
+    metrics = trained(tmp_path, tiny_folder, server.url, "run.steps=2", "algorithm.rollout_correction.weight=none")
     assert [metrics[step]["training/rollout_logprob_diff_mean"] < 1e-4 for step in (1, 2)] == [True, True]
 
 

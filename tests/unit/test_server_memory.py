@@ -80,9 +80,9 @@ def test_what_would_have_to_be_copied_is_not_shared(tmp_path: Path, tensor: torc
         ({"server": {"devices": [1]}}, False),
         ({"server": {"tensor_parallel": 2}}, False),
         ({"url": "http://there:1"}, False),
-        ({"hand_over": "files"}, False),
-        ({"hand_over": "collective"}, False),
-        ({"hand_over": "memory", "url": "http://127.0.0.1:1"}, True),
+        ({"weight_sync": "files"}, False),
+        ({"weight_sync": "collective"}, False),
+        ({"weight_sync": "memory", "url": "http://127.0.0.1:1"}, True),
     ],
 )
 def test_by_itself_only_for_a_server_of_ours_on_our_device(
@@ -92,7 +92,7 @@ def test_by_itself_only_for_a_server_of_ours_on_our_device(
     settings = RolloutSettings(engine="vllm", **values)
     assert by_memory(settings, Vllm(), Graphics(), 1, adapter=False) is expected
     assert not by_memory(settings, Vllm(), Graphics(), 1, adapter=True)
-    if "hand_over" not in values:
+    if "weight_sync" not in values:
         assert not by_memory(settings, Vllm(), Cpu(), 1, adapter=False)
         assert not by_memory(settings, Vllm(), Graphics(), 2, adapter=False)
         assert not by_memory(settings, Sglang(), Graphics(), 1, adapter=False)

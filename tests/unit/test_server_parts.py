@@ -390,9 +390,13 @@ GRPO = {
 
 def test_correction_is_on_by_default(tmp_path: Path) -> None:
     recipe = write(tmp_path, GRPO)
-    assert load_recipe(recipe).algorithm.correction.weight == "token"
-    assert load_recipe(recipe, ["algorithm.correction.weight=none"]).algorithm.correction.weight == "none"
-    assert load_recipe(recipe, ["rollout.engine=native", "rollout.url=null"]).algorithm.correction.weight == "none"
+    assert load_recipe(recipe).algorithm.rollout_correction.weight == "token"
+    assert (
+        load_recipe(recipe, ["algorithm.rollout_correction.weight=none"]).algorithm.rollout_correction.weight == "none"
+    )
+    assert (
+        load_recipe(recipe, ["rollout.engine=native", "rollout.url=null"]).algorithm.rollout_correction.weight == "none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -403,7 +407,7 @@ def test_correction_is_on_by_default(tmp_path: Path) -> None:
         (["rollout.engine=native", "rollout.url=null", "rollout.server.python=p"], "rollout.server"),
         (["rollout.server.python=p"], "rollout.server.python"),
         (["rollout.max_staleness=1"], "rollout.max_staleness"),
-        (["rollout.top_k=5", "rollout.truncated=ignore"], "rollout.truncated"),
+        (["rollout.top_k=5", "rollout.truncated_sampling=ignore"], "rollout.truncated_sampling"),
         (["rollout.top_k=5"], "rollout.top_k"),
     ],
 )

@@ -172,7 +172,7 @@ def test_log_probs_of_truncated_sampling_are_those_that_the_trainer_scores(
 
 @pytest.mark.parametrize(("truncated", "top_p"), [("mask", 1.0), ("ignore", 0.9)])
 def test_a_truncated_probe_is_passed(still: Policy, folder: Path, shared: Server, truncated: str, top_p: float) -> None:
-    with engine_at(still, folder, shared, truncated=truncated, top_k=3, top_p=top_p):
+    with engine_at(still, folder, shared, truncated_sampling=truncated, top_k=3, top_p=top_p):
         asked = [body for path, body in shared.engine.asked if path == "/generate"]
     assert asked[-1]["sampling_params"]["top_k"] == 3
     assert asked[-1].get("return_sampling_mask", False) == (truncated == "mask")
@@ -363,7 +363,7 @@ def test_weights_by_a_collective_go_in_buckets_and_are_proven(
     policy: Policy, folder: Path, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sglang, "bucket_bytes", 20_000)
-    with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, hand_over="collective") as engine:
+    with serving(folder, *FLAGS) as server, engine_at(policy, folder, server, weight_sync="collective") as engine:
         moved(policy)
         engine.sync(policy.stored.named_parameters())
         made = run(engine, requests, GREEDY)
@@ -396,8 +396,8 @@ def test_a_release_without_sessions_for_weights_is_refused_for_a_collective_with
     for path in ("/begin_weight_update", "/end_weight_update"):
         monkeypatch.delitem(FORMS, path)
     with serving(folder, *FLAGS) as server:
-        refused = pytest.raises(Refusal, match=r"no /begin_weight_update.*rollout\.hand_over=files")
-        with refused, engine_at(policy, folder, server, hand_over="collective"):
+        refused = pytest.raises(Refusal, match=r"no /begin_weight_update.*rollout\.weight_sync=files")
+        with refused, engine_at(policy, folder, server, weight_sync="collective"):
             pass
         assert "/update_weights_from_distributed" not in [path for path, _ in server.engine.asked]
 
@@ -452,7 +452,7 @@ def test_a_push_that_fails_half_way_leaves_a_server_that_the_next_run_can_use(
             assert server.engine.version == f"{engine.fleet.version}-incomplete"
         assert server.engine.paused is None
         parameter.data = whole
-        with engine_at(policy, folder, server, server={"start_limit": 2.0}) as engine:
+        with engine_at(policy, folder, server, server={"start_timeout": 2.0}) as engine:
             made = run(engine, requests, GREEDY)
             assert [each.ids for each in made] == [each.ids for each in run(native(policy, folder), requests, GREEDY)]
 

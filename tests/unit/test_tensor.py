@@ -51,7 +51,7 @@ def test_a_model_that_cannot_be_divided_is_refused_by_name(config: PreTrainedCon
     with pytest.raises(Refusal, match=why) as caught:
         refuse_indivisible(config, "folder", size)
     (problem,) = caught.value.problems
-    assert problem.where == "parallel.tensor"
+    assert problem.where == "parallel.tensor_parallel"
     assert "folder" in problem.why
     assert problem.remedy
     refuse_indivisible(config, "folder", 1)
@@ -62,15 +62,15 @@ def test_experts_with_adapters_are_refused_before_a_weight_is_loaded(tmp_path: P
     lora = "model.lora={rank: 2, targets: [w1, w2, w3, q_proj]}"
     config = MixtralConfig(**SIZES, num_local_experts=4)
     with pytest.raises(Refusal) as refused:
-        count_parameters(load_recipe(path, [lora, "parallel.tensor=2"]), config)
+        count_parameters(load_recipe(path, [lora, "parallel.tensor_parallel=2"]), config)
     (problem,) = refused.value.problems
     assert problem.where == "model.lora.targets"
     assert "layers.0.mlp.experts has an adapter" in problem.why
-    assert "parallel.tensor=1" in problem.remedy
+    assert "parallel.tensor_parallel=1" in problem.remedy
     # Both remedies hold.
     assert count_parameters(load_recipe(path, [lora]), config).trained
     others = "model.lora={rank: 2, targets: [q_proj, o_proj]}"
-    assert count_parameters(load_recipe(path, [others, "parallel.tensor=2"]), config).trained
+    assert count_parameters(load_recipe(path, [others, "parallel.tensor_parallel=2"]), config).trained
 
 
 def test_heads_that_come_out_even_are_not_refused() -> None:
@@ -90,7 +90,7 @@ def test_the_miniature_can_be_divided(divisor: int) -> None:
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        (["parallel.context=2"], "parallel.tensor"),
+        (["parallel.context_parallel=2"], "parallel.tensor_parallel"),
         (["parallel.offload=params"], "parallel.offload"),
         (["tape=true"], "tape"),
     ],
@@ -99,10 +99,10 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, tiny_folder: Path,
     recipe = write_sft_recipe(tmp_path, tiny_folder)
     load_recipe(recipe, words)
     with pytest.raises(Refusal) as caught:
-        load_recipe(recipe, [*words, "parallel.tensor=2"])
+        load_recipe(recipe, [*words, "parallel.tensor_parallel=2"])
     (problem,) = caught.value.problems
     assert problem.where == where
-    assert "parallel.tensor=1" in problem.remedy or "to 1" in problem.remedy
+    assert "parallel.tensor_parallel=1" in problem.remedy or "to 1" in problem.remedy
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_who_does_not_generate_together_is_refused(
     tmp_path: Path, tiny_folder: Path, words: list[str], where: str
 ) -> None:
     with pytest.raises(Refusal) as caught:
-        load_recipe(write_online_recipe(tmp_path, tiny_folder), [*words, "parallel.tensor=2"])
+        load_recipe(write_online_recipe(tmp_path, tiny_folder), [*words, "parallel.tensor_parallel=2"])
     assert where in {problem.where for problem in caught.value.problems}
 
 
@@ -125,10 +125,10 @@ def test_the_plan_refuses_what_cannot_be_divided(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tiny model of the tests has one head of keys and values, one of the other size two."""
-    words = ["plan", recipe_file, "--devices", 4, "parallel.tensor=2"]
+    words = ["plan", recipe_file, "--devices", 4, "parallel.tensor_parallel=2"]
     assert run(*words) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "parallel.tensor" in said
+    assert "parallel.tensor_parallel" in said
     assert "its 1 key/value heads cannot be divided over 2 processes" in said
     write_tiny(tmp_path / "larger", hidden=128, layers=1)
     assert run(*words, f"model.path={tmp_path / 'larger'}") == 0
@@ -143,7 +143,7 @@ def test_the_plan_counts_what_each_device_holds(tmp_path: Path, tiny_folder: Pat
     norms = 3 * 64
     parameters = 2 * embedding + projections + norms
     path = write_online_recipe(tmp_path, tiny_folder)
-    words = ["parallel.tensor=2", "rollout.n=2", "algorithm.kl.where=none"]
+    words = ["parallel.tensor_parallel=2", "rollout.n=2", "algorithm.kl.where=none"]
     plan = plan_memory(load_recipe(path, words), config, 4, 49, 8)
     phases = {phase.name: phase for phase in plan.phases}
     assert plan.parameters == parameters

@@ -28,7 +28,7 @@ from lockstep.train.update_terms import policy_metrics, refuse_disagreement, upd
 CPU = torch.device("cpu")
 BETA, ENTROPY, TEMPERATURE = 0.2, 0.05, 0.7
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-BATCHES: list[dict[str, Any]] = [{"batch__tokens": 4096}, {"batch__tokens": 20}, {"batch__rows": 2}]
+BATCHES: list[dict[str, Any]] = [{"batch__tokens": 4096}, {"batch__tokens": 20}, {"batch__micro_batch_size": 2}]
 LENGTHS = ((3, 5), (4, 2), (2, 7), (6, 3), (3, 1), (5, 4))
 TOKENS = sum(response for _, response in LENGTHS)
 
@@ -384,7 +384,7 @@ def test_held_tokens_do_not_depend_on_the_micro_batches(
         recipe = grpo(
             tiny_folder,
             algorithm__loss=loss,
-            algorithm__cov_share=0.4,
+            algorithm__cov_ratio=0.4,
             algorithm__cov_low=-100.0,
             algorithm__cov_high=100.0,
             algorithm__kl={"where": "none"},
@@ -416,7 +416,7 @@ def test_kl_cov_holds_the_tokens_of_highest_covariance(
     recipe = grpo(
         tiny_folder,
         algorithm__loss="kl_cov",
-        algorithm__cov_share=0.2,
+        algorithm__cov_ratio=0.2,
         algorithm__cov_kl=0.5,
         algorithm__entropy=0.0,
         algorithm__kl={"where": "none"},
@@ -563,7 +563,7 @@ def test_a_disagreement_over_the_limit_names_the_key(mean: float, most: float | 
     (problem,) = caught.value.problems
     assert problem.where == "rollout.max_probs_diff"
     assert "0.101" in problem.why
-    assert "algorithm.correction" in problem.remedy
+    assert "algorithm.rollout_correction" in problem.remedy
 
 
 def test_a_disagreement_stops_before_the_weights_move(tiny_folder: Path, drawn: torch.Tensor) -> None:

@@ -30,7 +30,12 @@ def read(warnings: Warnings, **metrics: float) -> list[str]:
         ("actor__kl", 1.0, 1.0001, ["1 nat", "algorithm.kl.coefficient"]),
         ("actor__reward_kl_penalty", 1.0, 1.0001, ["1 nat", "algorithm.kl.coefficient"]),
         ("response_length__clip_ratio", 0.5, 0.5001, ["rollout.max_tokens", "end token"]),
-        ("training__rollout_probs_diff_mean", 0.05, 0.0501, ["engine and trainer", "algorithm.correction.weight"]),
+        (
+            "training__rollout_probs_diff_mean",
+            0.05,
+            0.0501,
+            ["engine and trainer", "algorithm.rollout_correction.weight"],
+        ),
     ],
 )
 def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
@@ -45,7 +50,10 @@ def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
 @pytest.mark.parametrize(
     ("keys", "remedy"),
     [
-        ({"rollout__max_staleness": 2, "algorithm__correction__bypass": False}, "Remove algorithm.correction.weight"),
+        (
+            {"rollout__max_staleness": 2, "algorithm__correction__bypass": False},
+            "Remove algorithm.rollout_correction.weight",
+        ),
         (
             {"rollout__max_staleness": 2, "algorithm__loss": "cispo"},
             "stop. Lower optim.lr or rollout.max_staleness",

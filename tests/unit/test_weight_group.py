@@ -210,7 +210,7 @@ def test_a_server_that_dies_in_the_middle_of_a_push_is_lost() -> None:
 def test_the_own_address_is_one_that_the_server_can_reach() -> None:
     assert own_address("http://127.0.0.1:8000") == "127.0.0.1"
     assert own_address("http://localhost:8000") in ("127.0.0.1", "::1")
-    with pytest.raises(ServerFailed, match=r"set rollout\.hand_over=files"):
+    with pytest.raises(ServerFailed, match=r"set rollout\.weight_sync=files"):
         own_address("http://no-such-host.invalid:8000")
 
 
@@ -231,14 +231,14 @@ def test_run_and_server_on_one_device_are_refused(
         monkeypatch.delenv("SEEN_DEVICES", raising=False)
     else:
         monkeypatch.setenv("SEEN_DEVICES", seen)
-    settings = RolloutSettings(engine="vllm", hand_over="collective", server={"devices": devices})
+    settings = RolloutSettings(engine="vllm", weight_sync="collective", server={"devices": devices})
     refuse_shared_device(settings, Cpu())
-    refuse_shared_device(settings.model_copy(update={"hand_over": "auto"}), Accelerator())
+    refuse_shared_device(settings.model_copy(update={"weight_sync": "auto"}), Accelerator())
     refuse_shared_device(settings.model_copy(update={"url": "http://there:1"}), Accelerator())
     if shared is None:
         refuse_shared_device(settings, Accelerator())
         return
-    with pytest.raises(Refusal, match=rf"share device {shared}\n.*set rollout\.hand_over=files"):
+    with pytest.raises(Refusal, match=rf"share device {shared}\n.*set rollout\.weight_sync=files"):
         refuse_shared_device(settings, Accelerator())
 
 

@@ -74,7 +74,10 @@ def correct(
     """
     if rejected not in ("left_out", "zero"):
         raise Refusal.at(
-            "algorithm.correction.rejected", f"{rejected!r} is not known", "left_out or zero", code="unknown-name"
+            "algorithm.rollout_correction.rejected",
+            f"{rejected!r} is not known",
+            "left_out or zero",
+            code="unknown-name",
         )
     log_ratio_K = _log_ratio(trainer_K, engine_K, whole)
     importance_K = _importance(weight, log_ratio_K, sequence_K, sequences)
@@ -86,7 +89,7 @@ def correct(
             weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences, whole)
     bands = [*reject, *([Band(MASKS[mask], "ratio", high, low)] if mask in MASKS else [])]
     if mask not in CHOICES:
-        raise _unknown("algorithm.correction.mask", mask)
+        raise _unknown("algorithm.rollout_correction.mask", mask)
     keep_K = torch.ones_like(log_ratio_K)
     for band in bands:
         keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, engine_K, sequence_K, sequences)
@@ -131,7 +134,7 @@ def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor
     if weight == "sequence":
         totals_S = sum_by(log_ratio_K, sequence_K, sequences).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         return totals_S.exp()[sequence_K]
-    raise _unknown("algorithm.correction.weight", weight)
+    raise _unknown("algorithm.rollout_correction.weight", weight)
 
 
 def _mean_weight(
@@ -182,7 +185,10 @@ def _statistic(by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, engi
     if by == "tv":
         return (p_K - q_K).abs()
     raise Refusal.at(
-        "algorithm.correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...", code="unknown-name"
+        "algorithm.rollout_correction.reject",
+        f"the statistic {by!r} is not known",
+        "ratio, k2, k3, ...",
+        code="unknown-name",
     )
 
 
@@ -195,7 +201,7 @@ def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences
         largest_S = judged_K.new_zeros(sequences).scatter_reduce(0, sequence_K, judged_K, "amax", include_self=False)
         return largest_S[sequence_K]
     raise Refusal.at(
-        "algorithm.correction.reject", f"{over!r} is not known", "token, sum, mean or max", code="unknown-name"
+        "algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max", code="unknown-name"
     )
 
 

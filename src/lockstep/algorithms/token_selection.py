@@ -108,10 +108,7 @@ def drawn_times(scores_S: torch.Tensor, method: str, power: float, generator: to
         weights_S = torch.where(scores_S == scores_S.max(), 0.4, 0.1).double()
     else:
         raise Refusal.at(
-            "algorithm.filtration.method",
-            f"{method!r} is not known",
-            f"one of {', '.join(METHODS)}",
-            code="unknown-name",
+            "algorithm.pf_ppo.method", f"{method!r} is not known", f"one of {', '.join(METHODS)}", code="unknown-name"
         )
     drawn = torch.multinomial(weights_S + LEAST, len(scores_S), replacement=True, generator=generator)
     return torch.bincount(drawn, minlength=len(scores_S)).to(torch.float32)

@@ -13,7 +13,7 @@ from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens, own_loss
 from lockstep.functions import OwnFunction, is_function_path, own_function
 from lockstep.types import Sums
 
-ADVANTAGE, LOSS, LIMIT = "algorithm.advantage", "algorithm.loss", "algorithm.function_limit"
+ADVANTAGE, LOSS, LIMIT = "algorithm.advantage", "algorithm.loss", "algorithm.function_timeout"
 
 
 def estimator(name: str, seconds: float) -> Callable[..., Estimate]:

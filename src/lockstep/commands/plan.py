@@ -77,7 +77,7 @@ def _weight_sync(recipe: Recipe, device: Device) -> str:
         return f"by {device.collective}"
     if by_memory(rollout, server_adapter_of(rollout), device, 1, adapter=recipe.model.lora is not None):
         memory = "through the run's device memory"
-        return memory if rollout.hand_over == "memory" else f"{memory}, otherwise {files}"
+        return memory if rollout.weight_sync == "memory" else f"{memory}, otherwise {files}"
     return files
 
 
@@ -225,14 +225,17 @@ def _remarks(recipe: Recipe, cluster: TargetCluster) -> Iterable[str]:
         yield f"the speeds of {chip.name} are the vendor's, scaled by the efficiency of an H200: not tested on it"
     if online and not ENGINES[recipe.rollout.engine].paged:
         yield f"generation is estimated for the built-in engine, not for {recipe.rollout.engine}"
-    if online and recipe.algorithm.dynamic_sampling.rounds > 1:
+    if online and recipe.algorithm.dynamic_sampling.max_gen_batches > 1:
         yield "resampled groups (algorithm.dynamic_sampling) are not counted"
     if online and recipe.rollout.max_staleness is not None:
         yield "generation and training are counted sequentially"
         if recipe.rollout.worker_device:
             yield f"{cluster.devices} additional devices generate (rollout.worker_device)"
-    if recipe.parallel.tensor > 1:
-        yield "the latency of the parallel.tensor all-reduce is not included: steps take longer, especially decoding"
+    if recipe.parallel.tensor_parallel > 1:
+        yield (
+            "the latency of the parallel.tensor_parallel all-reduce is not included: "
+            "steps take longer, especially decoding"
+        )
     yield "not counted: rewards and their models, validation, loading, writing checkpoints"
 
 

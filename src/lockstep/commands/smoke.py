@@ -104,7 +104,7 @@ ROWS = 64
 RESPONSE_TOKENS = 16
 UPDATE = 4
 # Keys that two steps in a temporary folder do not need: early stopping and the row cache.
-UNUSED = (("run", "stop_early", None), ("data", "cache", "off"))
+UNUSED = (("run", "early_stopping", None), ("data", "cache", "off"))
 
 
 def smoke_test(recipe: Recipe) -> None:
@@ -267,8 +267,8 @@ class Smoke:
     def _sizes(self) -> None:
         values = self.values
         batch, optim = values["batch"], values["optim"]
-        if batch["rows"] is not None:
-            batch["rows"] = min(batch["rows"], 2)
+        if batch["micro_batch_size"] is not None:
+            batch["micro_batch_size"] = min(batch["micro_batch_size"], 2)
         # A value of 1 or more is a number of steps.
         if optim["warmup"] >= 1:
             optim["warmup"] = 1

@@ -46,7 +46,7 @@ _UNUSED_KEYS = {
         "drop_last",
         "cache",
         "cache_gb",
-        "reader_limit",
+        "reader_timeout",
         "reader_memory_gb",
     },
     "source": {"weight", "rows"},

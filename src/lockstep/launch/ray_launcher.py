@@ -53,8 +53,8 @@ def layout_of(settings: Parallel) -> str:
     constraints = {
         "shard": settings.shard is not None,
         "replicate": settings.replicate is not None,
-        "tensor": settings.tensor > 1,
-        "context": settings.context > 1,
+        "tensor_parallel": settings.tensor_parallel > 1,
+        "context_parallel": settings.context_parallel > 1,
         "offload": settings.offload in ("params", "all"),
         "offload_critic": settings.offload_critic in ("params", "all"),
     }

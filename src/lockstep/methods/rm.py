@@ -30,7 +30,7 @@ def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any
 
 class Ranked:
     def __init__(self, recipe: Recipe):
-        self.kind, self.ranking, self.centre = recipe.rm.loss, recipe.rm.ranking, recipe.rm.centre
+        self.kind, self.ranking, self.centre = recipe.rm.loss, recipe.rm.ranking, recipe.rm.center_rewards_coef
 
     def task(self, update: Update[Ranking], models: MethodModels) -> Task:
         margins_R = torch.tensor([item.margin for item in update.items])

@@ -25,8 +25,11 @@ STYLES: dict[str, Style] = {"colwise": "columns", "rowwise": "rows", "replicated
 EXPERTS = "moe_tp_experts"
 DIVIDED_EXPERTS: dict[str, Style] = {EXPERTS: "experts"}
 LEFT_WHOLE = ("embed_tokens",)
-KEY = "parallel.tensor"
-REMEDY = "set parallel.tensor=1 and shard the model instead (parallel.shard), or use one of docs/several-processes.md"
+KEY = "parallel.tensor_parallel"
+REMEDY = (
+    "set parallel.tensor_parallel=1 and shard the model instead (parallel.shard), "
+    "or use one of docs/several-processes.md"
+)
 
 
 class Indivisible(Exception):
@@ -93,8 +96,8 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
         if adapters is not None and style not in sides:
             raise Refusal.at(
                 "model.lora.targets",
-                f"{name} has an adapter, and parallel.tensor gives each process a part of its {style}",
-                "name other layers in model.lora.targets; or set parallel.tensor=1 and shard the model "
+                f"{name} has an adapter, and parallel.tensor_parallel gives each process a part of its {style}",
+                "name other layers in model.lora.targets; or set parallel.tensor_parallel=1 and shard the model "
                 "(parallel.shard)",
                 code="unfit-adapter",
             )
@@ -151,7 +154,7 @@ def refuse_heads(config: Any, size: int) -> None:
         if count % size:
             fitting = ", ".join(str(number) for number in _divisors(*(n for n in heads.values() if n)))
             why = f"its {count} {kind} heads cannot be divided over {size} processes"
-            raise Indivisible(why, f"set parallel.tensor to one of {fitting}")
+            raise Indivisible(why, f"set parallel.tensor_parallel to one of {fitting}")
 
 
 def _divisors(*counts: int) -> Iterator[int]:

@@ -114,9 +114,10 @@ def refuse_ranks(context: int, processes: int) -> None:
     """Reject a number of processes that is not a multiple of the group size."""
     if processes % context:
         raise Refusal.at(
-            "parallel.context",
+            "parallel.context_parallel",
             f"{processes} process(es) cannot be divided into groups of {context}",
-            f"start {context} or a multiple of it (torchrun --nproc-per-node {context}), or set parallel.context=1",
+            f"start {context} or a multiple of it (torchrun --nproc-per-node {context}), "
+            "or set parallel.context_parallel=1",
             code="wrong-process-count",
         )
 

@@ -156,7 +156,7 @@ def _problem(attentions: list[Any], group: ContextGroup, path: str) -> Problem |
             heads = getattr(module, HEADS)
             if heads % group.size:
                 return Problem(
-                    "parallel.context",
+                    "parallel.context_parallel",
                     f"{path} has {heads} heads in a layer, which {group.size} processes cannot divide with {layout}",
                     f"choose a divisor of {heads}, or parallel.context_layout=zigzag or gather",
                     code="indivisible",

@@ -199,10 +199,12 @@ class Grid(NamedTuple):
 
 def grid_of(settings: Parallel, ranks: int) -> Grid:
     """The mesh of the recipe for this number of ranks; rejected if they do not divide evenly."""
-    shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor
+    shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor_parallel
     refuse_groups(tensor, ranks)
     every, ranks = ranks, ranks // tensor
-    groups = "processes" if tensor == 1 else f"groups of {tensor} processes (parallel.tensor={tensor} of {every})"
+    groups = (
+        "processes" if tensor == 1 else f"groups of {tensor} processes (parallel.tensor_parallel={tensor} of {every})"
+    )
     key, size = ("shard", shard) if shard is not None else ("replicate", replicate)
     if size is None:
         return Grid(1, ranks, tensor)

@@ -227,9 +227,10 @@ def refuse_groups(tensor: int, processes: int) -> None:
     """Reject a number of processes that is not a multiple of the group size."""
     if processes % tensor:
         raise Refusal.at(
-            "parallel.tensor",
+            "parallel.tensor_parallel",
             f"{processes} process(es) cannot be divided into groups of {tensor}",
-            f"start {tensor} or a multiple of it (torchrun --nproc-per-node {tensor}), or set parallel.tensor=1",
+            f"start {tensor} or a multiple of it (torchrun --nproc-per-node {tensor}), "
+            "or set parallel.tensor_parallel=1",
             code="wrong-process-count",
         )
 

@@ -26,12 +26,12 @@ def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, see
     rollout = recipe.rollout
     if rollout.max_staleness is None:
         return
-    if recipe.parallel.tensor > 1:
+    if recipe.parallel.tensor_parallel > 1:
         raise Refusal.at(
             KEY,
-            f"a process that generates beside training holds the whole model on one device, and parallel.tensor="
-            f"{recipe.parallel.tensor} divides it",
-            "remove parallel.tensor: the weights are divided over the ranks without it too; or " + _TURNS,
+            f"a process that generates beside training holds the whole model on one device, and "
+            f"parallel.tensor_parallel={recipe.parallel.tensor_parallel} divides it",
+            "remove parallel.tensor_parallel: the weights are divided over the ranks without it too; or " + _TURNS,
             code="unsupported-combination",
         )
     there = rollout.worker_device or 0
@@ -44,9 +44,9 @@ def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, see
             f"set {DEVICE_KEY} to another device, or {_TURNS}",
             code="unsupported-combination",
         )
-    if not there and rollout.hand_over == "collective" and not device.meets_itself:
+    if not there and rollout.weight_sync == "collective" and not device.meets_itself:
         raise Refusal.at(
-            "rollout.hand_over",
+            "rollout.weight_sync",
             f"{device.collective} does not join two processes on one {device.name} device",
             f"set it to memory, or {DEVICE_KEY} to another device",
             code="unsupported-combination",
@@ -79,7 +79,7 @@ def device_of_worker(recipe: Recipe, local_rank: int) -> int:
 
 def collective_of(recipe: Recipe, device: Device) -> str | None:
     """The collective by which weights are handed over; None where they go through the host's memory."""
-    way = recipe.rollout.hand_over
+    way = recipe.rollout.weight_sync
     own_device = bool(recipe.rollout.worker_device)
     return device.collective if way == "collective" or (way == "auto" and own_device) else None
 
@@ -113,7 +113,7 @@ def with_worker(
     prompts = asked * max(0, longest - rollout.max_tokens)
     passes = prefill_bytes(config.get_text_config(), min(prefill_tokens, prompts), size)
     worker = Phase(WORKER, plan.parameters * size, activations=cache + passes)
-    through_memory = rollout.hand_over == "memory" or (rollout.hand_over == "auto" and not rollout.worker_device)
+    through_memory = rollout.weight_sync == "memory" or (rollout.weight_sync == "auto" and not rollout.worker_device)
     plan = replace(plan, handed_bytes=plan.trained * size if through_memory else 0)
     if rollout.worker_device:
         return replace(plan, phases=(*plan.phases, worker))

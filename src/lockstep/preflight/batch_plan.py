@@ -103,14 +103,16 @@ def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
 
 
 def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPlan:
-    batch, context, group = recipe.batch, recipe.parallel.context, recipe.parallel.group
+    batch, context, group = recipe.batch, recipe.parallel.context_parallel, recipe.parallel.group
     rows = sum(len(source) for source in dataset.sources)
     steps, total = _steps(recipe, rows, batch.rows_per_update)
     loader = make_loader(recipe, dataset)
     counts, used, room = [], 0, 0
     for step in range(min(steps, SAMPLED_UPDATES)):
         lengths = [row_size(item, packed=batch.tokens is not None, shared=context == 1) for item in loader.take(step)]
-        bins = plan_micro_batches(lengths, devices=devices // group, tokens=recipe.line_tokens, rows=batch.rows)
+        bins = plan_micro_batches(
+            lengths, devices=devices // group, tokens=recipe.line_tokens, rows=batch.micro_batch_size
+        )
         counts.append(len(bins[0]))
         used += sum(lengths)
         room += sum(_room(members, lengths, recipe.line_tokens) for share in bins for members in share)
@@ -161,11 +163,11 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
     they are the engine's, and only what compares the two needs the trainer's.
     """
     algorithm = recipe.algorithm
-    if algorithm.correction.compares or estimator_row(algorithm.advantage).energy:
+    if algorithm.rollout_correction.compares or estimator_row(algorithm.advantage).energy:
         return True
     chosen_before = loss_row(algorithm.loss).held is not None
     needed = updates * algorithm.epochs > 1 or algorithm.kl.in_reward() or chosen_before
-    return needed and not algorithm.correction.bypass
+    return needed and not algorithm.rollout_correction.bypass
 
 
 def logprob_limit(recipe: Recipe) -> float | None:

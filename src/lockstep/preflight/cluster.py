@@ -301,7 +301,7 @@ class OfflineSteps:
 
 
 def _packed_and_shared(recipe: Recipe) -> tuple[bool, bool]:
-    return recipe.batch.tokens is not None, recipe.parallel.context == 1
+    return recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
 
 
 def _tokens(item: Item, packed: bool, shared: bool) -> int:
@@ -353,7 +353,7 @@ class OnlineSteps:
 
     def _shared(self, recipe: Recipe) -> int:
         """Responses of a group whose prompt stands on the line already: on each of its lines all but one."""
-        if recipe.batch.tokens is None or recipe.parallel.context > 1:
+        if recipe.batch.tokens is None or recipe.parallel.context_parallel > 1:
             return 0
         on_a_line = max(1, int((recipe.batch.tokens - self.prompt_tokens) // self.response_tokens))
         return recipe.rollout.n - -(-recipe.rollout.n // on_a_line)

@@ -31,9 +31,9 @@ from lockstep.rollout.native.limits import fitting_prefill
 
 # Keys of `parallel` that the reckoning follows, or that change nothing in it.
 RECKONED = {
-    *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "tensor"),
+    *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "tensor_parallel"),
     *(
-        "context",
+        "context_parallel",
         "context_layout",
         "offload",
         "offload_critic",
@@ -96,13 +96,13 @@ class Outlook:
         if plan.cache >= plan.wanted_cache or not fits:
             return None
         size = DTYPES[self.recipe.model.dtype].itemsize
-        each = kv_bytes(self.models.config, size) / self.recipe.parallel.tensor
+        each = kv_bytes(self.models.config, size) / self.recipe.parallel.tensor_parallel
         return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
 
     def divided_over(self, tensor: int) -> Outlook:
         """The same with tensor groups of this size. Raises Indivisible where the model has no such parts."""
         refuse_heads(self.models.config, tensor)
-        parallel = self.recipe.parallel.model_copy(update={"tensor": tensor})
+        parallel = self.recipe.parallel.model_copy(update={"tensor_parallel": tensor})
         recipe = self.recipe.model_copy(update={"parallel": parallel})
         counted = count_parameters(recipe, self.models.config)
         return replace(self, recipe=recipe, models=replace(self.models, counted=counted))
@@ -213,7 +213,7 @@ def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
     found = list(_timed(outlook, cluster))
     if not found:
         found = [
-            (seconds, count + 1, {"parallel.tensor": divided.recipe.parallel.tensor, **keys})
+            (seconds, count + 1, {"parallel.tensor_parallel": divided.recipe.parallel.tensor_parallel, **keys})
             for divided in _tensors(outlook, cluster)
             for seconds, count, keys in _timed(divided, cluster)
         ]
@@ -234,7 +234,7 @@ def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
     """Larger tensor groups inside a node, of a model that can be divided so."""
     recipe = outlook.recipe
     for size in (2, 4, 8, 16):
-        if size <= recipe.parallel.tensor or cluster.each % size:
+        if size <= recipe.parallel.tensor_parallel or cluster.each % size:
             continue
         try:
             divided = outlook.divided_over(size)
@@ -251,7 +251,7 @@ def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyV
         *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
     ):
         shared: KeyValues = {key: value for part in parts for key, value in part.items()}
-        context = shared.get("parallel.context", recipe.parallel.context)
+        context = shared.get("parallel.context_parallel", recipe.parallel.context_parallel)
         for micro in _micro_batches(outlook, context):
             keys = {**shared, **micro}
             if not _possible(outlook, cluster, keys):
@@ -273,7 +273,7 @@ def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool
     except Refusal:
         return False
     held = recipe.line_tokens is None or recipe.line_tokens >= outlook.steps.longest(recipe)
-    return held and cluster.devices % recipe.parallel.context == 0 and not list(combination_problems(recipe))
+    return held and cluster.devices % recipe.parallel.context_parallel == 0 and not list(combination_problems(recipe))
 
 
 # -- what may be changed: for each, nothing first, then the keys
@@ -285,7 +285,9 @@ def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     except Refusal:  # of the recipe's own keys, on more devices than it was written for
         whole = False
     return (
-        [{}] if whole else [{}, {"parallel.shard": cluster.devices // recipe.parallel.tensor, "parallel.replicate": 1}]
+        [{}]
+        if whole
+        else [{}, {"parallel.shard": cluster.devices // recipe.parallel.tensor_parallel, "parallel.replicate": 1}]
     )
 
 
@@ -319,19 +321,26 @@ def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     if recipe.batch.tokens is None:
         return [{}]
     counts = (2, 4, 8, 16)
-    return [{}, *({"parallel.context": n} for n in counts if n > recipe.parallel.context and cluster.each % n == 0)]
+    return [
+        {},
+        *(
+            {"parallel.context_parallel": n}
+            for n in counts
+            if n > recipe.parallel.context_parallel and cluster.each % n == 0
+        ),
+    ]
 
 
 def _micro_batches(outlook: Outlook, context: int) -> Iterator[KeyValues]:
     batch = outlook.recipe.batch
     yield {}
     if batch.tokens is None:
-        rows = batch.rows or 1
+        rows = batch.micro_batch_size or 1
         while rows > 1:
             rows //= 2
-            yield {"batch.rows": rows}
+            yield {"batch.micro_batch_size": rows}
         return
-    recipe = with_keys(outlook.recipe, {"parallel.context": context})
+    recipe = with_keys(outlook.recipe, {"parallel.context_parallel": context})
     least, tokens = -(-outlook.steps.longest(recipe) // context), batch.tokens
     while tokens > least:
         tokens = max(least, tokens // 2)
@@ -342,7 +351,7 @@ def _sequences(recipe: Recipe, cluster: TargetCluster) -> Iterator[KeyValues]:
     yield {}
     if recipe.method not in ONLINE:
         return
-    share = -(-recipe.batch.prompts // (cluster.devices // recipe.parallel.tensor)) * recipe.rollout.n
+    share = -(-recipe.batch.prompts // (cluster.devices // recipe.parallel.tensor_parallel)) * recipe.rollout.n
     count = min(recipe.rollout.max_sequences, share)
     while count > 1:
         count //= 2

@@ -32,9 +32,9 @@ def try_functions(
     algorithm, rollout = recipe.algorithm, recipe.rollout
     tries = []
     if is_function_path(algorithm.advantage):
-        tries.append(lambda: try_advantage(algorithm.advantage, recipe.rollout.n, algorithm.function_limit))
+        tries.append(lambda: try_advantage(algorithm.advantage, recipe.rollout.n, algorithm.function_timeout))
     if is_function_path(algorithm.loss):
-        tries.append(lambda: try_loss(algorithm.loss, algorithm.function_limit))
+        tries.append(lambda: try_loss(algorithm.loss, algorithm.function_timeout))
     if rollout.function is not None and prompts is not None:
         function_path, prompt = rollout.function, next(prompt for source in prompts.sources for prompt in source)
         tries.append(
@@ -46,7 +46,7 @@ def try_functions(
                 lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
                 lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
                 vocabulary,
-                rollout.function_limit,
+                rollout.function_timeout,
             )
         )
     for attempt in tries:

@@ -248,13 +248,13 @@ def plan_memory(
 
 def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
     """Of the largest micro-batch: those of one device, where several divide it."""
-    most = min(recipe.batch.rows or rows, rows) * longest
-    return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context)
+    most = min(recipe.batch.micro_batch_size or rows, rows) * longest
+    return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context_parallel)
 
 
 def _one_micro_batch(recipe: Recipe, rows: int, longest: int) -> bool:
     """Whether an update surely is one, however long its rows are."""
-    fits_rows = recipe.batch.rows is None or recipe.batch.rows >= rows
+    fits_rows = recipe.batch.micro_batch_size is None or recipe.batch.micro_batch_size >= rows
     return fits_rows and (recipe.line_tokens is None or recipe.line_tokens >= rows * longest)
 
 
@@ -324,9 +324,9 @@ def _with_online_parts(
     asked = engine.prompts(recipe)
     sequences = min(recipe.rollout.max_sequences, asked * recipe.rollout.n)
     token = kv_bytes(config, size)
-    cached = sequences * engine.longest * token // recipe.parallel.tensor
+    cached = sequences * engine.longest * token // recipe.parallel.tensor_parallel
     block = recipe.rollout.block_tokens
-    least = Scheduler.least_blocks(engine.longest, block) * block * token // recipe.parallel.tensor
+    least = Scheduler.least_blocks(engine.longest, block) * block * token // recipe.parallel.tensor_parallel
     cache = engine.cache(recipe, cached, least)
     phases = tuple(
         replace(phase, weights=phase.weights + weights, optimizer=phase.optimizer + state) for phase in plan.phases

@@ -129,11 +129,11 @@ def refuse_routers(recipe: Recipe) -> list[Problem]:
 
 
 def refuse_indivisible_models(recipe: Recipe) -> list[Problem]:
-    """Models, also those that are only read, that the processes of `parallel.tensor` cannot divide."""
+    """Models, also those that are only read, that the processes of `parallel.tensor_parallel` cannot divide."""
     problems: list[Problem] = []
     for path in model_folders(recipe).values():
         try:
-            refuse_indivisible(load_config(path), path, recipe.parallel.tensor)
+            refuse_indivisible(load_config(path), path, recipe.parallel.tensor_parallel)
         except Refusal as refusal:
             problems += refusal.problems
     return problems

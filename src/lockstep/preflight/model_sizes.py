@@ -82,8 +82,8 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         # The norms, biases and adapters of a tensor group are too small to count apart.
-        divided = divided_parameters(base, recipe.parallel.tensor)
-        styles = styles_of(base, recipe.parallel.tensor) if recipe.parallel.tensor > 1 else {}
+        divided = divided_parameters(base, recipe.parallel.tensor_parallel)
+        styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
         fused = recipe.model.attention != "sdpa" and fused_feed_forwards(base) == config.num_hidden_layers
         model = with_lora(base, recipe.model.lora, seed=0)

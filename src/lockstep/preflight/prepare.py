@@ -163,7 +163,7 @@ class Collector:
 def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, must_fit: bool = True) -> Prepared:
     """Find and check everything; `must_fit` also refuses what the device's memory cannot hold."""
     collect = Collector()
-    collect(lambda: refuse_ranks(recipe.parallel.context, devices))
+    collect(lambda: refuse_ranks(recipe.parallel.context_parallel, devices))
     tokenizer, config, questions = _common(recipe, device, collect)
     collect(lambda: grid_of(recipe.parallel, devices))
     collect(lambda: refuse_offload(recipe.parallel, devices))
@@ -181,7 +181,7 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
             problems, said = METHODS[recipe.method].check(recipe, rows, key)
             collect.problems += [*problems, *oversized(rows, recipe)]
             collect.problems += refuse_placeholders(config, ((one.origin, one.ids) for one in sequences(rows.items)))
-            if recipe.batch.tokens is not None and recipe.parallel.context == 1:
+            if recipe.batch.tokens is not None and recipe.parallel.context_parallel == 1:
                 collect.problems += shared_and_moving(rows, *read_by(recipe, config))
             remarks += said
     collect.refuse()
@@ -208,14 +208,14 @@ def prepare(recipe: Recipe, device: Device, devices: int, console: Console, *, m
 
 def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
     """Tokens that the longest row takes of a micro-batch."""
-    packed, shared = recipe.batch.tokens is not None, recipe.parallel.context == 1
+    packed, shared = recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
     sizes = row_sizes(rows.items, packed=packed, shared=shared)
     return int((sizes if packed else sizes * sequence_counts(rows.items)).max())
 
 
 def oversized(rows: Dataset[Any], recipe: Recipe) -> list[Problem]:
     """Rows whose sequences, which one loss compares, do not fit into a micro-batch together."""
-    tokens, context = recipe.line_tokens, recipe.parallel.context
+    tokens, context = recipe.line_tokens, recipe.parallel.context_parallel
     if tokens is None:
         return []
     items, counts = rows.items, sequence_counts(rows.items)
@@ -254,7 +254,7 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
             str(items[number].origin),
             f"{longest[number]} tokens, and over {fixed} all positions of {config.model_type} move with the length of "
             "a sequence (longrope or dynamic rotary embedding), while packed sequences of a row share their beginning",
-            "set batch.rows instead of batch.tokens, or lower data.max_tokens",
+            "set batch.micro_batch_size instead of batch.tokens, or lower data.max_tokens",
             code="rotary-limit",
         )
         for number in np.flatnonzero((sequence_counts(items) > 1) & (longest > fixed)).tolist()
@@ -267,7 +267,7 @@ def prepare_online(
 ) -> PreparedOnline:
     """As `prepare`, for prompts. `here`: the run would train on the devices of this machine."""
     collect = Collector()
-    collect(lambda: refuse_ranks(recipe.parallel.context, devices))
+    collect(lambda: refuse_ranks(recipe.parallel.context_parallel, devices))
     collect(lambda: refuse_beside(recipe, device, ranks_here(devices), device.count() if here else None))
     tokenizer, config, questions = _common(recipe, device, collect)
     collect(lambda: grid_of(recipe.parallel, devices))

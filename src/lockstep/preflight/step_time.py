@@ -99,7 +99,7 @@ class StepTimes:
         self.slices = cluster.apart(self.grid.shard, self.grid.tensor)
         self.every = cluster.neighbours(self.pieces)
         self.copies = cluster.apart(self.grid.replicate, self.pieces)
-        self.context = recipe.parallel.context
+        self.context = recipe.parallel.context_parallel
         self.groups = cluster.devices // recipe.parallel.group
         cost = models.cost
         # Of the weights but the head: nearly all of them, where a group divides any.
@@ -214,7 +214,7 @@ class StepTimes:
         budget = self.recipe.line_tokens
         if budget is None:
             rows = -(-max(1, work.rows // work.updates) // self.groups)
-            return -(-rows // (batch.rows or rows))
+            return -(-rows // (batch.micro_batch_size or rows))
         lines, whole = (part / work.updates / self.groups / budget for part in (work.tokens, work.whole))
         # No more whole sequences than fill the budget twice; see `data/batching.py`.
         return max(1, _up(lines), _up(whole / 2))

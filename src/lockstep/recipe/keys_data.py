@@ -72,7 +72,7 @@ class Data(Section):
         "`path/to/file.py:name`.",
         effect=Effect("matters", "a different function, or the same one at another path; compare the row checksums"),
     )
-    reader_limit: float = Field(
+    reader_timeout: float = Field(
         600.0,
         gt=0,
         description="Timeout in seconds for `reader` to yield all rows of a path. After it, the run stops with an "
@@ -157,7 +157,7 @@ class Data(Section):
         None,
         ge=2,
         description="Maximum row length in tokens. Default: the model's context length, or `batch.tokens` (times "
-        "`parallel.context`) if smaller.",
+        "`parallel.context_parallel`) if smaller.",
         effect=LIMIT,
     )
     max_prompt_tokens: int | None = Field(

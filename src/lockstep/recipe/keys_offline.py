@@ -91,7 +91,7 @@ class RewardModelSettings(Section):
         "pairs",
         description="Loss of more than two responses: the mean over all pairs, or the Plackett-Luce likelihood.",
     )
-    centre: float = Field(
+    center_rewards_coef: float = Field(
         0.0, ge=0, description="Weight of the squared sum of a pair's scores. It keeps the scores centred at zero."
     )
 

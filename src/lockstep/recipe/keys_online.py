@@ -22,7 +22,7 @@ class Reject(Section):
     high: float = Field(gt=0, description="Upper bound of the accepted range.")
 
 
-class Correction(Section):
+class RolloutCorrection(Section):
     bypass: bool = Field(
         False,
         description="Use the engine's log-probabilities as the old log-probabilities of the ratio. This saves the "
@@ -40,15 +40,18 @@ class Correction(Section):
         2.0,
         gt=0,
         description="Maximum weight; `null` means no maximum.",
-        read_where=("algorithm.correction.weight", ("token", "sequence")),
+        read_where=("algorithm.rollout_correction.weight", ("token", "sequence")),
     )
     floor: float = Field(
-        0.0, ge=0, description="Minimum weight.", read_where=("algorithm.correction.weight", ("token", "sequence"))
+        0.0,
+        ge=0,
+        description="Minimum weight.",
+        read_where=("algorithm.rollout_correction.weight", ("token", "sequence")),
     )
     normalize: bool = Field(
         False,
         description="Divide the weights by their mean over the step.",
-        read_where=("algorithm.correction.weight", ("token", "sequence")),
+        read_where=("algorithm.rollout_correction.weight", ("token", "sequence")),
     )
     mask: Literal["none", "token", "sequence"] = Field(
         "none",
@@ -58,13 +61,13 @@ class Correction(Section):
         0.5,
         gt=0,
         description="Lower bound of the ratio for `mask`.",
-        read_where=("algorithm.correction.mask", ("token", "sequence")),
+        read_where=("algorithm.rollout_correction.mask", ("token", "sequence")),
     )
     high: float = Field(
         2.0,
         gt=0,
         description="Upper bound of the ratio for `mask`.",
-        read_where=("algorithm.correction.mask", ("token", "sequence")),
+        read_where=("algorithm.rollout_correction.mask", ("token", "sequence")),
     )
     reject: list[Reject] = Field(
         default_factory=list,
@@ -124,11 +127,11 @@ class Kl(Section):
         "at most 10, so that it stays the gradient of the divergence in later updates of a step.",
         read_where=("algorithm.kl.where", ("loss",)),
     )
-    compared: bool = Field(
+    before_baseline: bool = Field(
         True,
-        description="For a KL penalty in the reward, with estimators that compare groups: `true` includes it in "
-        "the scores that a group compares; `false` subtracts it afterwards, at each token the penalty of the rest "
-        "of the response.",
+        description="For a KL penalty in the reward, with estimators that compare groups: `true` subtracts it from "
+        "the scores before the baseline of the group is computed; `false` subtracts it afterwards, at each token "
+        "the penalty of the rest of the response.",
         read_where=("algorithm.kl.where", ("loss", "reward")),
     )
     reference: str | None = Field(
@@ -156,11 +159,11 @@ class Whiten(Section):
 
 
 class DynamicSampling(Section):
-    rounds: int = Field(
+    max_gen_batches: int = Field(
         1,
         ge=1,
-        description="Maximum number of generation rounds per step. Above 1, groups with equal rewards are replaced "
-        "by new prompts until the step is full or the rounds are used up.",
+        description="Maximum number of batches of prompts generated per step. Above 1, groups with equal rewards "
+        "are replaced by new prompts until the step is full or this number is reached.",
     )
     between: list[float] | None = Field(
         None,
@@ -175,14 +178,14 @@ class DynamicSampling(Section):
     )
 
 
-class Filtration(Section):
+class PolicyFiltration(Section):
     method: Literal["none", "pow", "max_min", "max_random"] = Field(
         "none",
         description="PF-PPO: resample the responses of a step by their scores. `pow`: by a power of the score; "
         "`max_min`: only the best and the worst; `max_random`: the best four times as often as the others.",
     )
     power: float = Field(
-        2.0, gt=0, description="`pow`: the exponent.", read_where=("algorithm.filtration.method", ("pow",))
+        2.0, gt=0, description="`pow`: the exponent.", read_where=("algorithm.pf_ppo.method", ("pow",))
     )
 
 
@@ -191,13 +194,13 @@ class Overlong(Section):
         0, ge=0, description="Penalise responses that end within this many tokens before the limit; 0 disables it."
     )
     factor: float = Field(1.0, ge=0, description="Penalty at the limit.")
-    cut: float | None = Field(
+    truncated_reward: float | None = Field(
         None,
         le=1,
         description="Score of responses that reached the limit. From 0 to 1: their score is multiplied by this "
         "value; below 0: this value replaces their score.",
     )
-    skip: bool = Field(
+    mask_truncated: bool = Field(
         False,
         description="Mask responses that reached the limit in the loss (overlong filtering). They still count in "
         "the baselines of other responses.",
@@ -211,7 +214,7 @@ class Algorithm(Section):
     loss: Annotated[str, Named(LOSSES, allow_function=True)] = Field(
         "clip", description="Policy loss: a name, or your function `path/to/file.py:name`."
     )
-    function_limit: float = Field(
+    function_timeout: float = Field(
         600.0,
         gt=0,
         description="Timeout in seconds for one call of your `advantage` or `loss`. After it, the run stops.",
@@ -273,7 +276,7 @@ class Algorithm(Section):
         description="`sapo`: temperature for negative advantages.",
         read_where=("algorithm.loss", ("sapo",)),
     )
-    cov_share: float = Field(
+    cov_ratio: float = Field(
         0.0002,
         ge=0,
         le=1,
@@ -305,14 +308,14 @@ class Algorithm(Section):
     whiten: Whiten = Field(default_factory=Whiten)
     entropy: float = Field(0.0, description="Weight of the entropy bonus.")
     kl: Kl = Field(default_factory=Kl, effect=Effect("blocks", "the KL penalty differs"))
-    correction: Correction = Field(
-        default_factory=Correction, effect=Effect("blocks", "tokens are weighted or masked differently")
+    rollout_correction: RolloutCorrection = Field(
+        default_factory=RolloutCorrection, effect=Effect("blocks", "tokens are weighted or masked differently")
     )
     dynamic_sampling: DynamicSampling = Field(
         default_factory=DynamicSampling, effect=Effect("blocks", "different groups are trained")
     )
-    filtration: Filtration = Field(
-        default_factory=Filtration, effect=Effect("blocks", "responses are resampled differently")
+    pf_ppo: PolicyFiltration = Field(
+        default_factory=PolicyFiltration, effect=Effect("blocks", "responses are resampled differently")
     )
     overlong: Overlong = Field(default_factory=Overlong, effect=REWARD)
 

@@ -42,13 +42,13 @@ class Parallel(Section):
         None,
         ge=1,
         description="Number of processes that share one copy of a model, one shard each. Default: all processes, "
-        "or those that `parallel.replicate` and `parallel.tensor` leave.",
+        "or those that `parallel.replicate` and `parallel.tensor_parallel` leave.",
     )
     replicate: int | None = Field(
         None,
         ge=1,
-        description="Number of copies of a model. `shard` x `replicate` (x `tensor`) is the number of processes. "
-        "Default: 1, or the number that `parallel.shard` leaves.",
+        description="Number of copies of a model. `shard` x `replicate` (x `tensor_parallel`) is the number of "
+        "processes. Default: 1, or the number that `parallel.shard` leaves.",
     )
     offload: Offload = Field(
         "none",
@@ -64,14 +64,14 @@ class Parallel(Section):
     offload_reward: bool = Field(
         False, description="Same as `parallel.offload_reference`, for `reward.model` and `reward.process`."
     )
-    tensor: int = Field(
+    tensor_parallel: int = Field(
         1,
         ge=1,
         description="Tensor parallelism: number of processes that split the modules of every layer, by attention "
-        "heads, in training and generation. The model must have a plan for it. `shard` x `replicate` x `tensor` is "
-        "the number of processes.",
+        "heads, in training and generation. The model must have a plan for it. `shard` x `replicate` x "
+        "`tensor_parallel` is the number of processes.",
     )
-    context: int = Field(
+    context_parallel: int = Field(
         1,
         ge=1,
         description="Context parallelism: number of processes that split every micro-batch, for sequences too long "
@@ -84,7 +84,7 @@ class Parallel(Section):
         description="How context parallelism splits a micro-batch. `zigzag`: keys and values pass around a ring, "
         "with equal work per process; `gather`: one contiguous span per process, with gathered keys and values, "
         "also for sliding windows; `ulysses`: tokens are exchanged for heads, for every kind of attention; the "
-        "number of heads must be divisible by `parallel.context`.",
+        "number of heads must be divisible by `parallel.context_parallel`.",
         effect=MICRO,
         resumable=True,
     )
@@ -92,7 +92,7 @@ class Parallel(Section):
     @property
     def group(self) -> int:
         """Number of processes that share one slice of the rows."""
-        return self.context * self.tensor
+        return self.context_parallel * self.tensor_parallel
 
 
 class Tape(Section):

@@ -49,14 +49,14 @@ class ServerSettings(Section):
         effect=_WHERE,
         resumable=True,
     )
-    start_limit: float = Field(
+    start_timeout: float = Field(
         1800.0,
         gt=0,
         description="Timeout in seconds for the engine to respond after its start, or after it was lost.",
         effect=_LIMIT,
         resumable=True,
     )
-    answer_limit: float = Field(
+    request_timeout: float = Field(
         1800.0,
         gt=0,
         description="Timeout in seconds for one response, and for loading weights.",
@@ -107,7 +107,7 @@ class RolloutSettings(Section):
         "requests each turn of the policy from the engine.",
         effect=Effect("matters", "a different function, or the same one at another path; compare the samples"),
     )
-    function_limit: float = Field(
+    function_timeout: float = Field(
         600.0,
         gt=0,
         description="Timeout in seconds of `function` between two turns of the policy. After it, the response fails.",
@@ -138,7 +138,7 @@ class RolloutSettings(Section):
         description="Exclude tokens whose probability is below this fraction of the most likely token's.",
         effect=SAMPLING,
     )
-    truncated: Literal["refuse", "mask", "ignore"] = Field(
+    truncated_sampling: Literal["refuse", "mask", "ignore"] = Field(
         "refuse",
         description="How the trainer computes log-probabilities with `top_p`, `top_k` or `min_p`: `mask` with the "
         "same truncation; `ignore` under the full distribution (the ratios are then biased); `refuse` stops with "
@@ -194,8 +194,8 @@ class RolloutSettings(Section):
         ge=0,
         description="Generate in a separate process per rank while the run trains. Its weights are at most this "
         "many steps older than the weights that its responses train (0: it waits for them). Default: generation "
-        "and training alternate. Above 0, if the recipe does not set them, `algorithm.correction.bypass` is `true` "
-        "for a loss that clips, otherwise `algorithm.correction.weight` is `token`.",
+        "and training alternate. Above 0, if the recipe does not set them, `algorithm.rollout_correction.bypass` "
+        "is `true` for a loss that clips, otherwise `algorithm.rollout_correction.weight` is `token`.",
         effect=Effect("matters", "responses are sampled with weights of earlier steps; the lag depends on timing"),
     )
     worker_device: int | None = Field(
@@ -206,7 +206,7 @@ class RolloutSettings(Section):
         effect=Effect("harmless", "the same model on another device of the same kind"),
         resumable=True,
     )
-    hand_over: Literal["auto", "memory", "files", "collective"] = Field(
+    weight_sync: Literal["auto", "memory", "files", "collective"] = Field(
         "auto",
         description="How weights reach the process that generates. `collective`: a collective of the devices (on a "
         "CPU: of the processes). `memory`: with `max_staleness` the shared memory of the host; a vLLM server on "

@@ -27,6 +27,14 @@ from lockstep.recipe.methods import (
 )
 from lockstep.recipe.recipe_checks import combination_problems, with_derived_defaults
 from lockstep.recipe.registry import estimator_row, import_plugins
+from lockstep.recipe.renamed_keys import (
+    RENAMED,
+    both_names,
+    current_key,
+    stored_recipe,
+    warn_renamed,
+    with_current_names,
+)
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import invalid_reason
 
@@ -91,15 +99,23 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, stored: boo
 
     `stored`: the recipe is from a run folder, so secrets that an earlier version stored are masked.
     """
+    values = _mapping(name_or_path)
+    if stored:
+        values = stored_recipe(masked_tree(values))
+    values, problems = with_current_names(values)
+    problems += both_names(word.partition("=")[0] for word in overrides)
+    problems += [problem for word in overrides for problem in _apply_override(values, word)]
+    return _checked(values, problems)
+
+
+def _mapping(name_or_path: str) -> dict[str, Any]:
+    """The values of a recipe file or of a built-in recipe."""
     values = _parse_yaml(recipe_text(name_or_path), name_or_path)
     if not isinstance(values, dict):
         raise Refusal.at(
             name_or_path, f"a recipe must be a mapping of keys, not {type(values).__name__}", code="wrong-type"
         )
-    if stored:
-        values = masked_tree(values)
-    problems = [problem for word in overrides for problem in _apply_override(values, word)]
-    return _checked(values, problems)
+    return values
 
 
 def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Recipe:
@@ -109,25 +125,25 @@ def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Re
     `path/to/file.py:name`: it is registered for the runs of this process, and the recipe stores its location.
     """
     if isinstance(recipe, Recipe):
-        values = recipe.model_dump(mode="json", exclude_unset=True)
+        given = recipe.model_dump(mode="json", exclude_unset=True)
     else:
-        values = _parse_yaml(recipe_text(str(recipe)), str(recipe))
-        if not isinstance(values, dict):
-            raise Refusal.at(
-                str(recipe), f"a recipe must be a mapping of keys, not {type(values).__name__}", code="wrong-type"
-            )
+        given = _mapping(str(recipe))
+    values, problems = with_current_names(given)
+    problems += both_names(overrides)
     for key, value in overrides.items():
         *parents, leaf = key.split(".")
         group: dict[str, Any] = {leaf: _plain(value, key)}
         for parent in reversed(parents):
             group = {parent: group}
+        group, more = with_current_names(group)
+        problems += more
         values = over(values, group)
-    return _checked(values, [])
+    return _checked(values, problems)
 
 
 def checked_recipe(values: dict[str, Any]) -> Recipe:
     """A recipe from nested plain values, as in a YAML file."""
-    return _checked(values, [])
+    return _checked(*with_current_names(values))
 
 
 def value_text(value: Any) -> str:
@@ -213,6 +229,11 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
         return [Problem(key, f"value {text!r} is not valid YAML: {error}", code="invalid-yaml")]
     except RecursionError:
         return [Problem(key, f"value {text[:20]}... is nested too deeply", code="nested-too-deeply")]
+    warn_renamed(key)
+    key = current_key(key)
+    both: list[Problem] = []
+    if isinstance(value, dict):
+        value, both = with_current_names(value, key)
     target: Any = values
     *parents, leaf = key.split(".")
     for parent in parents:
@@ -236,7 +257,7 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
         target[key]["record"] = value
     else:
         target[leaf] = value
-    return []
+    return both
 
 
 def override_of(word: str) -> tuple[str, Any]:
@@ -244,7 +265,7 @@ def override_of(word: str) -> tuple[str, Any]:
     values: dict[str, Any] = {}
     if problems := _apply_override(values, word):
         raise Refusal(problems)
-    key, value = word.partition("=")[0], values
+    key, value = current_key(word.partition("=")[0]), values
     for part in key.split("."):
         value = value[part]
     return key, value
@@ -352,8 +373,8 @@ _ELSEWHERE = {
     "max_seq_len": "data.max_tokens",
     "batch_size": "batch.rows_per_update",
     "train_batch_size": "batch.rows_per_update",
-    "micro_batch_size": "batch.rows",
-    "per_device_train_batch_size": "batch.rows",
+    "micro_batch_size": "batch.micro_batch_size",
+    "per_device_train_batch_size": "batch.micro_batch_size",
     "gradient_accumulation_steps": "batch.rows_per_update",
     "num_train_epochs": "run.epochs",
     "total_epochs": "run.epochs",
@@ -369,8 +390,8 @@ _ELSEWHERE = {
     "save_total_limit": "checkpoint.keep_last",
     "metric_for_best_model": "checkpoint.best",
     "load_best_model_at_end": "checkpoint.best",
-    "early_stopping_patience": "run.stop_early.patience",
-    "early_stopping_threshold": "run.stop_early.min_delta",
+    "early_stopping_patience": "run.early_stopping.patience",
+    "early_stopping_threshold": "run.early_stopping.min_delta",
     "eval_steps": "val.every",
     "report_to": "log.track",
     "num_generations": "rollout.n",
@@ -409,7 +430,7 @@ _ELSEWHERE = {
     "precompute_ref_log_probs": "preference.precompute",
     "desirable_weight": "preference.desirable",
     "undesirable_weight": "preference.undesirable",
-    "center_rewards_coefficient": "rm.centre",
+    "center_rewards_coefficient": "rm.center_rewards_coef",
     "placeholder_token": "prm.placeholder",
     "reward_tokens": "prm.tokens",
     "teacher_model": "distill.teacher",
@@ -446,9 +467,10 @@ def _nearest(loc: tuple[int | str, ...]) -> str:
         return _ABSENT[leaf]
     near = [_ELSEWHERE[leaf]] if leaf in _ELSEWHERE else []
     # Below this similarity, a hint is wrong more often than right (`stage` and `tape`).
-    near = near or [parent + name for name in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
-    near = near or [key for key in keys if key.split(".")[-1] == leaf]
-    leaves = {key.split(".")[-1]: key for key in keys}
+    names_here = [*siblings, *(old[len(parent) :] for old in RENAMED if old.rpartition(".")[0] == parent.rstrip("."))]
+    near = near or [current_key(parent + name) for name in difflib.get_close_matches(leaf, names_here, n=1, cutoff=0.7)]
+    near = near or [current_key(key) for key in (*keys, *RENAMED) if key.split(".")[-1] == leaf]
+    leaves = {key.split(".")[-1]: current_key(key) for key in (*RENAMED, *keys)}
     near = near or [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.75)]
     if near:
         return f"did you mean {near[0]}?"

@@ -111,7 +111,7 @@ def best_measure(recipe: Recipe) -> Measure:
 
 def measure_problems(recipe: Recipe) -> Iterator[Problem]:
     """Metrics that the run will not have, or whose direction is undefined."""
-    stop, settings = recipe.run.stop_early, recipe.checkpoint
+    stop, settings = recipe.run.early_stopping, recipe.checkpoint
     if settings.best is not None and settings.keep_best == 0 and "keep_best" in settings.model_fields_set:
         yield Problem(
             "checkpoint.best",
@@ -124,11 +124,11 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
     elif settings.keep_best:
         yield from _problems_of("checkpoint.keep_best", DEFAULT, recipe)
     if stop is not None:
-        problems = list(_problems_of("run.stop_early.metric", stop.metric, recipe))
+        problems = list(_problems_of("run.early_stopping.metric", stop.metric, recipe))
         yield from problems
         if not problems and measure_of(stop.metric).validated and recipe.val.every is None:
             why = f"{stop.metric} is measured only at the end"
-            yield Problem("run.stop_early.metric", why, "set val.every", code="needs-key")
+            yield Problem("run.early_stopping.metric", why, "set val.every", code="needs-key")
 
 
 def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:

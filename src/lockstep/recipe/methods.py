@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.recipe.renamed_keys import stored_recipe
+
 # Keys of `data` that name columns, by the kind of rows.
 SUPERVISED_COLUMNS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
 PAIR_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "responses_key", "scores_key")
@@ -120,7 +122,7 @@ ONLINE: dict[str, dict[str, Any]] = {
         }
     },
     # Yu et al. 2025 (arXiv 2503.14476): clip higher, dynamic sampling, overlong shaping (set its buffer), token mean.
-    "dapo": {"algorithm": {"advantage": "grpo", "clip_high": 0.28, "dynamic_sampling": {"rounds": 3}}},
+    "dapo": {"algorithm": {"advantage": "grpo", "clip_high": 0.28, "dynamic_sampling": {"max_gen_batches": 3}}},
     # MiniMax 2025 (arXiv 2506.13585): the clipped ratio as a constant weight; only the upper bound is used.
     "cispo": {"algorithm": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
     # Agarwal et al. 2023 (arXiv 2306.13649), Lu 2025 (Thinking Machines): responses of the student, each token
@@ -179,7 +181,9 @@ def with_method_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 def method_defaults(name: str) -> dict[str, Any]:
     """Defaults of a method; empty for an undefined method, which the schema rejects."""
-    return dict(OFFLINE[name].defaults) if name in OFFLINE else ONLINE.get(name, {})
+    # A plug-in's defaults may use old names.
+    defaults: dict[str, Any] = stored_recipe(dict(OFFLINE[name].defaults) if name in OFFLINE else ONLINE.get(name, {}))
+    return defaults
 
 
 def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

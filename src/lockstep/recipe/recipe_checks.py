@@ -20,11 +20,13 @@ from lockstep.recipe.section import Section
 def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
     """Keys that do not work with tensor parallelism."""
     parallel = recipe.parallel
-    if parallel.tensor == 1:
+    if parallel.tensor_parallel == 1:
         return
-    key, alone = "parallel.tensor", "or set parallel.tensor=1"
-    if parallel.context > 1:
-        why = f"{parallel.tensor} cannot be combined with parallel.context={parallel.context}"
+    key, alone = "parallel.tensor_parallel", "or set parallel.tensor_parallel=1"
+    if parallel.context_parallel > 1:
+        why = (
+            f"{parallel.tensor_parallel} cannot be combined with parallel.context_parallel={parallel.context_parallel}"
+        )
         yield Problem(key, why, "set one of the two to 1", code="conflicting-keys")
     for name in ("offload", "offload_critic"):
         if getattr(parallel, name) in ("params", "all"):
@@ -46,7 +48,7 @@ def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "tape",
             "cannot be recorded with tensor parallelism",
-            "record with parallel.tensor=1",
+            "record with parallel.tensor_parallel=1",
             code="unsupported-combination",
         )
     if recipe.method in ONLINE or recipe.val.questions:
@@ -115,18 +117,18 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
             "set model.lora.dropout=0 for a tape",
             code="unsupported-combination",
         )
-    if recipe.tape.record and recipe.parallel.context > 1:
+    if recipe.tape.record and recipe.parallel.context_parallel > 1:
         yield Problem(
             "tape",
-            f"cannot be recorded with parallel.context={recipe.parallel.context}",
-            "record with parallel.context=1",
+            f"cannot be recorded with parallel.context_parallel={recipe.parallel.context_parallel}",
+            "record with parallel.context_parallel=1",
             code="unsupported-combination",
         )
 
 
 def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
     """The load-balancing loss needs full micro-batches and full layers on one rank."""
-    for key in ("context", "tensor"):
+    for key in ("context_parallel", "tensor_parallel"):
         ranks = getattr(recipe.parallel, key)
         if recipe.model.aux_loss_coef and ranks > 1:
             yield Problem(
@@ -139,15 +141,15 @@ def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
     data, batch = recipe.data, recipe.batch
-    if batch.tokens is not None and batch.rows is not None:
+    if batch.tokens is not None and batch.micro_batch_size is not None:
         yield Problem(
-            "batch.rows",
+            "batch.micro_batch_size",
             "cannot be combined with batch.tokens",
-            "keep tokens (packed) or rows (padded)",
+            "keep tokens (packed) or micro_batch_size (padded)",
             code="conflicting-keys",
         )
     if data.max_tokens and recipe.line_tokens and data.max_tokens > recipe.line_tokens:
-        context = recipe.parallel.context
+        context = recipe.parallel.context_parallel
         yield Problem(
             "data.max_tokens",
             f"{data.max_tokens} exceeds batch.tokens={batch.tokens}"
@@ -415,11 +417,11 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             code="needs-key",
         )
     between = algorithm.dynamic_sampling.between
-    if between and (between[0] >= between[1] or algorithm.dynamic_sampling.rounds < 2):
+    if between and (between[0] >= between[1] or algorithm.dynamic_sampling.max_gen_batches < 2):
         yield Problem(
             "algorithm.dynamic_sampling.between",
             f"{between} replaces no group or all groups",
-            "write the lower bound first, and set rounds above 1",
+            "write the lower bound first, and set max_gen_batches above 1",
             code="empty-range",
         )
     if kl.where == "reward" and kl.estimator.endswith("+"):
@@ -435,9 +437,12 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
         )
     yield from _correction_problems(recipe)
     yield from _gdpo_problems(recipe)
-    if algorithm.dynamic_sampling.metric and algorithm.dynamic_sampling.rounds < 2:
+    if algorithm.dynamic_sampling.metric and algorithm.dynamic_sampling.max_gen_batches < 2:
         yield Problem(
-            "algorithm.dynamic_sampling.metric", "one round replaces no groups", "set rounds above 1", code="needs-key"
+            "algorithm.dynamic_sampling.metric",
+            "one batch replaces no groups",
+            "set max_gen_batches above 1",
+            code="needs-key",
         )
     models, weights = recipe.reward.model, recipe.reward.model_weights
     if isinstance(models, list) and not models:
@@ -481,9 +486,9 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             "lower it, or raise run.steps",
             code="no-steps-left",
         )
-    if algorithm.dynamic_sampling.rounds > 1 and not (needs.groups or is_function_path(algorithm.advantage)):
+    if algorithm.dynamic_sampling.max_gen_batches > 1 and not (needs.groups or is_function_path(algorithm.advantage)):
         yield Problem(
-            "algorithm.dynamic_sampling.rounds",
+            "algorithm.dynamic_sampling.max_gen_batches",
             "needs groups of responses to a prompt",
             "use a group method",
             code="unsupported-combination",
@@ -492,28 +497,35 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
     """Rollout correction that would apply twice or not at all."""
-    algorithm, settings = recipe.algorithm, recipe.algorithm.correction
+    algorithm, settings = recipe.algorithm, recipe.algorithm.rollout_correction
     if settings.low > settings.high:
-        yield Problem("algorithm.correction.low", "exceeds algorithm.correction.high", code="empty-range")
+        yield Problem(
+            "algorithm.rollout_correction.low", "exceeds algorithm.rollout_correction.high", code="empty-range"
+        )
     if settings.cap is not None and settings.floor > settings.cap:
-        yield Problem("algorithm.correction.floor", "exceeds algorithm.correction.cap", code="empty-range")
+        yield Problem(
+            "algorithm.rollout_correction.floor", "exceeds algorithm.rollout_correction.cap", code="empty-range"
+        )
     for number, band in enumerate(settings.reject):
         if band.low is not None and band.low > band.high:
-            yield Problem(f"algorithm.correction.reject.{number}.low", "exceeds its high", code="empty-range")
+            yield Problem(f"algorithm.rollout_correction.reject.{number}.low", "exceeds its high", code="empty-range")
     if settings.rejected != "left_out" and settings.mask == "none" and not settings.reject:
         yield Problem(
-            "algorithm.correction.rejected", "nothing is rejected", "set mask or reject, or remove it", code="needs-key"
+            "algorithm.rollout_correction.rejected",
+            "nothing is rejected",
+            "set mask or reject, or remove it",
+            code="needs-key",
         )
     if settings.bypass and settings.weight != "none":
         yield Problem(
-            "algorithm.correction.weight",
+            "algorithm.rollout_correction.weight",
             "with bypass, the ratio of the loss already includes the engine, and a weight would count it twice",
             "remove one of them",
             code="conflicting-keys",
         )
     if settings.bypass and not loss_row(algorithm.loss).ratio:
         yield Problem(
-            "algorithm.correction.bypass",
+            "algorithm.rollout_correction.bypass",
             f"loss {algorithm.loss} has no ratio of new to old",
             "use loss importance",
             code="unsupported-combination",
@@ -535,7 +547,7 @@ def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
     ignored = {
         "algorithm.kl.where": algorithm.kl.in_reward(),
         "reward.clip": recipe.reward.clip is not None,
-        "algorithm.overlong.cut": algorithm.overlong.cut is not None,
+        "algorithm.overlong.truncated_reward": algorithm.overlong.truncated_reward is not None,
     }
     for key, on in ignored.items():
         if on:
@@ -566,11 +578,13 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
     run, batch, model = recipe.run, recipe.batch, recipe.model
     if run.epochs is None and run.steps is None:
         run = run.model_copy(update={"epochs": 1})
-    if batch.tokens is None and batch.rows is None:
+    if batch.tokens is None and batch.micro_batch_size is None:
         row_tokens = (recipe.data.max_tokens or 0) * (
             2 if recipe.method in OFFLINE and OFFLINE[recipe.method].compares else 1
         )
-        batch = batch.model_copy(update={"tokens": max(DEFAULT_TOKENS, -(-row_tokens // recipe.parallel.context))})
+        batch = batch.model_copy(
+            update={"tokens": max(DEFAULT_TOKENS, -(-row_tokens // recipe.parallel.context_parallel))}
+        )
     if recipe.method in ONLINE and batch.prompts_per_update is None:
         batch = batch.model_copy(update={"prompts_per_update": batch.prompts})
     if model.master_weights is None:
@@ -582,8 +596,10 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
         checkpoint = checkpoint.model_copy(update={"keep_best": 1})
     algorithm = recipe.algorithm
     if recipe.method in ONLINE and (chosen := _derived_correction(recipe)):
-        correction = algorithm.correction.model_copy(update=chosen)
-        recipe = recipe.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
+        correction = algorithm.rollout_correction.model_copy(update=chosen)
+        recipe = recipe.model_copy(
+            update={"algorithm": algorithm.model_copy(update={"rollout_correction": correction})}
+        )
     return recipe.model_copy(update={"run": run, "batch": batch, "model": model, "checkpoint": checkpoint})
 
 
@@ -594,7 +610,7 @@ def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     drift away (numbers in docs/online.md), so it is used only if the loss does not clip. A serving engine has the
     current weights, so the mismatch is rounding and the weight is sufficient.
     """
-    stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.correction
+    stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
     if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:
         return {}
     given = correction.model_fields_set

@@ -57,7 +57,7 @@ class EngineRow:
     """Uses the paged key/value cache of lockstep. The architecture is tested on a miniature model, and models whose
     positions change with the length are rejected beyond the cacheable length."""
     divided: bool = False
-    """Supports tensor parallelism (`parallel.tensor`)."""
+    """Supports tensor parallelism (`parallel.tensor_parallel`)."""
     server_adapter: str = ""
     """Serving engines only (weights in another process, reached over HTTP): `package.module:name` of the
     `ServerAdapter` (`rollout/servers/`). `rollout.server` and `rollout.url` start or locate the server. Its
@@ -65,8 +65,8 @@ class EngineRow:
     scored: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("mask", "ignore"), ("top_p", "top_k", "min_p"))
     )
-    """The values of `rollout.truncated` for which the engine's log-probs match the trainer's, each with the sampling
-    keys that it supports."""
+    """The values of `rollout.truncated_sampling` for which the engine's log-probs match the trainer's, each with the
+    sampling keys that it supports."""
 
     @property
     def served(self) -> bool:
@@ -98,9 +98,9 @@ LOSSES: dict[str, LossRow] = {
     "sapo": LossRow({"positive": "sapo_positive", "negative": "sapo_negative"}, tokenwise=True),
     "geo_mean": LossRow(_BOUNDS, holds=True),
     "clip_cov": LossRow(
-        _BOUNDS, tokenwise=True, held={"share": "cov_share", "low": "cov_low", "high": "cov_high"}, holds=True
+        _BOUNDS, tokenwise=True, held={"share": "cov_ratio", "low": "cov_low", "high": "cov_high"}, holds=True
     ),
-    "kl_cov": LossRow({"weight": "cov_kl"}, tokenwise=True, held={"share": "cov_share"}),
+    "kl_cov": LossRow({"weight": "cov_kl"}, tokenwise=True, held={"share": "cov_ratio"}),
     "dppo_tv": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True, holds=True),
     "dppo_kl": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True, holds=True),
     "dro": LossRow({"beta": "dro_beta"}, tokenwise=True),

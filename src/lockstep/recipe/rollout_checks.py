@@ -53,12 +53,12 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
             code="out-of-range",
         )
     truncated = [key for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, key) != off]
-    if truncated and rollout.truncated == "refuse":
+    if truncated and rollout.truncated_sampling == "refuse":
         yield Problem(
             f"rollout.{truncated[0]}",
             "responses would be sampled from a truncated distribution while the trainer scores the full one: every "
             "ratio of new to old probability would be biased",
-            "remove it, or set rollout.truncated=mask (the trainer truncates too) or ignore",
+            "remove it, or set rollout.truncated_sampling=mask (the trainer truncates too) or ignore",
             code="truncated-sampling",
         )
 
@@ -79,7 +79,7 @@ def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
 def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
     """The weight sync must match the engine: a server, an asynchronous process, or none."""
     rollout, served = recipe.rollout, ENGINES[recipe.rollout.engine].served
-    mode, key = rollout.hand_over, "rollout.hand_over"
+    mode, key = rollout.weight_sync, "rollout.weight_sync"
     if mode == "auto":
         return
     if not served and rollout.max_staleness is None:
@@ -142,9 +142,9 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
 def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
     """Truncated sampling for which the engine's log-probs would not match the trainer's."""
     rollout, row = recipe.rollout, ENGINES[recipe.rollout.engine]
-    if rollout.truncated not in ("refuse", *row.scored):
+    if rollout.truncated_sampling not in ("refuse", *row.scored):
         yield Problem(
-            "rollout.truncated",
+            "rollout.truncated_sampling",
             f"engine {rollout.engine} returns log-probs of the truncated distribution, which the trainer would not use",
             "use mask: the trainer truncates too",
             code="truncated-sampling",
@@ -152,10 +152,11 @@ def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in ("top_p", "top_k", "min_p"):
         unused = getattr(rollout, key) == type(rollout).model_fields[key].default
         modes = [mode for mode, keys in row.scored.items() if key in keys]
-        if not unused and rollout.truncated in row.scored and rollout.truncated not in modes:
+        if not unused and rollout.truncated_sampling in row.scored and rollout.truncated_sampling not in modes:
             yield Problem(
                 f"rollout.{key}",
-                f"with truncated: {rollout.truncated}, engine {rollout.engine} does not return its log-probs",
-                f"use truncated: {' or '.join(modes)}" if modes else "remove it",
+                f"engine {rollout.engine} does not return its log-probs with "
+                f"truncated_sampling: {rollout.truncated_sampling}",
+                f"use truncated_sampling: {' or '.join(modes)}" if modes else "remove it",
                 code="truncated-sampling",
             )

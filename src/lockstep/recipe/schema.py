@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
@@ -16,6 +17,7 @@ from lockstep.recipe.keys_parallel import Parallel, Tape
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.recipe.registry import TRACKERS
+from lockstep.recipe.renamed_keys import with_current_names
 from lockstep.recipe.section import (
     COLUMN,
     FOLDER,
@@ -38,7 +40,7 @@ def _as_tape(value: Any) -> Any:
     return {"record": value} if isinstance(value, bool) else value
 
 
-class StopEarly(Section):
+class EarlyStopping(Section):
     metric: str = Field(
         description="Metric that must improve: `val/loss`, `val/accuracy`, `reward` or any other metric of the "
         "run. Add `max` or `min` after the name if the name does not imply the direction."
@@ -69,7 +71,7 @@ class RunSettings(Section):
         None, ge=1, description="Passes over the training rows. Default: 1 if `run.steps` is not set.", resumable=True
     )
     steps: int | None = Field(None, ge=1, description="Optimizer steps. Use instead of `run.epochs`.", resumable=True)
-    stop_early: StopEarly | None = Field(
+    early_stopping: EarlyStopping | None = Field(
         None,
         description="Stop the run when a metric no longer improves.",
         effect=Effect("harmless", "changes only where the run ends"),
@@ -220,11 +222,12 @@ class Batch(Section):
     tokens: int | None = Field(
         None,
         ge=1,
-        description="Token budget of one packed micro-batch on one device. Default: 4096 if `batch.rows` is not set.",
+        description="Token budget of one packed micro-batch on one device. Default: 4096 if "
+        "`batch.micro_batch_size` is not set.",
         effect=MICRO,
         resumable=True,
     )
-    rows: int | None = Field(
+    micro_batch_size: int | None = Field(
         None,
         ge=1,
         description="Rows of one right-padded micro-batch on one device. Use instead of `batch.tokens`.",
@@ -389,7 +392,18 @@ class Recipe(Section):
     log: LogSettings = Field(default_factory=LogSettings, effect=STORED, resumable=True)
     tape: Annotated[Tape, BeforeValidator(_as_tape)] = Field(default_factory=Tape, effect=STORED, resumable=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, values: Any) -> Any:
+        """Accepts the old names of keys."""
+        if not isinstance(values, dict):
+            return values
+        renamed, problems = with_current_names(values)
+        if problems:
+            raise PydanticCustomError("renamed", "{problems}", {"problems": "; ".join(map(str, problems))})
+        return renamed
+
     @property
     def line_tokens(self) -> int | None:
         """Token budget of one packed micro-batch over all context-parallel devices; None for padded micro-batches."""
-        return None if self.batch.tokens is None else self.batch.tokens * self.parallel.context
+        return None if self.batch.tokens is None else self.batch.tokens * self.parallel.context_parallel

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from lockstep.errors import RenamedKey
 from lockstep.functions import is_function_path
+from lockstep.recipe.renamed_keys import new_attribute
 
 Weight = Literal["blocks", "matters", "harmless"]
 
@@ -44,6 +47,16 @@ class Section(BaseModel):
     """A group of keys. Strict: a quoted number is not a number, and an undefined key is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of a renamed key by its old name."""
+            if (new := new_attribute(name, type(self).model_fields)) is None:
+                return super().__getattr__(name)
+            note = f"{type(self).__name__}.{name} is now {new}; the old name works until the next release"
+            warnings.warn(note, RenamedKey, stacklevel=2)
+            return getattr(self, new)
 
 
 def Field(

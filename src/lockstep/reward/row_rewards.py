@@ -131,11 +131,11 @@ def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> flo
 def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
     """Applies clipping, the score of truncated responses, and the overlong penalty."""
     settings, bounds = recipe.algorithm.overlong, recipe.reward.clip
-    if isinstance(rollout.score, Failure) or not (settings.buffer or bounds or settings.cut is not None):
+    if isinstance(rollout.score, Failure) or not (settings.buffer or bounds or settings.truncated_reward is not None):
         return rollout
     total, parts = rollout.score.total, dict(rollout.score.parts)
-    if settings.cut is not None and rollout.stop == "length":
-        total = total * settings.cut if settings.cut >= 0 else settings.cut
+    if settings.truncated_reward is not None and rollout.stop == "length":
+        total = total * settings.truncated_reward if settings.truncated_reward >= 0 else settings.truncated_reward
     if bounds:
         total = min(max(total, bounds[0]), bounds[1])
     if settings.buffer:

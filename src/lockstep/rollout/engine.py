@@ -80,7 +80,7 @@ def training_sampling(recipe: Recipe, stop_ids: Sequence[int]) -> Sampling:
         stop_ids=tuple(sorted({*stop_ids, *rollout.stop_ids})),
         stop_strings=tuple(rollout.stop),
         seed=recipe.run.seed,
-        score_truncated=rollout.truncated == "mask",
+        score_truncated=rollout.truncated_sampling == "mask",
     )
 
 

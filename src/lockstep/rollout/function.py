@@ -216,7 +216,7 @@ class FunctionEngine:
     def _timed_out(self, response: _Response) -> Refusal:
         return self.function.refuse(
             f"did not respond for {self.seconds:g} s, for {response.prompt.question.origin}",
-            "add a timeout to it, or raise rollout.function_limit; the last checkpoint is untouched",
+            "add a timeout to it, or raise rollout.function_timeout; the last checkpoint is untouched",
             code="function-too-slow",
         )
 

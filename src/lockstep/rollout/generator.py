@@ -67,7 +67,9 @@ class Generator:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
         vocabulary = self.policy.causal_lm.get_input_embeddings().weight.shape[0]
-        return FunctionEngine(self.engine, settings.function, encode, self.decode, vocabulary, settings.function_limit)
+        return FunctionEngine(
+            self.engine, settings.function, encode, self.decode, vocabulary, settings.function_timeout
+        )
 
     @classmethod
     def load(

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from lockstep.errors import Refusal
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.recipe.measure import Measure
+from lockstep.recipe.renamed_keys import stored_recipe
 from lockstep.run.files import checksum, write_private, written_aside
 from lockstep.run.folder import read_object
 
@@ -317,7 +318,9 @@ def _measured(path: Path, measure: Measure) -> float | None:
 
 
 def _current(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts a state.json of an earlier version, which stored only `val_loss`."""
+    """Converts a state.json of an earlier version: old names of recipe keys, and `val_loss` as the only metric."""
+    if "recipe" in values:
+        values = {**values, "recipe": stored_recipe(values["recipe"])}
     if "val_loss" not in values:
         return values
     loss = values["val_loss"]

@@ -164,9 +164,9 @@ class RunFolder:
         Steps after `step` do not count: a run that returns to an earlier checkpoint repeats them.
         """
         earlier = {last: path.read_text(encoding="utf-8") for last, path in self.earlier_recipes().items()}
-        parts = [(last, _without_secrets(content)) for last, content in earlier.items()]
+        parts = [(last, _current_recipe(content)) for last, content in earlier.items()]
         if self.recipe.is_file():
-            parts.append((step, _without_secrets(self.recipe.read_text(encoding="utf-8"))))
+            parts.append((step, _current_recipe(self.recipe.read_text(encoding="utf-8"))))
         kept: dict[int, str] = {}
         for last, content in parts:
             if (end := min(last, step)) > max(kept, default=0):
@@ -219,10 +219,13 @@ class RunFolder:
             os.close(file)
 
 
-def _without_secrets(recipe: str) -> str:
-    """The recipe with secrets masked, which earlier versions stored."""
+def _current_recipe(recipe: str) -> str:
+    """A stored recipe with what earlier versions wrote converted: secrets masked, keys with their new names."""
+    # Imported on use: a list of runs does not wait for the schema.
+    from lockstep.recipe.renamed_keys import stored_recipe
+
     values = yaml.load(recipe, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    clean = masked_tree(values)
+    clean = stored_recipe(masked_tree(values))
     return recipe if clean == values else yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
 
 

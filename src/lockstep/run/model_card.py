@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from lockstep.masking import masked_tree
+from lockstep.recipe.renamed_keys import stored_recipe
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 
@@ -215,7 +216,7 @@ def _recipes(run: RunFolder) -> list[str]:
     lines = ["", "## Recipe", "", "Folders are left out of paths, and hosts of addresses."]
     parts = [(f"Up to step {last}:", path) for last, path in run.earlier_recipes().items()]
     for title, path in [*parts, ("From there on:" if parts else "", run.recipe)]:
-        values = _without_folders(masked_tree(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        values = _without_folders(masked_tree(stored_recipe(yaml.safe_load(path.read_text(encoding="utf-8")))))
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         fence = "~" * (max(map(len, re.findall(r"~+", text)), default=0) + 4)
         lines += ["", *([title, ""] if title else []), f"{fence}yaml", text.rstrip(), fence]

@@ -128,6 +128,6 @@ def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
     with joined(device, stall) as world:
         console = console if world.main else Console.silent()
         console.say(sentence)
-        world = with_context(world, device, recipe.parallel.context, recipe.parallel.context_layout)
-        world = with_tensor(world, recipe.parallel.tensor)
+        world = with_context(world, device, recipe.parallel.context_parallel, recipe.parallel.context_layout)
+        world = with_tensor(world, recipe.parallel.tensor_parallel)
         yield Runtime(device, world, console, switches)

@@ -144,7 +144,7 @@ def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
             site.check(_request(scope))
         except ApiError as error:
             await _drain(Request(scope, receive))
-            await _response(site.error(error))(scope, receive, send)
+            await _response(site.error(error), close=True)(scope, receive, send)
             return
         await app(scope, receive, send)
 
@@ -194,8 +194,9 @@ def _endpoint(site: HttpSite, handler: Handler, limits: ServeLimits) -> Callable
     return endpoint
 
 
-def _response(reply: HttpReply) -> ASGIApp:
-    headers = {"Content-Type": reply.content_type, **reply.headers}
+def _response(reply: HttpReply, *, close: bool = False) -> ASGIApp:
+    """Sends the reply. `close` ends the connection after it."""
+    headers = {"Content-Type": reply.content_type, **reply.headers, **({"Connection": "close"} if close else {})}
     if isinstance(reply.body, bytes):
         response: Response = Response(reply.body, reply.status, headers)
     else:

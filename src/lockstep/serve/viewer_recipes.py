@@ -157,7 +157,10 @@ def _keys(text: str, run: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise Missing(f"recipe.yaml of {run.name} has no keys")
     flat(recipe)  # raises for endless anchors
-    return cast(dict[str, Any], masked_tree(recipe))
+    # Imported on use, as in `_compared`.
+    from lockstep.recipe.renamed_keys import stored_recipe
+
+    return cast(dict[str, Any], stored_recipe(masked_tree(recipe)))
 
 
 def _shown(value: Any) -> str | None:

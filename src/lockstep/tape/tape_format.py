@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lockstep.errors import Refusal
+from lockstep.recipe.renamed_keys import stored_recipe
 from lockstep.run.files import replace_text, written_aside
 
 VERSION = 1
@@ -127,7 +128,7 @@ class TapeFolder:
             )
         if not isinstance(values.get("recipe"), dict) or "method" not in values["recipe"]:
             raise _unread(self.manifest_file, ValueError("it has no recipe"))
-        return values
+        return {**values, "recipe": stored_recipe(values["recipe"])}
 
     def write_step(self, record: StepRecord) -> None:
         stacked, names = _stack(record.tensors)

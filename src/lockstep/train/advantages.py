@@ -14,7 +14,7 @@ from lockstep.algorithms.token_selection import drawn_times
 from lockstep.algorithms.user_functions import estimator
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
-from lockstep.recipe.keys_online import Algorithm, Correction
+from lockstep.recipe.keys_online import Algorithm, RolloutCorrection
 from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import active_weights
 from lockstep.run.runtime import generator_of
@@ -67,15 +67,15 @@ def estimate_advantages(
         alone = kl.where == "reward"
         kl_K = divergence(kl.estimator if alone else kl.reward_estimator, known.old_K, known.reference_K)
         penalty_K = (kl_coefficient if alone else kl.reward_coefficient) * kl_K
-        if kl.compared or not estimator_row(algorithm.advantage).groups:
+        if kl.before_baseline or not estimator_row(algorithm.advantage).groups:
             rewards_K -= penalty_K
         else:
             taken_off_K = penalty_K
         metrics["actor/reward_kl_penalty"] = whole.mean(kl_K)
-    corrected = _corrected(experience, known, algorithm.correction)
+    corrected = _corrected(experience, known, algorithm.rollout_correction)
     keep_K, importance_K = corrected.keep_K, corrected.weights_K
     metrics |= corrected.metrics
-    if algorithm.overlong.skip:
+    if algorithm.overlong.mask_truncated:
         cut_S = torch.tensor([summary.stop == "length" for summary in experience.summaries])
         keep_K = torch.where(cut_S[sequence_K], 0.0, keep_K)
         metrics["response/skipped_ratio"] = float(cut_S.double().mean())
@@ -93,9 +93,9 @@ def estimate_advantages(
     )
     estimate = _estimate(experience, signals, algorithm)
     times_S = None
-    if algorithm.filtration.method != "none":
+    if algorithm.pf_ppo.method != "none":
         # Every rank knows all scores, and draws the same.
-        times_S = drawn_times(experience.scores_S, **algorithm.filtration.model_dump(), generator=generator_of(seed))
+        times_S = drawn_times(experience.scores_S, **algorithm.pf_ppo.model_dump(), generator=generator_of(seed))
         metrics["actor/filtered_share"] = float((times_S == 0).double().mean())
     rewards_K = rewards_K if taken_off_K is None else rewards_K - taken_off_K
     metrics |= _described(experience, rewards_K, estimate.advantages_K, estimate.returns_K, known.values_K)
@@ -103,7 +103,7 @@ def estimate_advantages(
 
 
 def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) -> Estimate:
-    advantage = estimator(algorithm.advantage, algorithm.function_limit)
+    advantage = estimator(algorithm.advantage, algorithm.function_timeout)
     given = {"gamma": algorithm.gamma, "lam": algorithm.lam}
     if not is_function_path(algorithm.advantage) or experience.world.size == 1:
         return advantage(signals, **given)
@@ -126,7 +126,7 @@ def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) ->
     return Estimate(found.advantages_K[own], found.returns_K[own])
 
 
-def _corrected(experience: Experience, known: Annotated, settings: Correction) -> Corrected:
+def _corrected(experience: Experience, known: Annotated, settings: RolloutCorrection) -> Corrected:
     """What rollout correction leaves of the tokens; all of them where it is off."""
     if not settings.compares:
         whole_K = torch.ones(len(experience.sequence_K))

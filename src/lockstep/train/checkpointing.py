@@ -194,12 +194,15 @@ class Checkpointer:
     def _restore_generators(self, found: checkpoints.Checkpoint) -> None:
         world, state, now = self.run.world, found.state, self.run.recipe.parallel
         before = state.recipe.get("parallel", {})
-        tensor, context = before.get("tensor", 1), before.get("context", 1)
+        tensor, context = before.get("tensor_parallel", 1), before.get("context_parallel", 1)
         if not restore_generators(found.optimizer, state.world_size, tensor, world, self.run.device):
             # Not the seed of the first step: its masks were drawn already.
             seed_generators(seed_of(self.run.recipe.run.seed, state.step, world.engine), self.run.device)
-        if (state.world_size, tensor, context) != (world.size, now.tensor, now.context):
-            layouts = [_layout(world.size, now.tensor, now.context), _layout(state.world_size, tensor, context)]
+        if (state.world_size, tensor, context) != (world.size, now.tensor_parallel, now.context_parallel):
+            layouts = [
+                _layout(world.size, now.tensor_parallel, now.context_parallel),
+                _layout(state.world_size, tensor, context),
+            ]
             self.run.console.warn(
                 f"resuming on {layouts[0]} what ran on {layouts[1]}: "
                 "rows and updates are the same, dropout masks are other ones"
@@ -320,7 +323,11 @@ def _module(models: Models) -> Policy | ValueModel:
 
 
 def _layout(size: int, tensor: int, context: int) -> str:
-    groups = [f"parallel.{key}={value}" for key, value in (("tensor", tensor), ("context", context)) if value > 1]
+    groups = [
+        f"parallel.{key}={value}"
+        for key, value in (("tensor_parallel", tensor), ("context_parallel", context))
+        if value > 1
+    ]
     return f"{size} process{'es' if size > 1 else ''}" + (f" ({', '.join(groups)})" if groups else "")
 
 

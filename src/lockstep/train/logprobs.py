@@ -105,7 +105,7 @@ def annotate(
     plans: Sequence[UpdatePlan], models: Models, recipe: Recipe, phases: PhaseTimer, engine_K: torch.Tensor
 ) -> Annotated:
     old_K = trainer_K = squares_K = reference_K = values_K = None
-    settings, energy = recipe.algorithm.correction, estimator_row(recipe.algorithm.advantage).energy
+    settings, energy = recipe.algorithm.rollout_correction, estimator_row(recipe.algorithm.advantage).energy
     if old_needed(recipe, len(plans)):
         with phases("old_log_prob"):
             if energy:
@@ -139,7 +139,7 @@ def check_engine_logprobs(
     """
     if (limit := logprob_limit(recipe)) is None:
         return {}
-    trainer_K = known.trainer_K if recipe.algorithm.correction.bypass else known.old_K
+    trainer_K = known.trainer_K if recipe.algorithm.rollout_correction.bypass else known.old_K
     if trainer_K is None:
         with phases("old_log_prob"):
             trainer_K = torch.cat([models.logprobs(plan) for plan in plans])

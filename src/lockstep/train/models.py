@@ -67,7 +67,7 @@ class Packing:
 
     @classmethod
     def of(cls, recipe: Recipe, world: World, pad_id: int) -> Packing:
-        return cls(world, recipe.line_tokens, recipe.batch.rows, pad_id)
+        return cls(world, recipe.line_tokens, recipe.batch.micro_batch_size, pad_id)
 
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
@@ -241,7 +241,9 @@ def scoring_of(recipe: Recipe) -> Scoring:
     if recipe.method not in ONLINE:
         return Scoring(alike=METHODS[recipe.method].alike)
     rollout = recipe.rollout
-    truncation = Truncation(rollout.top_k, rollout.top_p, rollout.min_p) if rollout.truncated == "mask" else None
+    truncation = (
+        Truncation(rollout.top_k, rollout.top_p, rollout.min_p) if rollout.truncated_sampling == "mask" else None
+    )
     squares = estimator_row(recipe.algorithm.advantage).energy
     return Scoring(rollout.temperature, truncation, entropy=True, squares=squares)
 

@@ -10,7 +10,7 @@ from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
 from lockstep.recipe.registry import estimator_row, loss_row
-from lockstep.recipe.schema import StopEarly
+from lockstep.recipe.schema import EarlyStopping
 from lockstep.reward.scorer import active_weights
 from lockstep.train.advantages import Learned
 from lockstep.train.step import Learner
@@ -27,7 +27,7 @@ QUIET = 20
 class EarlyStop:
     """Without settings it never stops."""
 
-    def __init__(self, settings: StopEarly | None, world: World):
+    def __init__(self, settings: EarlyStopping | None, world: World):
         self.settings, self.world = settings, world
         self._measure: Measure | None = None if settings is None else measure_of(settings.metric)
         self._best: tuple[float, int] | None = None
@@ -62,7 +62,7 @@ class EarlyStop:
         """What to say of a validation that should have measured the metric and did not: nothing was counted."""
         if self._measure is None or not self._measure.validated or self._measure.name in metrics:
             return None
-        return f"run.stop_early.metric: this validation has no {self._measure.name}, so it does not count"
+        return f"run.early_stopping.metric: this validation has no {self._measure.name}, so it does not count"
 
     def _count(self, step: int, metrics: Mapping[str, float]) -> None:
         measure, settings = self._measure, self.settings
@@ -185,16 +185,19 @@ def no_signal(learned: Learned, recipe: Recipe) -> IdleCause | None:
 def _all_masked(cut: float) -> IdleCause:
     if cut == 1.0:
         return IdleCause(
-            "every response is truncated (it reached rollout.max_tokens) and algorithm.overlong.skip masks it",
+            "every response is truncated (it reached rollout.max_tokens), and "
+            "algorithm.overlong.mask_truncated masks it",
             "raise rollout.max_tokens, check that the model ends its responses (the template's end token), or set "
-            "algorithm.overlong.skip=false",
+            "algorithm.overlong.mask_truncated=false",
         )
-    others = "algorithm.correction rejects every token" + (" that is not masked as truncated" if cut else "")
-    return IdleCause(f"no token is trained: {others}", "widen the bands of algorithm.correction, or lower optim.lr")
+    others = "algorithm.rollout_correction rejects every token" + (" that is not masked as truncated" if cut else "")
+    return IdleCause(
+        f"no token is trained: {others}", "widen the bands of algorithm.rollout_correction, or lower optim.lr"
+    )
 
 
 # Warnings of an online run: what looks like trouble and what it usually means, said once, not at every step. Steps
-# that train nothing are counted in `stop_early.py`.
+# that train nothing are counted by `IdleUpdates`.
 
 # A warning is said once; it is said again after its sign has been away for this many steps.
 STEPS_BETWEEN_WARNINGS = 20
@@ -222,7 +225,11 @@ class Warnings:
                 "entropy has fallen below a twentieth of where it began: the policy hardly tries anything any more. "
                 "Raise algorithm.clip_high or algorithm.entropy, or lower optim.lr",
             ),
-            *([_runs_away(recipe)] if recipe.rollout.max_staleness and not recipe.algorithm.correction.bypass else []),
+            *(
+                [_runs_away(recipe)]
+                if recipe.rollout.max_staleness and not recipe.algorithm.rollout_correction.bypass
+                else []
+            ),
             *_since_the_draw(recipe),
             *COMMON,
         ]
@@ -246,7 +253,7 @@ class Warnings:
 
 def _runs_away(recipe: Recipe) -> WarningSign:
     """Two seeds of one task: a run that learned stayed at 0.002, one that fell apart passed 0.02 on its way to 0.06."""
-    held = "Remove algorithm.correction.weight and set algorithm.correction.bypass=true, or lower"
+    held = "Remove algorithm.rollout_correction.weight and set algorithm.rollout_correction.bypass=true, or lower"
     remedy = held if loss_row(recipe.algorithm.loss).holds else "Lower"
     return WarningSign(
         "runs away",
@@ -259,12 +266,12 @@ def _runs_away(recipe: Recipe) -> WarningSign:
 def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
     """How far the policy is from the one that its ratios are to. That of stale responses is some steps away."""
     stale = bool(recipe.rollout.max_staleness)
-    from_draw = stale and recipe.algorithm.correction.bypass
+    from_draw = stale and recipe.algorithm.rollout_correction.bypass
     fewer = "or make fewer updates of a step (algorithm.epochs, batch.prompts_per_update)"
     if stale:
         fewer = f"or rollout.max_staleness, {fewer}"
-    corrected = recipe.algorithm.correction.bypass or recipe.algorithm.correction.weight != "none"
-    remedy = "Try model.dtype=fp32" + ("" if corrected else ", or set algorithm.correction.weight=token")
+    corrected = recipe.algorithm.rollout_correction.bypass or recipe.algorithm.rollout_correction.weight != "none"
+    remedy = "Try model.dtype=fp32" + ("" if corrected else ", or set algorithm.rollout_correction.weight=token")
     if stale:
         remedy = "Lower optim.lr or rollout.max_staleness"
     return [

@@ -41,20 +41,20 @@ def take_rollouts(
     """The next prompts, from `position` in the data on, answered and scored."""
     answers = _Answers(generator, scorer, recipe, phases)
     wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
-    rounds = settings.rounds
+    max_batches = settings.max_gen_batches
     kept: list[list[Summary]] = []
     uniform: list[list[Summary]] = []
     prompts: dict[int, Prompt] = {}
     used = 0
-    while len(kept) < wanted and used < rounds:
+    while len(kept) < wanted and used < max_batches:
         missing = wanted - len(kept)
         taken = dict(enumerate(loader.between(position, position + missing), start=position))
         prompts |= taken
         position += missing
         used += 1
         for group in _groups(answers.sampled(taken)):
-            (kept if rounds == 1 or checks.teaches(group, prompts, settings) else uniform).append(group)
-    # The rounds are used up: groups that teach nothing fill the step, so that its size stays what it is.
+            (kept if max_batches == 1 or checks.teaches(group, prompts, settings) else uniform).append(group)
+    # The limit of batches is reached: groups that teach nothing fill the step, so that its size stays what it is.
     filled = kept + uniform[: wanted - len(kept)]
     # A prompt was known by its position in the data; from here on by its index in the step.
     index = {group[0].prompt_index: number for number, group in enumerate(filled)}
@@ -69,7 +69,7 @@ def take_rollouts(
     checks.refuse_nothing_left(failed, len(answers.every), experience.sequences)
     metrics = checks.rollout_metrics(answers.every, rollouts, failed.count)
     metrics |= checks.straggler_metrics(generator.world.gather((answers.seconds, answers.taken)))
-    if rounds > 1:
+    if max_batches > 1:
         metrics |= {
             "train/num_gen_batches": float(used),
             "train/uniform_groups": float(len(uniform)),

@@ -98,8 +98,8 @@ def refuse_unmeasured(recipe: Recipe, metrics: Collection[str]) -> None:
 
 def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
     named = {"checkpoint.best": recipe.checkpoint.best}
-    if recipe.run.stop_early is not None:
-        named["run.stop_early.metric"] = recipe.run.stop_early.metric
+    if recipe.run.early_stopping is not None:
+        named["run.early_stopping.metric"] = recipe.run.early_stopping.metric
     for key, words in named.items():
         measure = None if words is None else measure_of(words)
         if measure is None or _expected(measure, recipe, metrics):
@@ -145,7 +145,7 @@ class Training:
         self._generator, self._interrupt, self.keeps = generator, interrupt, keeps
         self.position: Position = checkpointer.resume()
         self._first = self.position.step + 1
-        self.early = EarlyStop(run.recipe.run.stop_early if keeps else None, run.world)
+        self.early = EarlyStop(run.recipe.run.early_stopping if keeps else None, run.world)
         self.early.recall(run.logged())
         self.idle = IdleUpdates(models.learners, run.recipe.run.max_idle_updates if keeps else None)
         self.tape: Recorder = recorder_of(run, models, self.position.step)

@@ -70,8 +70,8 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
         raise Refusal.at(
             "rollout.max_probs_diff",
             f"engine and trainer differ by {mean:.3g} in the probability of a token on average, over {most:g}",
-            "use fp32 or the hf engine to find out which side is off, or correct for it (algorithm.correction); stale "
-            "responses differ by themselves (rollout.max_staleness). The last checkpoint is untouched",
+            "use fp32 or the hf engine to find out which side is off, or correct it (algorithm.rollout_correction); "
+            "stale responses differ by themselves (rollout.max_staleness). The last checkpoint is untouched",
             code="logprobs-differ",
         )
 
@@ -82,7 +82,7 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
 def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
     """The policy loss with the keys it reads."""
     keys = _keys(algorithm, loss_row(algorithm.loss).keys)
-    return own.policy_loss(algorithm.loss, keys, algorithm.function_limit)
+    return own.policy_loss(algorithm.loss, keys, algorithm.function_timeout)
 
 
 def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class PolicyLoss:
         sums = self._sums(logprobs, scores.entropies_K, tokens)
         # The first update of a step compares what the engine said with what the trainer says of the same weights: over
         # all tokens, since those that disagree most are left out of everything else.
-        bypass = self.algorithm.correction.bypass
+        bypass = self.algorithm.rollout_correction.bypass
         old = logprobs.detach() if tokens.old_K is None or bypass else tokens.old_K
         difference = (old.exp() - sent(self.engine_K[batch.own_K], self.device).exp()).abs()
         sums.metrics |= {"probs_diff": difference.sum(), "probs_diff_squared": difference.square().sum()}

@@ -51,7 +51,7 @@ def algorithm_rule(done: Conversion) -> None:
     _correction(done)
     if done["dynamic_filtering"]:
         note = "at most 10 generation batches, then the remaining groups fill the step; OpenRLHF has no limit"
-        done.write("algorithm.dynamic_sampling.rounds", 10, "dynamic_filtering", note=note)
+        done.write("algorithm.dynamic_sampling.max_gen_batches", 10, "dynamic_filtering", note=note)
         bounds = "dynamic_filtering_reward_range"
         done.write("algorithm.dynamic_sampling.between", done.numbers(bounds), bounds)
 
@@ -99,7 +99,7 @@ def _kl(done: Conversion) -> None:
         done.write("algorithm.kl.estimator", estimator, "kl_estimator")
         done.ignore("OpenRLHF reads it only with a KL term in the loss", unbiased)
     if done[ESTIMATOR] in _GROUPS and not in_loss:
-        done.write("algorithm.kl.compared", False, ESTIMATOR)
+        done.write("algorithm.kl.before_baseline", False, ESTIMATOR)
     if done["kl_target"]:
         done.write_number("algorithm.kl.target", "kl_target")
         done.write_integer("algorithm.kl.horizon", "kl_horizon")
@@ -116,8 +116,8 @@ def _correction(done: Conversion) -> None:
     elif not done[ENABLE]:
         done.ignore("the correction is off", BOUNDS, KIND, CAP, MODE, GATE)
     elif not is_dotted_command(done):
-        done.write("algorithm.correction.weight", "token", ENABLE)
-        done.write_number("algorithm.correction.cap", CAP)
+        done.write("algorithm.rollout_correction.weight", "token", ENABLE)
+        done.write_number("algorithm.rollout_correction.cap", CAP)
     else:
         bounds = _bounds(done)
         if bounds is not None and done[KIND] not in _KINDS:
@@ -138,7 +138,7 @@ def _gated(done: Conversion) -> None:
         done.refuse(MODE, "clip is for token ratios only, as in OpenRLHF", f"--{MODE} mask")
     elif str(done["policy_loss_type"]) == "gspo":
         note = "OpenRLHF computes gspo's ratio from the engine's log-probs, and gates nothing"
-        done.write("algorithm.correction.bypass", True, LEVEL, note=note)
+        done.write("algorithm.rollout_correction.bypass", True, LEVEL, note=note)
         done.ignore(note, MODE, GATE, BOUNDS)
     else:
         keys = tuple(key for key in (LEVEL, MODE, GATE) if done.is_set(key))
@@ -150,16 +150,16 @@ def _write_correction(
 ) -> None:
     """The kept tokens have their ratio as weight. Dropped tokens still count in the mean."""
     low, high = bounds
-    done.write("algorithm.correction.weight", "token", *keys)
+    done.write("algorithm.rollout_correction.weight", "token", *keys)
     if mode == "clip":
-        done.write("algorithm.correction.floor", low, BOUNDS)
-        done.write("algorithm.correction.cap", high, BOUNDS)
+        done.write("algorithm.rollout_correction.floor", low, BOUNDS)
+        done.write("algorithm.rollout_correction.cap", high, BOUNDS)
         return
-    done.write("algorithm.correction.cap", None, BOUNDS)
+    done.write("algorithm.rollout_correction.cap", None, BOUNDS)
     band: dict[str, Any] = {"over": "token" if level == "token" else "mean", "by": gate}
     band |= {"low": low, "high": high} if low else {"high": high}
-    done.write("algorithm.correction.reject", [band], BOUNDS, *keys)
-    done.write("algorithm.correction.rejected", "zero", *keys)
+    done.write("algorithm.rollout_correction.reject", [band], BOUNDS, *keys)
+    done.write("algorithm.rollout_correction.rejected", "zero", *keys)
 
 
 def _bounds(done: Conversion) -> tuple[float, float] | None:
@@ -178,8 +178,8 @@ def async_rule(done: Conversion) -> None:
     if done["async_train"]:
         note = "the maximum age of responses in steps; in OpenRLHF they may be one step older"
         done.write("rollout.max_staleness", done.integer(queue), "async_train", queue, note=note)
-        if "algorithm.correction.weight" not in done.recipe:
-            done.write("algorithm.correction.weight", "none", "async_train")
+        if "algorithm.rollout_correction.weight" not in done.recipe:
+            done.write("algorithm.rollout_correction.weight", "none", "async_train")
     else:
         done.ignore("OpenRLHF reads it only with async training", queue)
 
@@ -199,7 +199,7 @@ def data_and_model_rule(done: Conversion) -> None:
     done.write_number("rollout.top_p", "top_p")
     if done.number("top_p") < 1:
         note = "as in OpenRLHF: the trainer scores the full distribution, so the ratios are inexact"
-        done.write("rollout.truncated", "ignore", "top_p", note=note)
+        done.write("rollout.truncated_sampling", "ignore", "top_p", note=note)
     for key, name in (("actor_num_gpus_per_node", "devices"), ("actor_num_nodes", "nodes")):
         setattr(done, name, done.integer(key))
         done.ignore(f"torchrun sets the number of {name}; the end of the report has the command", key)
@@ -250,7 +250,7 @@ def batch_rule(done: Conversion) -> None:
     if done["packing_samples"]:
         done.write("batch.tokens", done.integer(micro) * longest, micro, "packing_samples")
     else:
-        done.write_integer("batch.rows", micro)
+        done.write_integer("batch.micro_batch_size", micro)
 
 
 def reward_rule(done: Conversion) -> None:
@@ -277,7 +277,7 @@ def reward_rule(done: Conversion) -> None:
         done.write_integer("algorithm.overlong.buffer", "overlong_buffer_len")
         done.write_number("algorithm.overlong.factor", "overlong_penalty_factor")
     if done["reward.stop_properly_penalty_coef"] is not None:
-        done.write_number("algorithm.overlong.cut", "reward.stop_properly_penalty_coef")
+        done.write_number("algorithm.overlong.truncated_reward", "reward.stop_properly_penalty_coef")
     if done[ESTIMATOR] == "gae":
         path = done["critic_pretrain"] or (done["pretrain"] if remote else model)
         done.write("critic.path", str(path).split(",")[0], "critic_pretrain")

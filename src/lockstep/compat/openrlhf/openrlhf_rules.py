@@ -259,4 +259,4 @@ def _batch(done: Conversion, sequences_per_row: int) -> None:
         tokens = rows * longest * sequences_per_row
         done.write("batch.tokens", tokens, "micro_train_batch_size", "packing_samples")
     else:
-        done.write("batch.rows", rows, "micro_train_batch_size")
+        done.write("batch.micro_batch_size", rows, "micro_train_batch_size")

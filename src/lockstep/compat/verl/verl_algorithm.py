@@ -33,11 +33,11 @@ _LOSS_PARAMETERS = {
     "dppo_tv": [("ratio_cap", "clip_ratio_c")],
     "dppo_kl": [("ratio_cap", "clip_ratio_c")],
     "clip_cov": [
-        ("cov_share", "policy_loss.clip_cov_ratio"),
+        ("cov_ratio", "policy_loss.clip_cov_ratio"),
         ("cov_low", "policy_loss.clip_cov_lb"),
         ("cov_high", "policy_loss.clip_cov_ub"),
     ],
-    "kl_cov": [("cov_share", "policy_loss.kl_cov_ratio"), ("cov_kl", "policy_loss.ppo_kl_coef")],
+    "kl_cov": [("cov_ratio", "policy_loss.kl_cov_ratio"), ("cov_kl", "policy_loss.ppo_kl_coef")],
 }
 # Metrics of filter_groups that are the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
@@ -78,7 +78,7 @@ def algorithm_rule(done: Conversion) -> None:
 def _filter_groups(done: Conversion) -> None:
     enable, batches, key = (f"algorithm.filter_groups.{name}" for name in ("enable", "max_num_gen_batches", "metric"))
     note = "groups with equal rewards are replaced; after the last generation batch they fill the step"
-    done.write("algorithm.dynamic_sampling.rounds", done.integer(batches) or 10, enable, batches, note=note)
+    done.write("algorithm.dynamic_sampling.max_gen_batches", done.integer(batches) or 10, enable, batches, note=note)
     metric = done[key]
     if metric in _SCORE:
         done.ignore("the score of a response, as in verl", key)
@@ -96,9 +96,9 @@ def _resampling(done: Conversion, advantage: str) -> None:
         done.ignore(why, switch, method, power)
         return
     note = "a response counts in its update as often as it is drawn; verl moves responses between updates of a step"
-    done.write("algorithm.filtration.method", str(done[method]), switch, method, note=note)
+    done.write("algorithm.pf_ppo.method", str(done[method]), switch, method, note=note)
     if done[method] == "pow":
-        done.write_number("algorithm.filtration.power", power)
+        done.write_number("algorithm.pf_ppo.power", power)
 
 
 def _gdpo(done: Conversion, advantage: str) -> None:
@@ -234,26 +234,26 @@ def _correction(done: Conversion) -> None:
     if done[BYPASS]:
         _bypass(done, kind, floor, cap)
     elif kind is not None:
-        done.write("algorithm.correction.weight", kind, WEIGHT)
-        done.write("algorithm.correction.cap", cap, BOUND)
-        done.write("algorithm.correction.normalize", bool(done[NORMALIZE]), NORMALIZE)
+        done.write("algorithm.rollout_correction.weight", kind, WEIGHT)
+        done.write("algorithm.rollout_correction.cap", cap, BOUND)
+        done.write("algorithm.rollout_correction.normalize", bool(done[NORMALIZE]), NORMALIZE)
         if floor is not None:
             if bands:
                 done.refuse(BOUND, "zero weights outside a band and rejection exclude each other", "remove one of them")
                 return
             over = "token" if kind == "token" else "sum"
             bands = [{"over": over, "by": "ratio", "low": floor, "high": cap}]
-            done.write("algorithm.correction.reject", bands, BOUND)
-            done.write("algorithm.correction.rejected", "zero", BOUND)
+            done.write("algorithm.rollout_correction.reject", bands, BOUND)
+            done.write("algorithm.rollout_correction.rejected", "zero", BOUND)
             return
     else:
         done.ignore("verl reads it only with rollout_is", BOUND, NORMALIZE)
     if bands:
-        done.write("algorithm.correction.reject", bands, REJECT, BOUNDS, note=ONCE if done[BYPASS] else "")
+        done.write("algorithm.rollout_correction.reject", bands, REJECT, BOUNDS, note=ONCE if done[BYPASS] else "")
 
 
 def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> None:
-    done.write("algorithm.correction.bypass", True, BYPASS)
+    done.write("algorithm.rollout_correction.bypass", True, BYPASS)
     if done[BYPASS_LOSS] == "ppo_clip":
         why = "the clipped ratio is relative to the rollout engine already; verl uses the weights only in metrics"
         done.ignore(why, WEIGHT, BOUND, NORMALIZE)
@@ -265,7 +265,7 @@ def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> Non
     if floor is not None:
         done.refuse(BOUND, "bypass_mode has no zero weights outside a band", "write one number, the largest weight")
     if kind is None:
-        done.write("algorithm.correction.bypass", False, BYPASS)
+        done.write("algorithm.rollout_correction.bypass", False, BYPASS)
         done.decided[BYPASS] = ("mapped", "without weights no term reads old log-probs: the plain policy gradient")
     else:
         done.write("algorithm.ratio_of", kind, WEIGHT)

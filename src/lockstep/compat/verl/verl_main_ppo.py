@@ -94,7 +94,7 @@ def _micro_batch(done: Conversion) -> None:
         done.write("batch.tokens", rows * _longest(done), key, packed)
         done.decided.setdefault(key, ("mapped", f"packed: as many tokens as {rows} of the longest sequences"))
     else:
-        done.write("batch.rows", rows, key, packed)
+        done.write("batch.micro_batch_size", rows, key, packed)
 
 
 def rollout_rule(done: Conversion) -> None:
@@ -107,7 +107,7 @@ def rollout_rule(done: Conversion) -> None:
     done.write("rollout.top_p", top_p, f"{R}.top_p")
     done.write("rollout.top_k", top_k, f"{R}.top_k")
     if keys := [key for key, on in ((f"{R}.top_p", top_p < 1), (f"{R}.top_k", bool(top_k))) if on]:
-        done.write("rollout.truncated", "ignore", *keys, note=FULL_RATIO)
+        done.write("rollout.truncated_sampling", "ignore", *keys, note=FULL_RATIO)
 
 
 def validation_rule(done: Conversion) -> None:

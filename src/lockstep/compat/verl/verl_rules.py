@@ -184,7 +184,9 @@ def sft_batch_rule(done: Conversion) -> None:
         done.write("batch.tokens", tokens, most, "data.use_dynamic_bsz")
         done.ignore("use_dynamic_bsz counts tokens instead", per_device, overall)
         return
-    done.write_integer("batch.rows", overall if done.is_set(overall) and not done.is_set(per_device) else per_device)
+    done.write_integer(
+        "batch.micro_batch_size", overall if done.is_set(overall) and not done.is_set(per_device) else per_device
+    )
 
 
 def sft_keep_rule(done: Conversion) -> None:

@@ -34,7 +34,7 @@ from lockstep.recipe.keys_data import Data
 from lockstep.run.output import write
 from lockstep.types import Origin, Row
 
-KEY, TIME, MEMORY = "data.reader", "data.reader_limit", "data.reader_memory_gb"
+KEY, TIME, MEMORY = "data.reader", "data.reader_timeout", "data.reader_memory_gb"
 REMEDY = "yield a dict of plain values (text, numbers, true and false, lists, dicts) for each row"
 
 
@@ -43,12 +43,12 @@ class OwnReader:
     """A user function that reads rows, `path/to/file.py:name`. `seconds` limits the time for all rows of a path."""
 
     function_path: str
-    seconds: float = Data.model_fields["reader_limit"].default
+    seconds: float = Data.model_fields["reader_timeout"].default
     memory_gb: float = Data.model_fields["reader_memory_gb"].default
 
     @classmethod
     def of(cls, data: Data) -> OwnReader | None:
-        return None if data.reader is None else cls(data.reader, data.reader_limit, data.reader_memory_gb)
+        return None if data.reader is None else cls(data.reader, data.reader_timeout, data.reader_memory_gb)
 
     def refuse(self, why: str, remedy: str, *, code: str) -> Refusal:
         return Refusal.at(f"{KEY} {self.function_path}", why, remedy, code=code)

@@ -55,7 +55,9 @@ def same_parts(
         ]
         return [out, lse_HT, *(gradient.to(like.dtype) for gradient in gradients)]
 
-    return trial.alike("attention over parallel.context", name, lambda: outputs(reference), lambda: outputs(kernel))
+    return trial.alike(
+        "attention over parallel.context_parallel", name, lambda: outputs(reference), lambda: outputs(kernel)
+    )
 
 
 # Shapes: T queries, S keys, H query heads, G key/value heads, D key size, E value size.
@@ -85,7 +87,7 @@ def _fusion_serves(query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sect
 def _warn_once(problem: str) -> None:
     """Warn once per problem."""
     warnings.warn(
-        f"attention over parallel.context is plain torch: npu_fusion_attention has no {problem}", stacklevel=4
+        f"attention over parallel.context_parallel is plain torch: npu_fusion_attention has no {problem}", stacklevel=4
     )
 
 

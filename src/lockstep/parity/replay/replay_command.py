@@ -31,6 +31,7 @@ from lockstep.parity.replay.replay_loop import (
 )
 from lockstep.parity.replay.replay_result import RESULT, Replayed, as_json, judge, show
 from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.renamed_keys import stored_recipe
 from lockstep.run.console import Console
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
@@ -148,7 +149,7 @@ def _replay_part(
         folder = run_replay(loop, replayed_recipe(source, name, overrides, part.recipe), console)
     if folder is None:
         return None
-    trained: dict[str, Any] = yaml.safe_load(part.recipe.read_text(encoding="utf-8"))
+    trained: dict[str, Any] = stored_recipe(yaml.safe_load(part.recipe.read_text(encoding="utf-8")))
     result = judge(tape, TapeFolder(RunFolder(folder).tape), mode, folder, trained=trained)
     remarks = [f"The check at load: {problem}" for problem in problems]
     if part.last is not None and result.steps:

@@ -221,7 +221,7 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
         "data.val=[]",
         "checkpoint.best=null",
         "checkpoint.keep_best=0",
-        "run.stop_early=null",
+        "run.early_stopping=null",
         "tape.record=true",
     ]
     if any(word.startswith("model.dtype=") for word in overrides):

@@ -28,7 +28,7 @@ from lockstep.rollout.servers.adapter import Announced, GroupMeeting, ServerAdap
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, bit_sum, joined, left
 from lockstep.rollout.servers.server_client import ServerClient
 
-KEY = "rollout.hand_over"
+KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
 # Time limit of the rendezvous, and of one tensor.
 MEETING_SECONDS = 600.0
@@ -49,12 +49,12 @@ class WeightLink:
         client: ServerClient,
         device: Device,
         index: int,
-        answer_limit: float,
+        request_timeout: float,
         progress: Callable[[str], None],
     ):
         self.server_adapter, self.client, self.device, self.index = server_adapter, client, device, index
-        self._limit, self._progress = answer_limit, progress
-        seconds = min(answer_limit, MEETING_SECONDS)
+        self._limit, self._progress = request_timeout, progress
+        seconds = min(request_timeout, MEETING_SECONDS)
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.meeting = GroupMeeting(
             own_address(client.address),
@@ -186,7 +186,7 @@ def own_address(server: str) -> str:
 
 def by_collective(settings: RolloutSettings) -> bool:
     """Whether weights go by a collective; `auto` never selects it."""
-    return ENGINES[settings.engine].served and settings.hand_over == "collective"
+    return ENGINES[settings.engine].served and settings.weight_sync == "collective"
 
 
 def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:

@@ -75,11 +75,11 @@ class Fleet:
         server_adapter: ServerAdapter,
         clients: ClientThread,
         servers: Sequence[Server],
-        answer_limit: float,
+        request_timeout: float,
         vocabulary: int,
     ):
         self.server_adapter, self.clients, self.servers = server_adapter, clients, list(servers)
-        self._answer_limit, self._vocabulary = answer_limit, vocabulary
+        self._request_timeout, self._vocabulary = request_timeout, vocabulary
         self.version = ""
         """The version of the weights that must generate the samples."""
         self._events: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
@@ -170,9 +170,9 @@ class Fleet:
         """Sends one request to one server and validates the answer."""
         path, body = self.server_adapter.ask(wanted)
         if self.server_adapter.samples_together:
-            response = await server.client.sample(path, body, self._answer_limit)
+            response = await server.client.sample(path, body, self._request_timeout)
         else:
-            response = await server.client.send("POST", path, body, self._answer_limit)
+            response = await server.client.send("POST", path, body, self._request_timeout)
         try:
             return checked_answer(self.server_adapter.read(response, wanted), wanted, self._vocabulary)
         except ServerFailed as error:

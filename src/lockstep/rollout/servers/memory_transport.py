@@ -16,7 +16,7 @@ from lockstep.rollout.servers.collective_transport import first_visible
 from lockstep.rollout.servers.plugin.lockstep_shared import TensorPlace, device_place, host_places
 from lockstep.rollout.servers.weight_check import fingerprint
 
-KEY = "rollout.hand_over"
+KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
 
 Weights = Sequence[tuple[str, torch.Tensor]]
@@ -80,8 +80,8 @@ def by_memory(
     of the run: same machine, and no copy needed."""
     if not ENGINES[settings.engine].served or adapter:
         return False
-    if settings.hand_over != "auto":
-        return settings.hand_over == "memory"
+    if settings.weight_sync != "auto":
+        return settings.weight_sync == "memory"
     server = settings.server
     same_device = server.devices is None or server.devices == [first_visible(device)]
     exclusive = settings.url is None and processes == 1 and server.tensor_parallel == 1 and same_device

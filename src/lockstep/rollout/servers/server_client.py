@@ -206,7 +206,7 @@ class ClientThread:
 
 @dataclass(frozen=True)
 class ServerClient:
-    """Requests to one server; `seconds` is `rollout.server.answer_limit`, the limit of slow requests."""
+    """Requests to one server; `seconds` is `rollout.server.request_timeout`, the limit of slow requests."""
 
     thread: ClientThread
     address: str

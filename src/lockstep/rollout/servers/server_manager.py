@@ -47,7 +47,7 @@ class ServerManager:
         """Whether the start is complete: a server that is lost later may recover."""
         self.clients = ClientThread()
         self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
-        self.fleet = Fleet(server_adapter, self.clients, [], settings.server.answer_limit, self.vocabulary)
+        self.fleet = Fleet(server_adapter, self.clients, [], settings.server.request_timeout, self.vocabulary)
 
     # -- start
 
@@ -71,7 +71,7 @@ class ServerManager:
             return None if process is None or process.alive else process.exit_reason()
 
         self.clients.health[address] = HealthCheck(address, self.server_adapter.gone_statuses, ended)
-        return ServerClient(self.clients, address, self.settings.server.answer_limit)
+        return ServerClient(self.clients, address, self.settings.server.request_timeout)
 
     def wait_for_all(self) -> None:
         """Waits until all servers respond, or one does and `OTHERS_SECONDS` have passed. Each must fit the model. A
@@ -158,7 +158,7 @@ class ServerManager:
     def check_wait(self, server: Server) -> None:
         """Raises if a server has ended or does not respond in time. One that lockstep started is restarted if the run
         has already used it."""
-        limit = self.settings.server.start_limit
+        limit = self.settings.server.start_timeout
         self._log_wait(server)
         if server.process is not None and not server.process.alive:
             if self.accepted:
@@ -174,7 +174,7 @@ class ServerManager:
         if time.monotonic() - server.since > limit:
             last = server.process.last_lines() if server.process is not None else ""
             raise refusal_kind(lost=self.accepted).at(
-                "rollout.server.start_limit",
+                "rollout.server.start_timeout",
                 f"no answer in {limit:g} s from {server.describe()}{last}",
                 "raise it, or find out why the server does not start" + (f"; {RESUME_REMEDY}" if self.accepted else ""),
                 code="server-lost",
@@ -184,10 +184,10 @@ class ServerManager:
         now = time.monotonic()
         if now - server.since >= TELL_SECONDS and now - server.logged_at >= TELL_AGAIN_SECONDS:
             server.logged_at = now
-            limit = self.settings.server.start_limit
+            limit = self.settings.server.start_timeout
             say(
                 f"waiting for {server.describe()} for {now - server.since:.0f} s; the run stops after "
-                f"{limit:g} s (rollout.server.start_limit)"
+                f"{limit:g} s (rollout.server.start_timeout)"
             )
 
     def check_waits(self) -> None:

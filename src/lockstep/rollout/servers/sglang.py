@@ -203,7 +203,7 @@ class Sglang:
             if info.get(key, 1) != 1:
                 # SGLang uses the tensor-parallel rank as the rank in the group, so several workers would have the same
                 # rank.
-                raise ServerFailed(f"{client.address}: {key} is {info[key]}: set rollout.hand_over=files")
+                raise ServerFailed(f"{client.address}: {key} is {info[key]}: set rollout.weight_sync=files")
         return int(info["tp_size"])
 
     def join(self, client: Channel, meeting: GroupMeeting) -> None:
@@ -225,7 +225,7 @@ class Sglang:
             if error.status == _NOT_FOUND:
                 # Older releases such as 0.5.17 load without the preparation of 0.5.23.
                 why = "this SGLang has no /begin_weight_update, which a collective needs"
-                raise ServerFailed(f"{client.address}: {why}: use 0.5.23, or set rollout.hand_over=files") from error
+                raise ServerFailed(f"{client.address}: {why}: use 0.5.23, or set rollout.weight_sync=files") from error
             # An aborted push left the update open.
             if error.status != _BAD_REQUEST or "already open" not in str(error):
                 raise

@@ -66,7 +66,7 @@ class WeightSync:
 
     @property
     def transport(self) -> str:
-        """The transport as a value of `rollout.hand_over`."""
+        """The transport as a value of `rollout.weight_sync`."""
         return "collective" if by_collective(self.settings) else "memory" if self.by_memory else "files"
 
     # -- which servers
@@ -250,7 +250,7 @@ class WeightSync:
 
     def _fall_back_to_files(self, why: str) -> None:
         """Falls back to files with a warning; an explicit `memory` setting is an error."""
-        if self.settings.hand_over == "memory":
+        if self.settings.weight_sync == "memory":
             raise ServerFailed(f"{why}: {MEMORY_REMEDY}")
         warnings.warn(
             f"weights are sent to {self.server_adapter.name} through files, which is slower: {why}", stacklevel=2
@@ -271,7 +271,7 @@ class WeightSync:
         """The group with the server's workers; created on first use."""
         link = self._links.get(server.client.address)
         if link is None:
-            index, limit = self.world.local_rank, self.settings.server.answer_limit
+            index, limit = self.world.local_rank, self.settings.server.request_timeout
             link = WeightLink(self.server_adapter, server.client, self.device, index, limit, self.world.progress)
             self._links[server.client.address] = link
             link.join()
@@ -328,7 +328,7 @@ class WeightSync:
             )
 
     def _refuse_other_truncation(self, server: Server) -> None:
-        """With `rollout.truncated: mask` both sides must exclude the same tokens."""
+        """With `rollout.truncated_sampling: mask` both sides must exclude the same tokens."""
         settings = self.settings
         sampling = Sampling(
             max_tokens=1,
@@ -336,14 +336,14 @@ class WeightSync:
             top_p=settings.top_p,
             top_k=settings.top_k,
             min_p=settings.min_p,
-            score_truncated=settings.truncated == "mask",
+            score_truncated=settings.truncated_sampling == "mask",
         )
         if (settings.top_p, settings.top_k, settings.min_p) == (1.0, 0, 0.0):
             return
         result, bounds = self._check(server, sampling), MOST[self.dtype]
         if not result.off.mean <= bounds.mean:
             raise Refusal.at(
-                "rollout.truncated",
+                "rollout.truncated_sampling",
                 f"engine {self.server_adapter.name} truncates differently from the trainer (top_p {settings.top_p:g}, "
                 f"top_k {settings.top_k}, min_p {settings.min_p:g}): the mean difference is {result.off.mean:.3g}",
                 "remove top_p, top_k and min_p",

@@ -228,10 +228,10 @@ class WorkerEngine:
                 if self._changed.wait_for(lambda: self._ended, ENDED_SECONDS):
                     raise self._refusal() from error
             why = f"the weights were not transferred to the rollout worker by {self.collective}: {error}"
-            remedy = "set rollout.hand_over=memory; the last checkpoint is untouched"
+            remedy = "set rollout.weight_sync=memory; the last checkpoint is untouched"
             # A transport that has worked before may work again.
             kind = Refusal if self._previous_logprobs is None else LostProcess
-            raise kind.at("rollout.hand_over", why, remedy, code="weight-sync-failed") from error
+            raise kind.at("rollout.weight_sync", why, remedy, code="weight-sync-failed") from error
         finally:
             if self.collective is not None:
                 self.waited += time.monotonic() - begun

@@ -46,7 +46,7 @@ class Evidence:
     def planned(self) -> int | None:
         """The last step in the recipe; None if the run is counted in epochs or may stop early."""
         run = self.recipe.get("run", {})
-        return None if run.get("stop_early") else run.get("steps")
+        return None if run.get("early_stopping") else run.get("steps")
 
     def recipe_at(self, step: int) -> dict[str, Any]:
         """The recipe that trained this step."""

@@ -12,6 +12,7 @@ from lockstep.errors import Refusal
 from lockstep.masking import masked_tree
 from lockstep.parity.compare.logs.log_curves import Evidence, Points
 from lockstep.parity.compare.logs.table_logs import json_lines, table_points
+from lockstep.recipe.renamed_keys import stored_recipe
 from lockstep.run.folder import RunFolder, read_object
 from lockstep.run.metrics import read_metrics
 
@@ -95,7 +96,7 @@ def read_evidence(path: Path) -> Evidence:
             raise Refusal.at(file, "contains no keys", "restore the file", code="damaged-file")
     env = read_object(folder.env) if folder.env.is_file() else {}
     # An earlier version may have stored secrets; they must not reach a report.
-    recipes, env = {path: masked_tree(recipe) for path, recipe in recipes.items()}, masked_tree(env)
+    recipes, env = {path: stored_recipe(masked_tree(recipe)) for path, recipe in recipes.items()}, masked_tree(env)
     earlier = {last: recipes[path] for path, last in files.items() if last is not None}
     return Evidence(recipes[folder.recipe], env, _samples(folder.samples), earlier)
 

@@ -98,7 +98,7 @@ class WeightExtension:
         copies = self.vllm_config.parallel_config.data_parallel_size  # type: ignore[attr-defined]
         if copies != 1:
             # The workers of all copies have the same ranks, and the group has room for one copy.
-            raise ValueError(f"it has {copies} copies of the weights (data parallelism): set rollout.hand_over=files")
+            raise ValueError(f"it has {copies} copies of the weights (data parallelism): set rollout.weight_sync=files")
         _leave(self)
         self._lockstep_group = name, *met(address, port, name, backend, self.rank + 1, size, seconds)  # type: ignore[attr-defined]
         return {"rank": self.rank + 1}  # type: ignore[attr-defined]

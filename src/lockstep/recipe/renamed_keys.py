@@ -1,0 +1,117 @@
+"""Old names of recipe keys. They work for one release, with a warning; stored recipes are read with the new names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep.errors import Problem, RenamedKey
+
+# Old name -> new name. Both have the same group.
+RENAMED = {
+    "run.stop_early": "run.early_stopping",
+    "data.reader_limit": "data.reader_timeout",
+    "batch.rows": "batch.micro_batch_size",
+    "rollout.hand_over": "rollout.weight_sync",
+    "rollout.truncated": "rollout.truncated_sampling",
+    "rollout.function_limit": "rollout.function_timeout",
+    "rollout.server.start_limit": "rollout.server.start_timeout",
+    "rollout.server.answer_limit": "rollout.server.request_timeout",
+    "algorithm.function_limit": "algorithm.function_timeout",
+    "algorithm.cov_share": "algorithm.cov_ratio",
+    "algorithm.kl.compared": "algorithm.kl.before_baseline",
+    "algorithm.correction": "algorithm.rollout_correction",
+    "algorithm.dynamic_sampling.rounds": "algorithm.dynamic_sampling.max_gen_batches",
+    "algorithm.filtration": "algorithm.pf_ppo",
+    "algorithm.overlong.cut": "algorithm.overlong.truncated_reward",
+    "algorithm.overlong.skip": "algorithm.overlong.mask_truncated",
+    "rm.centre": "rm.center_rewards_coef",
+    "parallel.context": "parallel.context_parallel",
+    "parallel.tensor": "parallel.tensor_parallel",
+}
+# Groups that contain a renamed key. Other groups are not searched.
+_GROUPS = {".".join(parts[:end]) for parts in (old.split(".") for old in RENAMED) for end in range(1, len(parts))}
+
+
+def current_key(key: str) -> str:
+    """The dotted key with its new name."""
+    old = _old_name(key)
+    return key if old is None else RENAMED[old] + key[len(old) :]
+
+
+def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[str, Any], list[Problem]]:
+    """Nested values with the new names of keys, with a warning for each old name.
+
+    `group`: the key that contains the values. It is a problem if the values contain both names of a key.
+    """
+    found: list[str] = []
+    renamed = _renamed(values, group, found)
+    problems = [_both(old) for old in found if _contains(values, RENAMED[old], group)]
+    for old in found:
+        warn_renamed(old)
+    return renamed, problems
+
+
+def stored_recipe(values: Any) -> Any:
+    """The recipe of a run, checkpoint or tape with the new names of keys. Anything but a mapping is returned as is."""
+    return _renamed(values, "", []) if isinstance(values, dict) else values
+
+
+def both_names(keys: Iterable[str]) -> list[Problem]:
+    """One problem for each key that dotted keys set by its old and by its new name."""
+    given = list(keys)
+    old_names = {old for key in given if (old := _old_name(key)) is not None}
+    return [_both(old) for old in sorted(old_names) if any(_within(key, RENAMED[old]) for key in given)]
+
+
+def warn_renamed(key: str) -> None:
+    """Warns if the dotted key, or a group that contains it, is an old name."""
+    if (old := _old_name(key)) is not None:
+        note = f"{old} is now {RENAMED[old]}; the old name works until the next release"
+        # Always this line: Python shows the same text from the same line once.
+        warnings.warn(note, RenamedKey, stacklevel=1)
+
+
+def new_attribute(name: str, fields: Iterable[str]) -> str | None:
+    """The field of a section that had this name; None if there is none."""
+    names = [new.rpartition(".")[2] for old, new in RENAMED.items() if old.rpartition(".")[2] == name]
+    return next((new for new in names if new in fields), None)
+
+
+def _renamed(values: dict[str, Any], group: str, found: list[str]) -> dict[str, Any]:
+    """The values with new names, in the same order. Old names are added to `found`. If both are given, the new wins."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{group}.{name}" if group else str(name)
+        new = name
+        if key in RENAMED:
+            found.append(key)
+            key = RENAMED[key]
+            new = key.rpartition(".")[2]
+            if new in values:
+                continue
+        result[new] = _renamed(value, key, found) if key in _GROUPS and isinstance(value, dict) else value
+    return result
+
+
+def _old_name(key: str) -> str | None:
+    return next((old for old in RENAMED if _within(key, old)), None)
+
+
+def _within(key: str, group: str) -> bool:
+    return key == group or key.startswith(f"{group}.")
+
+
+def _contains(values: Any, key: str, group: str) -> bool:
+    for part in key.removeprefix(f"{group}.").split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def _both(old: str) -> Problem:
+    return Problem(
+        RENAMED[old], f"is the new name of {old}, and both are given", f"remove {old}", code="conflicting-keys"
+    )
