@@ -14,7 +14,7 @@ _PRINTED = re.compile(r"^(?P<where>\S.*?)\s+\[(?P<code>[a-z0-9-]+)\]\n(?P<rest>(
 
 
 @contextmanager
-def refused(
+def refuses(
     where: str = "", code: str = "", *values: object, remedy: str = ""
 ) -> Iterator[pytest.ExceptionInfo[Refusal]]:
     """The body raises a `Refusal` with a problem of this code; see `has_problem` for the other arguments."""

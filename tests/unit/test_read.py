@@ -23,7 +23,7 @@ from lockstep.data.sources.read import FileInfo, HubName, LineOrigin, parse_hub_
 from lockstep.data.sources.rowset import Problems
 from lockstep.errors import Problem, Refusal
 from lockstep.types import Origin
-from refusals import refused
+from refusals import refuses
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1", "answer": "2", "score": 1, "tags": ["a"], "extra": {"index": 0}},
@@ -741,13 +741,13 @@ def test_hub_names(given: str, expected: HubName) -> None:
 
 
 def test_hub_name_of_nothing() -> None:
-    with refused("hub:", "invalid-name"):
+    with refuses("hub:", "invalid-name"):
         parse_hub_name("hub:")
 
 
 @pytest.mark.skipif(find_spec("datasets") is not None, reason="datasets is installed")
 def test_hub_without_the_package() -> None:
-    with refused("package datasets", "missing-package", "hub:openai/gsm8k", remedy="lockstep-rl[hub]"):
+    with refuses("package datasets", "missing-package", "hub:openai/gsm8k", remedy="lockstep-rl[hub]"):
         read_rows("hub:openai/gsm8k:main:train")
 
 
@@ -771,12 +771,12 @@ def test_hub_package_on_a_local_folder(datasets_cache: Path) -> None:
     assert rows.columns == ("prompt", "answer", "score", "tags", "extra")
     assert read_rows(f"hub:{folder}::train").fingerprint == rows.fingerprint
     assert read_rows(f"hub:{folder}::train[:2]").fingerprint != rows.fingerprint
-    with refused(f"hub:{folder}", "several-candidates", "train, test"):
+    with refuses(f"hub:{folder}", "several-candidates", "train, test"):
         read_rows(f"hub:{folder}")
 
 
 def test_hub_failure_says_why(datasets_cache: Path) -> None:
-    with refused("hub:nobody/nothing-here", "hub-failed"):
+    with refuses("hub:nobody/nothing-here", "hub-failed"):
         read_rows("hub:nobody/nothing-here")
 
 
