@@ -194,10 +194,10 @@ def test_a_kernel_that_fails_in_its_own_words_is_still_told_from_the_model(kerne
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("The size of tensor a (4) must match b (5)"),
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
+        RuntimeError("size of tensor a (4) must match b (5)"),
+        RuntimeError("mat1 and mat2 cannot be multiplied (3x4 and 5x6)"),
         ValueError("out of memory"),
-        NotImplementedError("it attends more than once in a layer"),
+        NotImplementedError("it attends more than once"),
     ],
     ids=lambda error: str(error)[:20],
 )

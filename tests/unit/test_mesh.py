@@ -47,7 +47,7 @@ def test_copies_times_slices_times_parts_are_the_ranks(shard, replicate, tensor,
             2,
             6,
             "parallel.shard",
-            "2 does not divide 3 groups of 2 processes (parallel.tensor_parallel=2 of 6)",
+            "3 groups of 2 processes (parallel.tensor_parallel=2 of 6)",
         ),
     ],
 )

@@ -31,6 +31,7 @@ from lockstep.model.router import refuse_router_loss, refuse_router_noise
 from lockstep.preflight.model_checks import placeholder_ids, refuse_placeholders
 from lockstep.rollout.engine_check import check_engine_architecture
 from lockstep.types import Example, Origin
+from refusals import refuses
 
 CPU = torch.device("cpu")
 # Full sizes, as a folder has them: a window of thousands of tokens is checked all the same.
@@ -101,7 +102,7 @@ def test_a_kernel_that_is_wrong_in_a_coarse_dtype_is_seen(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(attention, "varlen_attention", coarse)
     check(LlamaConfig())
-    with pytest.raises(Refusal, match=r"in torch.bfloat16 the median error of our log-probs is"):
+    with refuses("model.path", "unsupported-model", "torch.bfloat16", "median error"):
         check(LlamaConfig(), torch.bfloat16)
 
 

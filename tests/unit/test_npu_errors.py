@@ -39,7 +39,7 @@ def test_a_known_code_gets_cause_and_remedy(code: str) -> None:
     "message",
     [
         "",
-        "the size of tensor a (3) must match b (4)",
+        "size of tensor a (3) must match b (4)",
         "error code is 1207001",
         "error code is 2070011",
         "at 0xE19999",

@@ -240,8 +240,7 @@ def test_plugins_through_the_command(tmp_path: Path, online_file: Path, monkeypa
     resumed = command("train", online_file, *words, files, *short, "run.steps=2")
     assert resumed.returncode == 0, resumed.stderr
     told = " ".join((resumed.stdout + resumed.stderr).split())
-    assert "own.py:reward: the file is another one than before this run was resumed" in told
-    assert told.count("is another one than before") == 1
+    assert told.count("own.py:reward: the file is another one") == 1
 
 
 def test_a_reward(tmp_path: Path, online_file: Path) -> None:
