@@ -118,13 +118,10 @@ def test_the_sample_that_is_waited_for_is_named() -> None:
         watch.close()
     # Six are left, then five, ...; of those the one that was asked first.
     *waiting, done = seen
-    found = [
-        re.fullmatch(r"step 4, gen, sample (\d) of prompt 0 .*\(rows row 0\)(?: and (\d) more)?", one)
-        for one in waiting
-    ]
-    assert [one and one.groups() for one in found] == [
-        *[("0", "5"), ("0", "4"), ("1", "3"), ("1", "2"), ("1", "1"), ("1", None)],
-    ]
+    form = re.compile(r"step 4, gen, sample (\d) of prompt 0 .*\(rows row 0\)(?: and (\d) more)?")
+    found = [form.fullmatch(one) for one in waiting]
+    rest = [("0", "5"), ("0", "4"), ("1", "3"), ("1", "2"), ("1", "1"), ("1", None)]
+    assert [one and one.groups() for one in found] == rest
     assert done == "step 4, gen"
 
 

@@ -96,7 +96,7 @@ def test_a_model_that_plain_torch_cannot_serve_either_is_no_fault_of_the_kernel(
 ) -> None:
     kernel(lambda right, *rest: right(*rest))
     monkeypatch.setattr(attention, "varlen_attention", lambda q, *a, **m: 1.05 * varlen_attention(q, *a, **m))
-    with pytest.raises(Refusal, match=r"model.path folder: .*packed log-probs differ") as refusal:
+    with pytest.raises(Refusal, match=r"model.path folder \[unsupported-model\]: .*packed log-probs differ") as refusal:
         check(LlamaConfig())
     assert "docs/models.md" in refusal.value.problems[0].remedy
 

@@ -166,7 +166,7 @@ def test_a_silent_console_says_nothing_but_errors(capsys: pytest.CaptureFixture[
         task.advance(3)
     run(console, total=2, until=2)
     assert capsys.readouterr() == ("", "")
-    console.problems(Refusal.at("rank 1", "went wrong"))
+    console.problems(Refusal.at("rank 1", "went wrong", code="process-lost"))
     assert "rank 1" in capsys.readouterr().err
 
 
@@ -174,7 +174,7 @@ def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
     refusal = Refusal(
         [
             Problem("batch.row", "there is no [red]such[/red] key", "did you mean batch.micro_batch_size?"),
-            Problem("data.jsonl row 7", "has no trained token"),
+            Problem("data.jsonl row 7", "has no trained token", code="no-trained-token"),
         ]
     )
     PlainConsole(OFFLINE_COLUMNS).problems(refusal)
