@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import Problem, Refusal
 
-_PRINTED = re.compile(r"^(?P<where>\S.*?)\s+\[(?P<code>[a-z0-9-]+)\]\n(?P<rest>(?:  .*\n?)*)", re.M)
+_PRINTED = re.compile(r"(?P<where>.+?) \[(?P<code>[a-z0-9-]+)\] (?P<why>.*?)(?: -> (?P<remedy>.*))?")
 
 
 @contextmanager
@@ -38,8 +38,5 @@ def has_problem(
 
 def printed_problems(text: str) -> list[Problem]:
     """The problems that a command printed. Their lines are joined again."""
-    problems = []
-    for match in _PRINTED.finditer(text):
-        why, _, remedy = " ".join(match["rest"].split()).partition("-> ")
-        problems.append(Problem(match["where"], why.strip(), remedy, code=match["code"]))
-    return problems
+    found = [_PRINTED.fullmatch(" ".join(block.split())) for block in text.split("\n\n")]
+    return [Problem(one["where"], one["why"], one["remedy"] or "", code=one["code"]) for one in found if one]

@@ -224,9 +224,8 @@ def test_a_reader_from_python_runs_here_with_the_limit_of_time(tmp_path: Path) -
 
     assert list(read_rows("rows.db", reader=OwnReader(give("data.reader", mine)))) == rows
     told = refusal(lambda: read_rows("rows.db", reader=OwnReader(give("data.reader", stalls), seconds=SHORT)))
-    assert told.startswith(
-        f"data.reader {__file__}:stalls [function-too-slow]: did not return within 0.3 s (data.reader_timeout)"
-    )
+    assert told.startswith(f"data.reader {__file__}:stalls [function-too-slow]: ")
+    assert "0.3 s (data.reader_timeout)" in told
 
 
 def test_a_step_goes_on_after_many_calls(tmp_path: Path) -> None:

@@ -173,7 +173,12 @@ def test_a_silent_console_says_nothing_but_errors(capsys: pytest.CaptureFixture[
 def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
     refusal = Refusal(
         [
-            Problem("batch.row", "there is no [red]such[/red] key", "did you mean batch.micro_batch_size?"),
+            Problem(
+                "batch.row",
+                "there is no [red]such[/red] key",
+                "did you mean batch.micro_batch_size?",
+                code="unknown-key",
+            ),
             Problem("data.jsonl row 7", "has no trained token", code="no-trained-token"),
         ]
     )
@@ -183,11 +188,11 @@ def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.err.splitlines() == [
         "2 problems:",
         "",
-        "batch.row",
-        "  there is no [red]such[/red] key",
+        "batch.row [unknown-key]",
+        "  no [red]such[/red] key",
         "  -> did you mean batch.micro_batch_size?",
         "",
-        "data.jsonl row 7",
+        "data.jsonl row 7 [no-trained-token]",
         "  has no trained token",
     ]
 
