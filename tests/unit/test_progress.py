@@ -189,7 +189,7 @@ def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
         "2 problems:",
         "",
         "batch.row [unknown-key]",
-        "  no [red]such[/red] key",
+        "  there is no [red]such[/red] key",
         "  -> did you mean batch.micro_batch_size?",
         "",
         "data.jsonl row 7 [no-trained-token]",
