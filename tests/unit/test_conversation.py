@@ -155,7 +155,7 @@ def test_a_reward_model_does_not_talk(tiny_folder: Path, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForSequenceClassification"]}))
     with pytest.raises(Refusal, match="is a reward model"):
         conversation(tmp_path)
-    with pytest.raises(Refusal, match=r"--adapter .*adapter_config\.json cannot be read"):
+    with pytest.raises(Refusal, match=r"--adapter .*\[no-adapter\]: .*adapter_config\.json"):
         conversation(tiny_folder, adapter=str(tiny_folder))
 
 

@@ -51,12 +51,12 @@ def test_a_rule_that_is_named(speaker: Path, questions: Path, tmp_path: Path) ->
     with pytest.raises(Refusal, match="is not a number"):
         evaluated(speaker, questions, None, max_new_tokens=8, rules=both)
     for rules, told in (
-        (["exat"], "--rule exat: there is no rule 'exat'"),
-        (["other=exact"], "--rule other=exact: no row has data source 'other'"),
-        (["mine/a=exact"], r"data_source 'mine/b': has no rule(.|\n)*--rule mine/b=RULE"),
-        (["exact", "gsm8k"], r"--rule gsm8k: exact is already the rule of all sources"),
-        (["mine/a=exact", "mine/a=gsm8k"], r"--rule mine/a=gsm8k: exact is already the rule of 'mine/a'"),
-        ([], r"data_source 'mine/a': has no rule(.|\n)*--rule mine/a=RULE"),
+        (["exat"], r"--rule exat \[unknown-name\]: .*'exat'"),
+        (["other=exact"], r"--rule other=exact \[unknown-source\]: .*'other'"),
+        (["mine/a=exact"], r"data_source 'mine/b' \[no-rule\](.|\n)*--rule mine/b=RULE"),
+        (["exact", "gsm8k"], r"--rule gsm8k \[conflicting-keys\]: exact .* all sources"),
+        (["mine/a=exact", "mine/a=gsm8k"], r"--rule mine/a=gsm8k \[conflicting-keys\]: exact .*'mine/a'"),
+        ([], r"data_source 'mine/a' \[no-rule\](.|\n)*--rule mine/a=RULE"),
     ):
         with pytest.raises(Refusal, match=told):
             evaluated(speaker, questions, None, max_new_tokens=8, rules=rules)

@@ -50,7 +50,7 @@ def refusal(act: Any) -> str:
 def test_a_call_that_never_returns_is_ended_with_its_line(tmp_path: Path, body: str, line: int) -> None:
     before = signal.getsignal(signal.SIGALRM)
     where = written(tmp_path, f"def mine(given):\n    {body}\n")
-    said = f"{where}: did not return within 0.3 s (algorithm.function_timeout) (own.py line {line})"
+    said = f"{where} [function-too-slow]: did not return within 0.3 s (algorithm.function_timeout) (own.py line {line})"
     assert refusal(lambda: try_advantage(where, 4, SHORT)).startswith(f"algorithm.advantage {said}")
     told = refusal(lambda: try_loss(where, SHORT))
     assert told.startswith(f"algorithm.loss {said}")
@@ -162,7 +162,7 @@ def test_a_reader_that_takes_all_memory_is_refused_by_its_limit(tmp_path: Path) 
     )
     told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where, memory_gb=0.25)))
     assert told.startswith(
-        f"data.reader {where}: raised MemoryError (own.py line 4): over 0.25 GiB (data.reader_memory_gb), for rows.db"
+        f"data.reader {where} [function-raised]: raised MemoryError (own.py line 4): over 0.25 GiB (data.reader_memory_gb)"
     )
 
 

@@ -145,7 +145,7 @@ def test_names_of_the_logs_themselves_and_two_names_at_once() -> None:
     assert got.verdict == "in step"
     with pytest.raises(Refusal) as refusal:
         compare(a, b, metrics=["mine/los"])
-    assert "a.json has no metric mine/los" in str(refusal.value)
+    assert "[unknown-metric]: a.json has no metric mine/los" in str(refusal.value)
     with pytest.raises(Refusal, match=r"similar: mine/loss, train/loss$"):
         compare(a, b, bars={"loss=mine/los": 2.0})
 
