@@ -187,7 +187,7 @@ def test_what_was_begun_with_something_else_is_refused(home: Path, tiny_folder: 
     write_jsonl(home / "questions.jsonl", question_rows(11))
     assert "DATA [changed-setting]: " in again()
     os.utime(model / "model.safetensors", (1, 1))
-    assert "MODEL model.safetensors: " in again()
+    assert "MODEL model.safetensors [changed-setting]: " in again()
 
 
 def test_refusals_come_before_the_model(home: Path, tiny_folder: Path) -> None:
