@@ -105,11 +105,13 @@ def groups(device: Device, shape: Shape, args: argparse.Namespace) -> tuple[str,
         for _ in range(args.n):
             line += [*range(begun, begun + args.prompt), *range(used, used + args.response)]
             used += args.response
-    line_E = torch.tensor(line)
+    packed_index_E = torch.tensor(line)
     lengths = [args.prompt + args.response] * (args.groups * args.n)
-    reference, shared = (make_layout(lengths, torch_device, kernel, line_E) for kernel in ("sdpa", device.attention))
+    reference, shared = (
+        make_layout(lengths, torch_device, kernel, packed_index_E) for kernel in ("sdpa", device.attention)
+    )
     apart = make_layout(lengths, torch_device, device.attention)
-    spread = line_E.to(torch_device)
+    spread = packed_index_E.to(torch_device)
     fused = KERNELS[device.attention]
 
     def copied(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ import transformers
 
 from dpo_sides import SIDES, Ours, Pair, Side, Trl, Work, ours_for, sides_for
 from lockstep.device.select import select
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Optim
 from memory import SHAPE

@@ -37,7 +37,7 @@ from lockstep.kernels.fused import fuse
 from lockstep.model.policy import Policy
 from lockstep.preflight.cluster import generation_seconds
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.runner import Round, Runner
 from lockstep.rollout.native.scheduler import Scheduler, Work
 from lockstep.types import Completion, Request, Sampling

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from lockstep.data.encode.prompt_rows import PromptSet, load_prompts
 from lockstep.device.base import Device
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.recipe.schema import Optim
 from lockstep.types import Prompt

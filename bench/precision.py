@@ -118,7 +118,7 @@ def padded(rows: Sequence[Any], device: str) -> tuple[torch.Tensor, torch.Tensor
         lines = [[*numbers(one), *[0] * (width - len(one))] for one in examples]
         return torch.tensor(lines, device=device)
 
-    return column(lambda one: one.ids), column(lambda one: one.trained).bool(), column(lambda one: [1] * len(one))
+    return column(lambda one: one.ids), column(lambda one: one.loss_mask).bool(), column(lambda one: [1] * len(one))
 
 
 def report(curves: dict[str, Curve]) -> None:

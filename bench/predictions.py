@@ -345,7 +345,7 @@ def measured_generation(sizes: dict[str, int], prompts: int, n: int, prompt: int
 
     from lockstep.device.select import select
     from lockstep.model.load import load_policy
-    from lockstep.rollout.native.engine import NativeEngine
+    from lockstep.rollout.native.native_engine import NativeEngine
     from lockstep.types import Request, Sampling
 
     device = select("cpu")

@@ -16,7 +16,7 @@ from lockstep.model.load import load_policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.hf import HfEngine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Example, Origin, Request, Sampling
 from online_work import Work, make_trainer, temporary_folder
 from vllm_side import Vllm

@@ -38,7 +38,8 @@ import transformers
 
 from lockstep.data.encode.prompt_rows import load_prompts
 from lockstep.device.select import select
-from lockstep.model.load import DTYPES, load_policy, load_tokenizer
+from lockstep.model.load import load_policy, load_tokenizer
+from lockstep.model.load_folder import DTYPES
 from lockstep.parallel.world import World
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Recipe

@@ -33,7 +33,7 @@ import torch
 import transformers
 
 from lockstep.device.select import select
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.tiny import write_tiny
 from lockstep.preflight.cluster import training_flops
 from lockstep.recipe.schema import Optim

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.data.batching import micro_batch, plan_micro_batches
 from lockstep.device.base import Device
 from lockstep.methods.sft import token_loss
-from lockstep.model.load import DTYPES, load_policy
+from lockstep.model.load import load_policy
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Scoring
 from lockstep.parallel.world import World
 from lockstep.recipe.schema import Lora, Model, Optim

@@ -113,7 +113,7 @@ def _signs(count: int, seed: int, each: int = SKETCH) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _sampled(count: int) -> torch.Tensor:
-    """Indices of sampled weights, as in lockstep/tape/update_observer.py."""
+    """Indices of sampled weights, as in lockstep/tape/tape_recorder.py."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, count, (min(SAMPLED, count),), generator=generator)
 

@@ -35,17 +35,17 @@ def rows(change: Callable[[Example], Example]) -> Inject:
 
 
 def prompt_trained(row: Example) -> Example:
-    first = list(row.trained).index(1)
-    return replace(row, trained=[int(i == first - 1 or flag) for i, flag in enumerate(row.trained)])
+    first = list(row.loss_mask).index(1)
+    return replace(row, loss_mask=[int(i == first - 1 or flag) for i, flag in enumerate(row.loss_mask)])
 
 
 def last_untrained(row: Example) -> Example:
-    last = max(i for i, flag in enumerate(row.trained) if flag)
-    return replace(row, trained=[int(flag and i != last) for i, flag in enumerate(row.trained)])
+    last = max(i for i, flag in enumerate(row.loss_mask) if flag)
+    return replace(row, loss_mask=[int(flag and i != last) for i, flag in enumerate(row.loss_mask)])
 
 
 def truncated(row: Example) -> Example:
-    return replace(row, ids=row.ids[:-2], trained=row.trained[:-2])
+    return replace(row, ids=row.ids[:-2], loss_mask=row.loss_mask[:-2])
 
 
 def response_mask(scene: Scene) -> None:

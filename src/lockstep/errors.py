@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING
 
 from lockstep.masking import Unresolved, expanded, masked
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.10 does not have it
 
 # The kinds of problems. Where the same kind occurs for several keys or files, `Problem.where` tells them apart.
 CODES = {

@@ -92,7 +92,7 @@ class Unloadable(Exception):
 
 
 @dataclass(frozen=True)
-class OwnFunction:
+class UserFunction:
     """A user function and its recipe key. Its exceptions are reported with file, name and line.
 
     `seconds` is the time limit of a call, and `limit` the key that sets it; None means no limit here.
@@ -116,13 +116,13 @@ class OwnFunction:
         except Refusal:
             raise
         except TimeUp as over:
-            raise Refusal([self._late(line_of(over, file))]) from over
+            raise Refusal([self._late(source_line(over, file))]) from over
         except Exception as error:
             raise Refusal.at(
-                self.where, f"raised {told(error, file)}", "fix the function", code="function-raised"
+                self.where, f"raised {describe_error(error, file)}", "fix the function", code="function-raised"
             ) from error
 
-    def calling(self, function: Callable[..., Any]) -> OwnFunction:
+    def with_function(self, function: Callable[..., Any]) -> UserFunction:
         """The same key and limit for a wrapper of the function."""
         return replace(self, function=function)
 
@@ -146,7 +146,7 @@ def is_function_path(value: str) -> bool:
     return ":" in value
 
 
-def located(function_path: str, key: str) -> tuple[Path, str]:
+def locate(function_path: str, key: str) -> tuple[Path, str]:
     """File and name of `path/to/file.py:name`; raises if the file does not exist."""
     path, _, name = function_path.rpartition(":")
     if not path or not name.isidentifier():
@@ -164,9 +164,9 @@ def located(function_path: str, key: str) -> tuple[Path, str]:
     return file, name
 
 
-def own_function(
+def load_user_function(
     function_path: str, key: str, call: Sequence[str], seconds: float | None = None, limit: str = ""
-) -> OwnFunction:
+) -> UserFunction:
     """Loads the function of a path and checks that it accepts the positional arguments `call`.
 
     `seconds` is the time limit of a call, set by the key `limit`.
@@ -174,24 +174,24 @@ def own_function(
     if function_path in _given:
         function = _given[function_path]
     else:
-        file, name = located(function_path, key)
+        file, name = locate(function_path, key)
         try:
-            return OwnFunction(key, function_path, load_by_position(file, name, call), seconds, limit)
+            return UserFunction(key, function_path, load_by_position(file, name, call), seconds, limit)
         except Unloadable as error:
             raise Refusal.at(f"{key} {function_path}", error.why, error.remedy, code=error.code) from error
     try:
-        refuse_signature(function, function_path.rpartition(":")[2], call, by_name=False)
+        check_signature(function, function_path.rpartition(":")[2], call, by_name=False)
     except Unloadable as error:
         raise Refusal.at(f"{key} {function_path}", error.why, error.remedy, code=error.code) from error
-    return OwnFunction(key, function_path, function, seconds, limit)
+    return UserFunction(key, function_path, function, seconds, limit)
 
 
-def given(function_path: str) -> bool:
+def is_registered(function_path: str) -> bool:
     """Whether the path refers to a callable given in this process."""
     return function_path in _given
 
 
-def only_here(function_path: str) -> Callable[..., Any] | None:
+def local_callable(function_path: str) -> Callable[..., Any] | None:
     """The callable of the path if no other process can load it: a function of the main script or of a notebook, or one
     defined inside another function. Otherwise None."""
     function = _given.get(function_path)
@@ -203,12 +203,12 @@ def only_here(function_path: str) -> Callable[..., Any] | None:
     return None if importable and getattr(module, name, None) is function else function
 
 
-def file_being_run() -> Path | None:
+def running_file() -> Path | None:
     """The user file that is being imported, if any."""
     return _running[-1] if _running else None
 
 
-def give(key: str, function: Callable[..., Any]) -> str:
+def register_callable(key: str, function: Callable[..., Any]) -> str:
     """Registers a callable for the runs of this process; returns its path for the recipe."""
     name = getattr(function, "__name__", "")
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -227,12 +227,12 @@ def give(key: str, function: Callable[..., Any]) -> str:
 
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
     """The function `name` of the file, callable with positional `call`. The file can import modules of its folder."""
-    function = function_of(run_file(path), name, call, path)
-    refuse_signature(function, name, call, by_name=False)
+    function = get_function(run_file(path), name, call, path)
+    check_signature(function, name, call, by_name=False)
     return function
 
 
-def function_of(module: ModuleType, name: str, call: Sequence[str], path: Path) -> Callable[..., Any]:
+def get_function(module: ModuleType, name: str, call: Sequence[str], path: Path) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
@@ -246,7 +246,7 @@ def function_of(module: ModuleType, name: str, call: Sequence[str], path: Path) 
     return function
 
 
-def refuse_signature(function: Callable[..., Any], name: str, call: Sequence[str], *, by_name: bool) -> None:
+def check_signature(function: Callable[..., Any], name: str, call: Sequence[str], *, by_name: bool) -> None:
     words = ", ".join(call)
     try:
         signature = inspect.signature(function)
@@ -281,11 +281,11 @@ def run_file(path: Path) -> ModuleType:
         with time_limit(LOAD_SECONDS, f"{path}: could not be imported in {LOAD_SECONDS:g} s"):
             spec.loader.exec_module(module)
     except TimeUp as over:
-        why = f"could not be imported in {LOAD_SECONDS:g} s{line_of(over, str(path))}"
+        why = f"could not be imported in {LOAD_SECONDS:g} s{source_line(over, str(path))}"
         raise Unloadable(why, "move the work from the import into the function", code="import-failed") from None
     except BaseException as error:  # noqa: BLE001 - a user file may raise anything, and it is reported
         raise Unloadable(
-            f"cannot be imported: {told(error, str(path))}", "fix the file", code="import-failed"
+            f"cannot be imported: {describe_error(error, str(path))}", "fix the file", code="import-failed"
         ) from None
     finally:
         _running.remove(path)
@@ -293,16 +293,16 @@ def run_file(path: Path) -> ModuleType:
     return module
 
 
-def told(error: BaseException, path: str) -> str:
+def describe_error(error: BaseException, path: str) -> str:
     """The message of an exception on one line, with its line number in the user file."""
     try:
         last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
     except BaseException:  # noqa: BLE001 - the __str__ of a user exception may fail
         last = type(error).__name__
-    return last + line_of(error, path)
+    return last + source_line(error, path)
 
 
-def line_of(error: BaseException, path: str) -> str:
+def source_line(error: BaseException, path: str) -> str:
     """The line number in the user file, as text; empty if the error is from elsewhere."""
     frames = traceback.walk_tb(error.__traceback__)
     # The path may be relative or absolute.
@@ -314,14 +314,14 @@ def line_of(error: BaseException, path: str) -> str:
 
 __all__ = [
     "LONGEST_WHY",
-    "OwnFunction",
     "Unloadable",
-    "file_being_run",
-    "give",
-    "given",
+    "UserFunction",
+    "describe_error",
     "is_function_path",
-    "located",
-    "only_here",
-    "own_function",
-    "told",
+    "is_registered",
+    "load_user_function",
+    "local_callable",
+    "locate",
+    "register_callable",
+    "running_file",
 ]

@@ -1,6 +1,6 @@
-"""The nouns of the domain, a type per stage. Nothing here is None until later.
+"""The data types of the package, one type per stage of a step.
 
-Tensor shapes carry a suffix: N micro-batch rows, T positions, K trained tokens of a micro-batch.
+Suffixes of tensor names give the shape: N micro-batch rows, T positions, K target tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a row came from, for every message that must name it."""
+    """File and row number of a data row, for messages."""
 
     file: str
     row: int
@@ -30,10 +30,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Example:
-    """A row as tokens. `trained[i]` is 1 where token i is a target (predicted from the tokens before it), else 0."""
+    """A tokenized row. `loss_mask[i]` is 1 if token i is a target (predicted from the tokens before it), else 0."""
 
     ids: Sequence[int]
-    trained: Sequence[int]
+    loss_mask: Sequence[int]
     origin: Origin
 
     def __len__(self) -> int:
@@ -43,23 +43,23 @@ class Example:
     def examples(self) -> tuple[Example, ...]:
         return (self,)
 
-    def asked(self) -> list[tuple[int, int]]:
-        """(position, token id) of each question to the model. The first token has nothing before it."""
-        return [(i - 1, self.ids[i]) for i in range(1, len(self.ids)) if self.trained[i]]
+    def scored_tokens(self) -> list[tuple[int, int]]:
+        """(position, token id) of each target. The first token is never a target: no token precedes it."""
+        return [(i - 1, self.ids[i]) for i in range(1, len(self.ids)) if self.loss_mask[i]]
 
     @property
     def targets(self) -> int:
-        """How many tokens are really predicted."""
-        return self.trained[1:].count(1)
+        """Number of targets."""
+        return self.loss_mask[1:].count(1)
 
     @property
     def trained_tokens(self) -> int:
-        """How many tokens something is learned at, for people."""
+        """Number of trained positions, for reports."""
         return self.targets
 
     def cut(self, span: slice) -> Self:
-        """The tokens of the span alone."""
-        return replace(self, ids=self.ids[span], trained=self.trained[span])
+        """The part of the example within the span."""
+        return replace(self, ids=self.ids[span], loss_mask=self.loss_mask[span])
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ScoredExample(Example):
     positions: Sequence[int] = ()
     token_ids: Sequence[int] = (0,)
 
-    def asked(self) -> list[tuple[int, int]]:
+    def scored_tokens(self) -> list[tuple[int, int]]:
         return [(position, token) for position in self.positions for token in self.token_ids]
 
     @property
@@ -81,7 +81,7 @@ class ScoredExample(Example):
 
     @property
     def trained_tokens(self) -> int:
-        """Positions, however many token ids are scored at each."""
+        """Number of positions, independent of the number of token ids scored at each."""
         return len(self.positions)
 
     def cut(self, span: slice) -> Self:
@@ -90,7 +90,7 @@ class ScoredExample(Example):
 
 
 class Item(Protocol):
-    """What a data set of an offline method is made of: the sequences that one loss compares."""
+    """One item of an offline data set: the sequences of one loss term."""
 
     @property
     def examples(self) -> tuple[Example, ...]: ...
@@ -101,7 +101,7 @@ class Item(Protocol):
 
 @dataclass(frozen=True)
 class Ranking:
-    """Responses to one prompt, the best first; a pair is a ranking of two. `margin` is asked of a pair's scores."""
+    """Responses to one prompt, best first; a pair is a ranking of two. `margin` is the margin of the pair loss."""
 
     examples: tuple[Example, ...]
     margin: float = 0.0
@@ -112,8 +112,8 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class Single:
-    """A row of one sequence, with something said about it."""
+class _SingleExample:
+    """An item of one sequence."""
 
     example: Example
 
@@ -127,46 +127,45 @@ class Single:
 
 
 @dataclass(frozen=True)
-class Judged(Single):
-    """A response with a verdict."""
+class LabeledResponse(_SingleExample):
+    """A response with a binary label (KTO)."""
 
     desirable: bool
 
 
 @dataclass(frozen=True)
-class Steps(Single):
-    """A solution with a verdict on each step: `labels[i]` is the wanted distribution over the token ids at step i."""
+class StepLabels(_SingleExample):
+    """A solution with step labels: `labels[i]` is the target distribution over the token ids at step i."""
 
     example: ScoredExample
     labels: tuple[tuple[float, ...], ...]
 
 
-class Divided(Protocol):
-    """How the ranks of a context group divide a micro-batch (`parallel/context_split.py`)."""
+class ContextSplit(Protocol):
+    """The split of a micro-batch over the ranks of a context group (`parallel/context_split.py`)."""
 
-    def own(self, batch: MicroBatch) -> MicroBatch:
+    def local_part(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of the micro-batch, and the targets that they predict."""
 
     @property
-    def own_T(self) -> torch.Tensor:
-        """On the host: where this rank's tokens stand on the whole line."""
+    def local_T(self) -> torch.Tensor:
+        """Indices of this rank's tokens in the full packed row, on the host."""
 
     def layout(self, device: torch.device, kernel: str) -> Any:
-        """How the attention named `kernel` finds the tokens of all ranks."""
+        """The attention layout over all ranks, for the attention named `kernel`."""
 
-    def answers(self, said: Any) -> Any:
-        """What a module says of this rank's targets, as what it says of all."""
+    def gather_outputs(self, output: Any) -> Any:
+        """All-gathers a module's output from this rank's targets to all targets."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one device runs forward at once: packed rows in one line (N = 1), or right-padded rows.
+    """The input of one forward pass on one device: sequences packed into one row (N = 1), or right-padded rows.
 
-    `lengths` are the sequence lengths in order: along the line when packed, one for each row when padded. Sequences on
-    a line may share their beginning, which then stands there once; `line_E` says where each token of the whole
-    sequences, one after another, is on the line (None: they stand there whole).
-    `predictors_K` index the flattened N*T positions whose hidden state predicts `targets_K`; `index_K` says where
-    these targets stand among all the targets of the update.
+    `lengths` are the sequence lengths in order. Sequences in a packed row may share a prefix, which is stored once;
+    `packed_index_E` maps each token of the concatenated full sequences to its index in the packed row (None: nothing
+    is shared). `predictors_K` index the flattened N*T positions whose hidden state predicts `targets_K`; `index_K` are
+    the indices of these targets among all targets of the update.
     """
 
     input_ids_NT: torch.Tensor
@@ -177,44 +176,43 @@ class MicroBatch:
     targets_K: torch.Tensor
     index_K: torch.Tensor
     origins: tuple[Origin, ...] = field(default=())
-    line_E: torch.Tensor | None = None
+    packed_index_E: torch.Tensor | None = None
     teacher: Callable[[MicroBatch], Any] | None = None
-    """Tells what a teacher says of the targets, when the micro-batch is run (see `kernels/divergence.py`)."""
-    place_K: torch.Tensor | None = None
-    """Where they stand among those targets of the update that this rank has; None where it has all of them."""
+    """Computes the teacher's distributions at the targets (see `kernels/logit_divergence.py`)."""
+    local_index_K: torch.Tensor | None = None
+    """Indices of the targets among this rank's targets of the update; None if the rank has all of them."""
     token_grads: Callable[..., Any] | None = None
-    """Tells how the loss depends on each target, up to a factor, before it is whole (see `kernels/logprob.py`)."""
-    context: Divided | None = None
-    """Who has which of its tokens, where the ranks of a context group divide it. A rank's own part says so too, and
-    its `lengths` are still those of whole sequences."""
+    """Gradient of the loss with respect to each target, up to a constant factor (see `kernels/logprob.py`)."""
+    context: ContextSplit | None = None
+    """The split over a context group. This rank's part has it too, with the `lengths` of the full sequences."""
 
     @property
-    def own_K(self) -> torch.Tensor:
-        """Where the targets stand in this rank's vectors of the update."""
-        return self.index_K if self.place_K is None else self.place_K
+    def vector_index_K(self) -> torch.Tensor:
+        """Indices of the targets in this rank's vectors of the update."""
+        return self.index_K if self.local_index_K is None else self.local_index_K
 
     @property
     def tokens(self) -> int:
-        """Real tokens, padding not counted; the one token of an empty share is none."""
+        """Number of tokens without padding; 0 for the dummy token of an empty micro-batch."""
         return sum(self.lengths) if len(self.targets_K) else 0
 
 
 @dataclass
 class Sums:
-    """A loss and its companions as sums over tokens; the one division happens in the step."""
+    """A loss and its metrics as sums over tokens. `train/step.py` divides them once per update."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-# What a module gives for a micro-batch, and the micro-batch, to sums.
+# From the output of a module and its micro-batch to sums.
 Loss = Callable[[Any, MicroBatch], Sums]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt whose answer a reward can judge (one RL row)."""
+    """A prompt with the data that a reward needs (one RL row)."""
 
     data_source: str
     prompt: list[Message]
@@ -222,12 +220,12 @@ class Question:
     origin: Origin
     extra_info: dict[str, Any] = field(default_factory=dict)
     tools: Sequence[dict[str, Any]] = ()
-    """What the answer may call, as JSON schemas that the chat template writes down."""
+    """JSON schemas of the tools that a response may call; the chat template renders them."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question as the tokens that the model will continue."""
+    """A tokenized question."""
 
     question: Question
     ids: Sequence[int]
@@ -235,7 +233,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy. `seed` is the run's; see `kernels/sampling.py` for the rest."""
+    """Sampling parameters. Temperature 0 is greedy. `seed` is that of the run (see `kernels/sampling.py`)."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -247,12 +245,12 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Log-probabilities are those of the truncated distribution (top-p, top-k, min-p), not of the whole one."""
+    """Log-probs are those of the truncated distribution (top-p, top-k, min-p), not of the full one."""
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A response as far as it was written before a pause."""
+class PartialResponse:
+    """The tokens of a response that were generated before a pause."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -260,12 +258,10 @@ class Begun:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be continued `n` times. `key` is the prompt's part of the noise's counter, `first` the number of the
-    first sample.
+    """A request for `n` samples of one prompt. `key` seeds the noise of the prompt, `first` is the first sample number.
 
-    `max_tokens` is a limit of its own, below the sampling's. `question` is what the prompt asks, for what is more than
-    a model; engines do not look at it. `begun` names, after a pause, the samples that are left and how far each is; an
-    engine that never pauses does not look at it either.
+    `max_tokens` is an additional limit below that of the sampling. `question` is for rollout functions; engines ignore
+    it. After a pause, `partial_responses` has the unfinished samples; only engines that can pause read it.
     """
 
     ids: Sequence[int]
@@ -274,50 +270,50 @@ class Request:
     first: int = 0
     max_tokens: int | None = None
     question: Question | None = None
-    begun: Mapping[int, Begun] | None = None
+    partial_responses: Mapping[int, PartialResponse] | None = None
 
 
-# Why a completion ended that did not end: its engine was asked to pause.
+# Stop reason of an unfinished completion: its engine was paused.
 PAUSED = "paused"
-# Stop reason of a completion that a rollout function failed to make, and the key of that function.
+# Stop reason of a completion whose rollout function failed, and the key of that function.
 FAILED = "failed"
 ROLLOUT_FUNCTION = "rollout.function"
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Sample number `sample` of request number `request`. An end token that was produced is the last of `ids`."""
+    """Sample `sample` of request `request`. `ids` includes the end token if one was generated."""
 
     request: int
     sample: int
     ids: list[int]
     logprobs: list[float]
     stop: str
-    """Why it ended: `token`, `string` or `length`; `environment` where a rollout function ended it, `failed` where
-    that function failed."""
-    trained: Sequence[int] = ()
+    """Stop reason: `token`, `string` or `length`; `environment` if a rollout function ended the response, `failed` if
+    it failed."""
+    loss_mask: Sequence[int] = ()
     """As in `Rollout`."""
     versions: Sequence[int] = ()
     """As in `Rollout`."""
     failure: str = ""
-    """Why there is no response, where a rollout function failed."""
+    """Error message of a failed rollout function."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trained", _mask(self.trained, self.ids))
+        object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
 
 
-def _mask(trained: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """One entry for each token; none at all says that the policy wrote every token."""
-    if trained and len(trained) != len(ids):
-        raise ValueError(f"a mask of {len(trained)} entries for {len(ids)} tokens")
-    return list(trained) or [1] * len(ids)
+def _mask(loss_mask: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """One entry per token. An empty mask means that the policy generated every token."""
+    if loss_mask and len(loss_mask) != len(ids):
+        raise ValueError(f"a mask of {len(loss_mask)} entries for {len(ids)} tokens")
+    return list(loss_mask) or [1] * len(ids)
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a response earned: the weighted total, and each reward by itself.
+    """The reward of a response: the weighted total, and each reward separately.
 
-    `steps` are the shares of the total that were earned before the end: (end of the step in the text, share).
+    `steps` are the parts of the total that belong to a step before the end: (end of the step in the text, part).
     """
 
     total: float
@@ -327,28 +323,28 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward that gave no score, or a rollout function that gave no response: it is left out of baselines and loss,
-    and counted. Never a zero. `part` is the reward, or `ROLLOUT_FUNCTION`."""
+    """A reward or rollout function that failed. The response is counted and excluded from baselines and loss; its score
+    is never replaced by 0. `part` is the reward, or `ROLLOUT_FUNCTION`."""
 
     part: str
     why: str
     log: str | None = field(default=None, compare=False)
-    """File with the last lines that the reward's process printed. Which process it was depends on who was free."""
+    """File with the last output of the reward's process. Which process it was depends on timing."""
 
     @property
     def key(self) -> str:
-        """The recipe's key of what failed."""
+        """The recipe key of the function that failed."""
         return self.part if self.part == ROLLOUT_FUNCTION else f"reward.{self.part}"
 
     @property
-    def told(self) -> str:
-        """Why, and where to look further."""
-        return self.why + (f" (what it printed last is in {self.log})" if self.log else "")
+    def message(self) -> str:
+        """The reason, and the log file if there is one."""
+        return self.why + (f" (its last output is in {self.log})" if self.log else "")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A run of tokens by one writer: the policy, or an environment."""
+    """Consecutive tokens of the policy, or of the environment."""
 
     policy: bool
     ids: list[int]
@@ -356,12 +352,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion with its prompt, its text and its judgement. `prompt_index` is the prompt's index in the step.
+    """A completion with its prompt, text and score. `prompt_index` is the index of the prompt in the step.
 
-    `trained[i]` is 1 where the policy wrote token i, and 0 where an environment did: such a token is seen, never
-    trained, and its entry in `logprobs` is 0. `earned` are the shares of the score that belong to a token before the
-    last: (token, share). `versions` are the updates that the weights had seen which drew each token; empty where
-    generation and training take turns, so that it is the step's own number.
+    `loss_mask[i]` is 1 for tokens of the policy and 0 for tokens of an environment, which are not trained and have 0 in
+    `logprobs`. `token_rewards` are the parts of the score that belong to a token before the last: (token, part).
+    `versions` are the weight versions (number of updates) that generated each token; empty in synchronous runs, where
+    it is the number of the step.
     """
 
     prompt: Prompt
@@ -372,47 +368,47 @@ class Rollout:
     stop: str
     text: str
     score: Score | Failure
-    earned: tuple[tuple[int, float], ...] = ()
-    trained: Sequence[int] = ()
+    token_rewards: tuple[tuple[int, float], ...] = ()
+    loss_mask: Sequence[int] = ()
     versions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trained", _mask(self.trained, self.ids))
+        object.__setattr__(self, "loss_mask", _mask(self.loss_mask, self.ids))
 
     @property
-    def written(self) -> int:
-        """Tokens that the policy wrote."""
-        return sum(self.trained)
+    def num_response_tokens(self) -> int:
+        """Number of tokens that the policy generated, without those of an environment."""
+        return sum(self.loss_mask)
 
     @property
     def turns(self) -> list[Turn]:
-        """The tokens in order, cut wherever the writer changes."""
-        found: list[Turn] = []
-        for token, trained in zip(self.ids, self.trained, strict=True):
-            if not found or found[-1].policy != bool(trained):
-                found.append(Turn(bool(trained), []))
-            found[-1].ids.append(token)
-        return found
+        """The tokens, split into turns of the policy and of the environment."""
+        turns: list[Turn] = []
+        for token, mask in zip(self.ids, self.loss_mask, strict=True):
+            if not turns or turns[-1].policy != bool(mask):
+                turns.append(Turn(bool(mask), []))
+            turns[-1].ids.append(token)
+        return turns
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A rollout without its tokens and its text: what every rank knows of it, wherever it is."""
+class RolloutMeta:
+    """A rollout without tokens and text. Every rank has the metadata of all rollouts of a step."""
 
     prompt_index: int
     sample: int
     prompt_tokens: int
-    tokens: int
-    """Of the response, an environment's among them."""
-    written: int
-    """Those that the policy wrote."""
+    response_length: int
+    """Tokens of the response, including those of an environment."""
+    num_response_tokens: int
+    """Tokens that the policy generated."""
     shared: int
-    """Tokens at the beginning of the sequence that all scored responses to the prompt have in common, none trained."""
+    """Length of the untrained prefix that all scored responses to the prompt share."""
     stop: str
     score: Score | Failure
-    """Without its steps."""
+    """Without `steps`."""
 
     @property
     def length(self) -> int:
-        """Of the whole sequence."""
-        return self.prompt_tokens + self.tokens
+        """Tokens of prompt and response."""
+        return self.prompt_tokens + self.response_length

@@ -25,7 +25,7 @@ from lockstep.kernels import fused_modules_npu as npu_modules
 from lockstep.kernels.attention import npu_attention
 from lockstep.kernels.attention import npu_attention as npu_parts
 from lockstep.kernels.attention.layout import make_layout
-from lockstep.kernels.attention.parts import sections
+from lockstep.kernels.attention.partial_attention import sections
 
 pytestmark = pytest.mark.ascend
 

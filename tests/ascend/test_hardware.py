@@ -25,7 +25,7 @@ from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.npu_attention import FUSION_PARTS, infer_decode, infer_fits
 from lockstep.kernels.attention.paged import gathered_decode
 from lockstep.kernels.attention.partial import PLAIN
-from lockstep.kernels.attention.parts import PartialKernel, merge, sections
+from lockstep.kernels.attention.partial_attention import PartialKernel, merge, sections
 from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.fused_modules import plug_in
 from lockstep.kernels.sampling import noise_bits, sequence_keys, wraps

@@ -17,7 +17,7 @@ from ascend_emulator import report
 from lockstep.kernels.attention import partial
 from lockstep.kernels.attention.npu_attention import FUSION_PARTS, corner
 from lockstep.kernels.attention.partial import PLAIN, partial_kernel
-from lockstep.kernels.attention.parts import Sections, merge, sections
+from lockstep.kernels.attention.partial_attention import Sections, merge, sections
 
 pytestmark = pytest.mark.ascend
 NPU = torch.device("npu", 0)

@@ -183,7 +183,7 @@ def test_a_start_that_trains_nothing_leaves_a_finished_run_as_it_is(
         train(recipe_file, "run.steps=6")
     assert {file.name: file.read_bytes() for file in run.path.glob("*.*") if file.is_file()} == before
     shutil.rmtree(run.checkpoints)
-    with pytest.raises(Refusal, match="would write over its metrics"):
+    with pytest.raises(Refusal, match="would overwrite its metrics"):
         train(recipe_file, "run.steps=6")
     assert run.metrics.read_bytes() == before["metrics.jsonl"]
 

@@ -10,12 +10,12 @@ import pytest
 
 from conftest import question_rows, run, write_jsonl
 from kills import interrupted, lines
-from lockstep.commands.sample_store import Parts
+from lockstep.commands.sample import Parts
 from lockstep.errors import Refusal
 from lockstep.run.checkpoint import damage_of
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import missing_steps, read_metrics
-from lockstep.run.trackers.base import tracker_id
+from lockstep.run.trackers.tracker import tracker_id
 from refusals import refuses
 from runs import facts
 

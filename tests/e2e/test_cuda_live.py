@@ -13,7 +13,7 @@ from lockstep.device.select import select
 from lockstep.model.load import load_policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.online_engine import LiveEngine, LiveSample
 from lockstep.types import Request, Sampling
 from speaker import write_speaker

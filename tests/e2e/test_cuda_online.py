@@ -16,7 +16,7 @@ from lockstep.model.load import load_policy, load_tokenizer
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.sampler import choose
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics

@@ -78,7 +78,7 @@ def test_a_lone_process_that_is_stuck_ends_with_its_stacks(recipe_file: Path, tm
 # One response of the second step never comes; all others do.
 WITHHELD = """
 from pathlib import Path
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 
 own = NativeEngine.generate
 

@@ -173,14 +173,14 @@ def test_a_copy_of_a_run_goes_on_as_the_run_would_have(place: Path, capsys: pyte
     assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
     assert json.loads((copy / "resumed_from.json").read_text())["step"] == 4
     begun = load_recipe(str(place / "recipe.yaml"), ["run.name=begun", *words[3:]])
-    assert "begins with" in str(adopt(begun, source))
+    assert "starts from" in str(adopt(begun, source))
     assert [step for step, _ in facts(place / "runs" / "begun")] == [1, 2, 3, 4]
     assert run(*words, "--resume-from", source) == 0  # the same command again: done already
     capsys.readouterr()
     for name, path, says in (
-        ("whole", source, "gone on to step 6"),
-        ("full", source, "did not begin with this checkpoint"),
-        ("new", place, "no checkpoint, and no run folder"),
+        ("whole", source, "has reached step 6"),
+        ("full", source, "does not start from this checkpoint"),
+        ("new", place, "neither a checkpoint nor a run folder"),
     ):
         assert run("train", place / "recipe.yaml", f"run.name={name}", "optim.warmup=0", "--resume-from", path) == 2
         assert says in " ".join(capsys.readouterr().err.split())

@@ -203,7 +203,7 @@ def test_ctrl_c_finishes_the_step_saves_and_goes_on(recipe_file: Path, tmp_path:
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     status, output = interrupted(["train", recipe_file, *settings], lines(metrics, 3))
     assert status == 130, output
-    assert "the same command goes on" in output
+    assert "the same command to resume" in output
     steps = [p.name for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
     assert len(steps) == 1
     state = json.loads((tmp_path / "runs" / "run" / "checkpoints" / steps[0] / "state.json").read_text())

@@ -123,7 +123,7 @@ def test_what_a_reward_prints_is_kept_beside_the_samples(home: Path, tiny_folder
     strict = Reward(function=f"{home / 'reward.py'}:loud", workers=1, max_failures=0.01)
     with pytest.raises(Refusal, match="not seven") as refused:
         sampled(home, tiny_folder, "strict.parquet", reward=strict)
-    assert f"what it printed last is in {home / 'strict.parquet.rewards' / 'worker-0.log'}" in str(refused.value)
+    assert f"its last output is in {home / 'strict.parquet.rewards' / 'worker-0.log'}" in str(refused.value)
 
 
 def test_killed_and_started_again_writes_the_same_file(home: Path, tiny_folder: Path) -> None:

@@ -1,13 +1,16 @@
-"""`lockstep serve` as a process of its own under many clients at once: right answers, and nothing left behind."""
+"""`lockstep serve` as a process: many clients at once, and a signal while it generates."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import os
 import re
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +93,21 @@ def resident(pid: int) -> int:
 
 def files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_a_signal_while_generating_ends_the_process_in_time(process: Process) -> None:
+    """The clients get the end of their streams, and the exit status is 0."""
+    body = json.dumps({"prompt": "x", "n": 8, "max_tokens": 290, "ignore_eos": True, "stream": True, "model": "tiny"})
+    request = urllib.request.Request(f"{process.address}/v1/completions", body.encode())
+    with urllib.request.urlopen(request, timeout=HANG) as stream:
+        assert stream.readline().startswith(b"data: ")
+        process.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        with contextlib.suppress(OSError, http.client.HTTPException):  # a cut stream is an end too
+            while stream.readline():
+                pass
+    assert process.process.wait(HANG) == 0
+    assert time.monotonic() - started < HANG / 2
 
 
 @pytest.mark.parametrize(

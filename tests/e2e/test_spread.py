@@ -38,7 +38,7 @@ def assert_length_is_unknown(told: list[dict[str, dict[str, int]]]) -> None:
     """What is everywhere does not know how long responses are."""
     for one in told:
         known = {name for name in one["short"] if EVERYWHERE.fullmatch(name)}
-        assert "learned.experience.written_S" in known
+        assert "learned.experience.num_response_tokens_S" in known
         assert {name: one["short"][name] for name in known} == {name: one["long"].get(name) for name in known}
 
 

@@ -30,7 +30,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.servers.vllm import _adapters
 from lockstep.types import Completion, Sampling
 

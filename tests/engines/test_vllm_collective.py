@@ -14,10 +14,9 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.servers.collective_transport import WeightLink
-from lockstep.rollout.servers.file_transport import SHARED_MEMORY
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.weight_transports import SHARED_MEMORY, WeightLink
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
 Bucket = list[tuple[str, torch.Tensor]]

@@ -16,10 +16,10 @@ from engine_session import GREEDY, SAMPLED, load, move, opened, requests, run, s
 from lockstep.errors import Refusal
 from lockstep.rollout.servers import weight_sync
 from lockstep.rollout.servers.adapter import Answer, PushedWeights, WantedSample
-from lockstep.rollout.servers.file_transport import write_weights
 from lockstep.rollout.servers.fleet import Server
 from lockstep.rollout.servers.server_engine import ServerEngine
 from lockstep.rollout.servers.server_process import ServerProcess
+from lockstep.rollout.servers.weight_transports import write_weights
 from lockstep.types import Completion, Request, Sampling
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"

@@ -15,11 +15,11 @@ from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.servers import memory_transport as memory
+from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.servers import weight_transports as memory
 from lockstep.rollout.servers.adapter import Placed
-from lockstep.rollout.servers.memory_transport import SharedMemory
 from lockstep.rollout.servers.server_engine import ServerEngine
+from lockstep.rollout.servers.weight_transports import SharedMemory
 
 LEFT_OUT = "model.layers.1.self_attn.k_proj.weight"
 

@@ -123,7 +123,7 @@ def plain_transformers(tiny_folder: Path) -> tuple[float, dict]:
     count = sum(example.targets for example in examples)
     total = 0.0
     for example in examples:
-        labels = torch.tensor([t if m else -100 for t, m in zip(example.ids, example.trained, strict=True)])
+        labels = torch.tensor([t if m else -100 for t, m in zip(example.ids, example.loss_mask, strict=True)])
         logits = model(input_ids=torch.tensor([list(example.ids)])).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
         (loss / count).backward()

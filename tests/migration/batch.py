@@ -16,9 +16,8 @@ from lockstep.device.select import select
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.reward.row_rewards import shaped
-from lockstep.train.advantages import Learned, estimate_advantages
-from lockstep.train.experience import Experience, experience_of
-from lockstep.train.logprobs import Annotated
+from lockstep.train.advantages import TrainBatch, estimate_advantages
+from lockstep.train.experience import Experience, ModelOutputs, build_experience
 from lockstep.train.models import Models, Packing, build_critic, build_learner
 from lockstep.train.update import update_policy
 from lockstep.train.update_terms import update_critic
@@ -42,7 +41,7 @@ def made() -> Experience:
         return torch.randint(0, 256, (count,), generator=draw).tolist()
 
     prompts = [ids(LENGTHS[EACH * number][0]) for number in range(PROMPTS)]
-    return experience_of(
+    return build_experience(
         [
             rollout(i // EACH, ids(length), SCORES[i], sample=i % EACH, prompt=prompts[i // EACH])
             for i, (_, length) in enumerate(LENGTHS)
@@ -111,15 +110,15 @@ class Ours:
         self.recipe, self.batch = recipe, batch
         self.models = Models(learner.module, Packing.of(recipe, World(), 0), CPU, learner, build_critic(recipe, *where))
         kl = recipe.algorithm.kl
-        known = Annotated(
+        known = ModelOutputs(
             batch.old_K,
             batch.reference_K if kl.where != "none" else None,
             batch.values_K if self.models.critic is not None else None,
         )
         self.beta = kl.coefficient
-        experience = experience_of([shaped(row, recipe) for row in batch.experience.rollouts])
+        experience = build_experience([shaped(row, recipe) for row in batch.experience.rollouts])
         self.advantages = estimate_advantages(experience, known, recipe, self.beta)
-        self.learned = Learned(experience, known, self.advantages)
+        self.learned = TrainBatch(experience, known, self.advantages)
         (self.plan,) = plans_of(experience, self.models, recipe.batch)
 
     def policy(self) -> tuple[float, Gradients]:

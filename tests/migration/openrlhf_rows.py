@@ -73,7 +73,7 @@ class Padded:
 
 
 def prompt_length(example: Example) -> int:
-    return next((i for i, trained in enumerate(example.trained) if trained), len(example.ids))
+    return next((i for i, trained in enumerate(example.loss_mask) if trained), len(example.ids))
 
 
 def language_model(folder: Path, version: str) -> Any:

@@ -9,8 +9,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.recipe_checks import combination_problems, with_derived_defaults
 from lockstep.recipe.schema import Batch
-from lockstep.train.experience import Experience
-from lockstep.train.logprobs import UpdatePlan, lay_updates, plan_updates
+from lockstep.train.experience import Experience, UpdatePlan, pack_minibatches, plan_updates
 from lockstep.train.models import Models
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 
@@ -56,8 +55,8 @@ def rollout(
         stop=stop,
         text=text,
         score=Score(float(score)) if isinstance(score, int | float) else score,
-        trained=trained,
-        earned=earned,
+        loss_mask=trained,
+        token_rewards=earned,
     )
 
 
@@ -66,4 +65,4 @@ FAILED = Failure("function", "no idea")
 
 def plans_of(experience: Experience, models: Models, batch: Batch) -> list[UpdatePlan]:
     """The updates of a step whose responses are all here."""
-    return plan_updates(experience, lay_updates(experience, models, batch), models)
+    return plan_updates(experience, pack_minibatches(experience, models, batch), models)

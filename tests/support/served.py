@@ -1,4 +1,4 @@
-"""A real endpoint in this process, on a port of its own."""
+"""A real endpoint in this process, on a free port."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ def chat(words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": words}]
 
 
-async def talk(address: str, spoken: dict[str, str], requests: int) -> None:
+async def talk(address: str, expected: dict[str, str], requests: int) -> None:
     """`requests` at once: every third goes away after its first tokens, every fifth is streamed, one is cancelled
-    before it is answered at all. All others must say what `generate` says."""
+    before it is answered at all. All others must have the text of `generate`."""
 
     async def one(number: int, words: str) -> None:
-        asked = {"model": "tiny", "messages": chat(words), "temperature": 0}
+        request = {"model": "tiny", "messages": chat(words), "temperature": 0}
         if number % 3 == 0:
-            stream = await client.chat.completions.create(**asked, max_tokens=200, stream=True)
+            stream = await client.chat.completions.create(**request, max_tokens=200, stream=True)
             async for _ in stream:
                 break
             await stream.close()
         elif number % 7 == 0:
-            task = asyncio.ensure_future(client.chat.completions.create(**asked, max_tokens=200))
+            task = asyncio.ensure_future(client.chat.completions.create(**request, max_tokens=200))
             await asyncio.sleep(0.01 * (number % 10))
             task.cancel()
         elif number % 5 == 0:
-            stream = await client.chat.completions.create(**asked, max_tokens=24, stream=True)
+            stream = await client.chat.completions.create(**request, max_tokens=24, stream=True)
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            assert text == spoken[words], words
+            assert text == expected[words], words
         else:
-            answer = await client.chat.completions.create(**asked, max_tokens=24)
-            assert answer.choices[0].message.content == spoken[words], words
+            answer = await client.chat.completions.create(**request, max_tokens=24)
+            assert answer.choices[0].message.content == expected[words], words
 
     async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=HANG) as client:
-        words = list(spoken)
+        words = list(expected)
         await asyncio.gather(*[one(number, words[number % len(words)]) for number in range(requests)])

@@ -20,15 +20,22 @@ from hand_rollouts import FAILED, plans_of, question, recipe_of
 from lockstep.algorithms.advantage import ESTIMATORS
 from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights
 from lockstep.device.cpu import Cpu
-from lockstep.parallel.context import with_context
-from lockstep.parallel.world import World, joined
+from lockstep.parallel.world import World, joined, with_context
 from lockstep.recipe import Recipe
 from lockstep.rollout.collect import Shares
-from lockstep.train.advantages import Advantages, Learned, estimate_advantages
-from lockstep.train.experience import Experience, experience_of, spread_experience, summarised
-from lockstep.train.logprobs import Annotated, lay_updates, moved, plan_updates
+from lockstep.train.advantages import Advantages, TrainBatch, estimate_advantages
+from lockstep.train.experience import (
+    Experience,
+    ModelOutputs,
+    build_experience,
+    build_spread_experience,
+    pack_minibatches,
+    plan_updates,
+    redistribute,
+    rollout_metas,
+)
 from lockstep.train.models import Models, Packing
-from lockstep.train.update_terms import held_tokens
+from lockstep.train.update_terms import select_tokens
 from lockstep.types import Prompt, Rollout, Score
 from object_sizes import sizes_of
 
@@ -52,7 +59,7 @@ def answered(index: int, draw: random.Random) -> list[Rollout]:
             score=FAILED
             if draw.random() < 1 / 12
             else Score(float(draw.randrange(3)), {"rule": float(draw.randrange(2)), "style": draw.random()}),
-            earned=((3, 0.25),),
+            token_rewards=((3, 0.25),),
         )
         for sample in range(SAMPLES)
     ]
@@ -62,7 +69,7 @@ def step(prompts: int, times: int = 1) -> list[Rollout]:
     """`times`: by how much the responses are longer."""
     found = [rollout for index in range(prompts) for rollout in answered(index, random.Random(index))]
     repeated = [(one, one.ids * times, one.logprobs * times) for one in found]
-    return [replace(one, ids=ids, logprobs=logprobs, trained=()) for one, ids, logprobs in repeated]
+    return [replace(one, ids=ids, logprobs=logprobs, loss_mask=()) for one, ids, logprobs in repeated]
 
 
 def spread(every: list[Rollout], world: World, models: Models, recipe: Recipe) -> tuple[Experience, list[Any]]:
@@ -70,13 +77,13 @@ def spread(every: list[Rollout], world: World, models: Models, recipe: Recipe) -
     prompts = {rollout.prompt_index: rollout.prompt for rollout in every}
     own = [rollout for rollout in every if rollout.prompt_index % world.size == world.rank]
     summaries = sorted(
-        (one for share in world.gather(summarised(own)) for one in share),
+        (one for share in world.gather(rollout_metas(own)) for one in share),
         key=lambda one: (one.prompt_index, one.sample),
     )
-    assert summaries == summarised(every)
-    generated = spread_experience(summaries, prompts, own, None, world)
-    updates = lay_updates(generated, models, recipe.batch)
-    experience = moved(generated, updates, world)
+    assert summaries == rollout_metas(every)
+    generated = build_spread_experience(summaries, prompts, own, None, world)
+    updates = pack_minibatches(generated, models, recipe.batch)
+    experience = redistribute(generated, updates, world)
     return experience, plan_updates(experience, updates, models)
 
 
@@ -88,7 +95,7 @@ def same(found: dict[str, float], wanted: dict[str, float]) -> None:
 
 def vectors(experience: Experience) -> dict[str, torch.Tensor]:
     """Something for each token that depends on the token alone, wherever it is."""
-    base = experience.engine_K
+    base = experience.rollout_logprobs_K
     return {
         "old_K": base + 0.4 * torch.sin(50 * base),
         "reference_K": base - 0.1,
@@ -119,26 +126,29 @@ KEYS: tuple[dict[str, Any], ...] = (
 )
 
 
-def check_numbers(world: World, own_function: str) -> None:
+def check_numbers(world: World, user_function: str) -> None:
     prompts = EACH * world.size
-    every, whole = step(prompts), experience_of(step(prompts))
+    every, whole = step(prompts), build_experience(step(prompts))
     for batch in ({"batch__tokens": 400}, {"batch__micro_batch_size": 3}):
         recipe = recipe_of(batch__prompts=prompts, batch__prompts_per_update=prompts // 2, **batch)
         models = Models(torch.nn.Identity(), Packing.of(recipe, world, 0), torch.device("cpu"))
         here, plans = spread(every, world, models, recipe)
-        shares = world.gather(here.numbers)
+        shares = world.gather(here.local_numbers)
         assert sorted(n for share in {tuple(share) for share in shares} for n in share) == list(range(whole.sequences))
-        assert [whole.rollouts[n] for n in here.numbers] == here.rollouts
+        assert [whole.rollouts[n] for n in here.local_numbers] == here.rollouts
         wanted = plans_of(whole, models, recipe.batch)
         for ours, theirs in zip(plans, wanted, strict=True):
             assert len(ours.batches) == len(theirs.batches) > 0
             for one, other in zip(ours.batches, theirs.batches, strict=True):
                 assert torch.equal(one.input_ids_NT, other.input_ids_NT)
                 assert torch.equal(one.index_K, other.index_K)
-                assert torch.equal(here.engine_K[ours.tokens][one.own_K], whole.engine_K[theirs.tokens][one.index_K])
-    own_K = here.places_of(slice(0, whole.sequences))
-    known, every_known = Annotated(**vectors(here)), Annotated(**vectors(whole))
-    for name in (*ESTIMATORS, own_function):
+                assert torch.equal(
+                    here.rollout_logprobs_K[ours.tokens][one.vector_index_K],
+                    whole.rollout_logprobs_K[theirs.tokens][one.index_K],
+                )
+    own_K = here.local_positions(slice(0, whole.sequences))
+    known, every_known = ModelOutputs(**vectors(here)), ModelOutputs(**vectors(whole))
+    for name in (*ESTIMATORS, user_function):
         some, full = here, whole
         if name == "remax":
             some, full = (replace(one, baseline_S=torch.arange(whole.sequences) / 9) for one in (here, whole))
@@ -147,19 +157,19 @@ def check_numbers(world: World, own_function: str) -> None:
             found, told = (
                 estimate_advantages(one, said, recipe, 0.1) for one, said in ((some, known), (full, every_known))
             )
-            for vector in ("rewards_K", "advantages_K", "returns_K", "keep_K", "importance_K"):
+            for vector in ("rewards_K", "advantages_K", "returns_K", "keep_K", "is_weights_K"):
                 torch.testing.assert_close(getattr(found, vector), getattr(told, vector)[own_K], **CLOSE)
             same(found.metrics, told.metrics)
             check_weights(here, found, whole, told, own_K)
     for loss in ("clip_cov", "kl_cov"):
         recipe = recipe_of(algorithm__loss=loss, algorithm__cov_ratio=0.1, algorithm__cov_low=0.0)
         for ours, theirs in zip(plans, wanted, strict=True):
-            held = held_tokens(recipe.algorithm, Learned(here, known, found), ours, (1,))
-            one_place = held_tokens(recipe.algorithm, Learned(whole, every_known, told), theirs, (1,))
+            held = select_tokens(recipe.algorithm, TrainBatch(here, known, found), ours, (1,))
+            one_place = select_tokens(recipe.algorithm, TrainBatch(whole, every_known, told), theirs, (1,))
             assert held is not None
             assert one_place is not None
             assert one_place.sum() > 3
-            assert torch.equal(held, one_place[here.places_of(ours.responses)])
+            assert torch.equal(held, one_place[here.local_positions(ours.responses)])
 
 
 def estimating(name: str, keys: dict[str, Any]) -> Recipe:
@@ -175,11 +185,11 @@ def check_weights(
     here: Experience, found: Advantages, whole: Experience, told: Advantages, own_K: torch.Tensor
 ) -> None:
     for kind in AGGREGATIONS:
-        sequences, times_S = whole.sequences, told.times_S
+        sequences, repeats_S = whole.sequences, told.repeats_S
         weights, divisor = aggregation_weights(
-            kind, here.sequence_K, found.keep_K, sequences, 99, found.times_S, here.whole
+            kind, here.sequence_K, found.keep_K, sequences, 99, found.repeats_S, here.reduce
         )
-        every, wanted = aggregation_weights(kind, whole.sequence_K, told.keep_K, sequences, 99, times_S)
+        every, wanted = aggregation_weights(kind, whole.sequence_K, told.keep_K, sequences, 99, repeats_S)
         assert divisor == wanted
         assert torch.equal(weights, every[own_K])
 
@@ -192,11 +202,11 @@ def held_bytes(world: World, folder: Path) -> None:
         recipe = recipe_of(batch__prompts=prompts, batch__tokens=400 * times)
         models = Models(torch.nn.Identity(), Packing.of(recipe, world, 0), torch.device("cpu"))
         here, plans = spread(step(prompts, times), world, models, recipe)
-        known = Annotated(**vectors(here))
-        learned = Learned(here, known, estimate_advantages(here, known, estimating("grpo", KEYS[1]), 0.1))
-        assert here.written_S is not None  # made when it is asked for, and kept
+        known = ModelOutputs(**vectors(here))
+        learned = TrainBatch(here, known, estimate_advantages(here, known, estimating("grpo", KEYS[1]), 0.1))
+        assert here.num_response_tokens_S is not None  # made when it is asked for, and kept
         # The responses last: what they have in common with another field, that field holds.
-        told[name] = sizes_of(prompts=here.prompts, summaries=here.summaries, plans=plans, learned=learned)
+        told[name] = sizes_of(prompts=here.prompts, summaries=here.metas, plans=plans, learned=learned)
     (folder / f"{world.size}.{world.rank}.json").write_text(json.dumps(told))
 
 
@@ -222,13 +232,13 @@ def check_context(world: World) -> None:
     recipe = recipe_of(batch__prompts=prompts, batch__tokens=400)
     models = Models(torch.nn.Identity(), Packing.of(recipe, divided, 0), torch.device("cpu"))
     here, _ = spread(step(prompts), divided, models, recipe)
-    numbers = world.gather(here.numbers)
+    numbers = world.gather(here.local_numbers)
     assert all(list(numbers[rank]) == list(numbers[rank - 1]) for rank in range(1, world.size, 2))
-    whole = experience_of(step(prompts))
+    whole = build_experience(step(prompts))
     assert sorted(n for own in numbers[::2] for n in own) == list(range(whole.sequences))
-    assert here.whole.count(len(here.sequence_K)) == len(whole.sequence_K)
-    assert torch.equal(here.everywhere(here.engine_K), whole.engine_K)
-    assert here.everyone() == whole.rollouts
+    assert here.reduce.count(len(here.sequence_K)) == len(whole.sequence_K)
+    assert torch.equal(here.all_gather(here.rollout_logprobs_K), whole.rollout_logprobs_K)
+    assert here.all_rollouts() == whole.rollouts
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from lockstep.parallel.tensor import Style, TensorGroup, divide, with_tensor
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Completion, Request, Sampling
 
 CPU = torch.device("cpu")

@@ -164,7 +164,7 @@ def adamw(device: str) -> None:
         for step in range(4):
             if step == 2:
                 # As a run that is resumed.
-                kept = optimizer.tensors()
+                kept = optimizer.full_state()
                 kept |= {f"step/{n}": torch.zeros(()) for n in shapes if f"step/{n}" not in kept}
                 for key in ("exp_avg", "exp_avg_sq"):
                     kept |= {f"{key}/{n}": torch.zeros(s) for n, s in shapes.items() if f"{key}/{n}" not in kept}
@@ -182,8 +182,8 @@ def adamw(device: str) -> None:
             optimizer.step(1e-2 / (step + 1), norm)
             for name, parameter in params.items():
                 # What the model computes with is the master, rounded.
-                apart = (parameter.detach().float() - optimizer.stepped[name]).abs()
-                assert (apart <= torch.finfo(dtype).eps * optimizer.stepped[name].abs()).all()
+                apart = (parameter.detach().float() - optimizer.master_weights[name]).abs()
+                assert (apart <= torch.finfo(dtype).eps * optimizer.master_weights[name].abs()).all()
         return norms, optimizer
 
     for dtype in DTYPES:
@@ -199,7 +199,7 @@ def adamw(device: str) -> None:
                             assert gradients[name].dtype == (torch.float32 if micro > 1 or scale != 1 else dtype)
                             if gradients[name].shape == twin.shape and clip is None:
                                 assert torch.equal(gradients[name].float(), twin)
-                mine, others = ours.tensors(), theirs.tensors()
+                mine, others = ours.full_state(), theirs.full_state()
                 assert sorted(mine) == sorted(others)
                 for name, tensor in others.items():
                     assert mine[name].dtype == tensor.dtype
@@ -417,7 +417,7 @@ def generating_engine(device: str) -> None:
     from lockstep.device.select import select
     from lockstep.model.policy import Policy
     from lockstep.recipe.keys_rollout import RolloutSettings
-    from lockstep.rollout.native.engine import NativeEngine
+    from lockstep.rollout.native.native_engine import NativeEngine
     from lockstep.types import Request, Sampling
 
     kind = type(select(device))

@@ -23,7 +23,7 @@ from lockstep.preflight.model_checks import placeholder_ids
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.engine_check import check_engine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Example, Origin, Request, Sampling
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Completion, Request, Sampling
 
 SIZES: dict[str, Any] = {

@@ -17,8 +17,7 @@ from conftest import chat_rows, write_online_recipe, write_sft_recipe
 from lockstep.algorithms.token_losses import nll
 from lockstep.data.batching import micro_batch
 from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_policy, load_tokenizer
+from lockstep.model.load import load_policy, load_tokenizer, load_value_model
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel import offload as activations
 from lockstep.parallel.offload import ActivationOffload

@@ -11,8 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from lockstep.errors import Refusal
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_policy, with_lora
+from lockstep.model.load import load_policy, load_value_model, with_lora
 from lockstep.model.policy import Policy
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Lora, Model

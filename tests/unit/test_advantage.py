@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, informative, whitened
+from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, informative, whiten
 from lockstep.errors import Refusal
 from work import lines_run, operators_run
 
@@ -111,7 +111,7 @@ def test_a_penalty_that_is_not_compared_is_taken_off_token_by_token():
     """Scores 1 and 0: 0.5 from their mean on either side. Penalties of 0.1, 0.2 and of 0.4, each with those to come."""
     sequence = torch.tensor([0, 0, 1])
     rewards, penalties = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.1, 0.2, 0.4])
-    signals = Signals(rewards, sequence, torch.tensor([0, 0]), taken_off_K=penalties)
+    signals = Signals(rewards, sequence, torch.tensor([0, 0]), kl_penalty_K=penalties)
     advantages = ESTIMATORS["dr_grpo"](signals, gamma=1.0, lam=1.0).advantages_K
     torch.testing.assert_close(advantages, torch.tensor([0.5 - 0.3, 0.5 - 0.2, -0.5 - 0.4]))
     # A group that compares it sees 0.7 and -0.4.
@@ -254,9 +254,9 @@ def test_gae_and_returns_carry_across_observations(gamma, lam):
 
 
 def test_whitening_of_one_or_equal_values_is_zero():
-    assert whitened(torch.tensor([4.2])).tolist() == [0]
-    assert whitened(torch.full((1000,), 0.1)).tolist() == [0] * 1000
-    assert whitened(torch.tensor([1.0, 3.0], dtype=torch.float64)).tolist() == pytest.approx(
+    assert whiten(torch.tensor([4.2])).tolist() == [0]
+    assert whiten(torch.full((1000,), 0.1)).tolist() == [0] * 1000
+    assert whiten(torch.tensor([1.0, 3.0], dtype=torch.float64)).tolist() == pytest.approx(
         [-1 / math.sqrt(2 + 1e-8), 1 / math.sqrt(2 + 1e-8)], rel=1e-12
     )
 
@@ -269,7 +269,7 @@ def test_informative_groups():
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("gae", "values"), ("remax", "greedy"), ("gdpo", "one by one"), ("optimal_token_baseline", "squared")],
+    [("gae", "values"), ("remax", "greedy"), ("gdpo", "separate rewards"), ("optimal_token_baseline", "squared")],
 )
 def test_what_is_missing_is_named(name, what):
     with pytest.raises(Refusal, match=what):

@@ -20,8 +20,7 @@ from lockstep.parallel.world import World
 from lockstep.preflight.batch_plan import old_needed
 from lockstep.recipe import Recipe
 from lockstep.train.advantages import _energy, estimate_advantages
-from lockstep.train.experience import Experience, experience_of
-from lockstep.train.logprobs import Annotated, UpdatePlan, annotate
+from lockstep.train.experience import Experience, ModelOutputs, UpdatePlan, build_experience, compute_model_outputs
 from lockstep.train.models import Models, Packing, build_learner, build_reference
 from lockstep.types import MicroBatch, Score
 
@@ -36,7 +35,7 @@ VALUES = [0.5, 0.25, 0.0, 1.0, 1.5, 2.0, 1.0]
 
 def made() -> Experience:
     engine = iter(ENGINE)
-    return experience_of(
+    return build_experience(
         [
             rollout(i // 2, range(40, 40 + n), SCORES[i], sample=i % 2, logprobs=[next(engine) for _ in range(n)])
             for i, n in enumerate(LENGTHS)
@@ -85,8 +84,8 @@ def annotated(beta: float = 0.1, *, old: Sequence[float] = OLD, **keys: Any) -> 
     """What the models said and what followed from it, in one."""
     recipe = recipe_of(**{"batch__prompts": 2, "rollout__n": 2, **keys})
     models, phases = FakeModels(critic=recipe.algorithm.advantage == "gae", old=old), Phases()
-    plans, engine_K = planned(made(), recipe), made().engine_K
-    known = annotate(plans, models, recipe, phases, engine_K)  # type: ignore[arg-type]
+    plans, rollout_logprobs_K = planned(made(), recipe), made().rollout_logprobs_K
+    known = compute_model_outputs(plans, models, recipe, phases, rollout_logprobs_K)  # type: ignore[arg-type]
     advantages = estimate_advantages(made(), known, recipe, beta)
     return SimpleNamespace(**vars(known), **vars(advantages)), models, phases
 
@@ -223,10 +222,10 @@ def test_values_have_metrics_of_their_own() -> None:
 )
 def test_the_explained_variance_of_equal_returns_is_missing(scores: list[float], defined: bool) -> None:
     """In exact numbers every return is its response's score; in single precision they differ by rounding."""
-    made = experience_of([rollout(number, [9] * 400, score) for number, score in enumerate(scores)])
+    made = build_experience([rollout(number, [9] * 400, score) for number, score in enumerate(scores)])
     values_K = torch.randn(400 * len(scores), generator=torch.Generator().manual_seed(3))
     recipe = recipe_of(method="ppo", algorithm__kl__where="none")
-    metrics = estimate_advantages(made, Annotated(None, None, values_K), recipe, 0.0).metrics
+    metrics = estimate_advantages(made, ModelOutputs(None, None, values_K), recipe, 0.0).metrics
     assert ("critic/vf_explained_var" in metrics) is defined
     if defined:
         returns_K = torch.tensor(scores, dtype=torch.float64).repeat_interleave(400)
@@ -239,7 +238,7 @@ def test_the_explained_variance_of_equal_returns_is_missing(scores: list[float],
 
 def test_without_a_correction_everything_is_kept_and_weighs_one() -> None:
     known, _, _ = annotated()
-    assert known.keep_K.tolist() == known.importance_K.tolist() == [1.0] * 7
+    assert known.keep_K.tolist() == known.is_weights_K.tolist() == [1.0] * 7
     assert not any(name.startswith("rollout_corr/") for name in known.metrics)
 
 
@@ -247,7 +246,7 @@ def test_tokens_out_of_the_band_are_left_out() -> None:
     """Ratios of trainer to engine: e^-0.1, 1, 1, e^0.5, 1, e^0.5, 1."""
     known, _, _ = annotated(algorithm__rollout_correction={"mask": "token", "low": 0.5, "high": 1.5})
     assert known.keep_K.tolist() == [1, 1, 1, 0, 1, 0, 1]
-    assert known.importance_K.tolist() == [1.0] * 7
+    assert known.is_weights_K.tolist() == [1.0] * 7
     assert known.metrics["rollout_corr/masked_share"] == pytest.approx(2 / 7)
 
 
@@ -268,7 +267,7 @@ def test_sequences_out_of_the_band_are_left_out_whole() -> None:
 def test_importance_weights_are_capped(weight: str, expected: list[float]) -> None:
     known, _, _ = annotated(algorithm__rollout_correction={"weight": weight, "cap": 1.6})
     assert known.keep_K.tolist() == [1.0] * 7
-    assert known.importance_K.tolist() == pytest.approx(expected, rel=1e-5)
+    assert known.is_weights_K.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 # -- updates and micro-batches -----------------------------------------------------------------------------------------
@@ -276,7 +275,7 @@ def test_importance_weights_are_capped(weight: str, expected: list[float]) -> No
 
 def many() -> Experience:
     """Six prompts with two responses each, lengths 1 to 12; one response and one whole prompt failed."""
-    return experience_of(
+    return build_experience(
         [rollout(i // 2, range(100, 101 + i), FAILED if i in (3, 8, 9) else 1.0, sample=i % 2) for i in range(12)]
     )
 
@@ -325,7 +324,7 @@ def test_a_real_policy_gives_its_tokens_in_the_order_of_the_responses(tiny_folde
     learner, packing = build_learner(recipe, *where), Packing.of(recipe, World(), 0)
     models = Models(learner.module, packing, where[2], learner, reference=build_reference(recipe, *where))
     parts = planned(experience, recipe)
-    known = annotate(parts, models, recipe, Phases(), torch.zeros(0))
+    known = compute_model_outputs(parts, models, recipe, Phases(), torch.zeros(0))
     library = AutoModelForCausalLM.from_pretrained(tiny_folder)
     expected = []
     with torch.no_grad():
@@ -362,9 +361,9 @@ def test_responses_that_met_the_limit_are_skipped_and_still_compared() -> None:
     )
     experience = made()
     stops = [replace(r, stop="length" if i in (1, 2) else "token") for i, r in enumerate(experience.rollouts)]
-    cut = experience_of(stops)
-    found = estimate_advantages(cut, Annotated(None, None, None), recipe, 0.0)
-    whole = estimate_advantages(experience, Annotated(None, None, None), recipe, 0.0)
+    cut = build_experience(stops)
+    found = estimate_advantages(cut, ModelOutputs(None, None, None), recipe, 0.0)
+    whole = estimate_advantages(experience, ModelOutputs(None, None, None), recipe, 0.0)
     assert found.keep_K.tolist() == [1, 1, 0, 0, 0, 0, 1]
     assert found.advantages_K.tolist() == whole.advantages_K.tolist()
     assert found.metrics["response/skipped_ratio"] == 0.5
@@ -372,13 +371,13 @@ def test_responses_that_met_the_limit_are_skipped_and_still_compared() -> None:
 
 def test_filtered_responses_count_as_often_as_they_are_drawn() -> None:
     recipe = recipe_of(batch__prompts=2, rollout__n=2, algorithm__pf_ppo__method="max_min")
-    known = Annotated(None, torch.tensor(REFERENCE), None)
+    known = ModelOutputs(None, torch.tensor(REFERENCE), None)
     found = estimate_advantages(made(), known, recipe, 0.1, (3, 1))
-    assert found.times_S is not None
-    assert found.times_S.sum() == 4
-    assert found.times_S[0] == 0  # its score of 1 is neither the best nor the worst
-    assert found.metrics["actor/filtered_share"] == pytest.approx(float((found.times_S == 0).double().mean()))
-    assert estimate_advantages(made(), known, recipe_of(batch__prompts=2, rollout__n=2), 0.1).times_S is None
+    assert found.repeats_S is not None
+    assert found.repeats_S.sum() == 4
+    assert found.repeats_S[0] == 0  # its score of 1 is neither the best nor the worst
+    assert found.metrics["actor/filtered_share"] == pytest.approx(float((found.repeats_S == 0).double().mean()))
+    assert estimate_advantages(made(), known, recipe_of(batch__prompts=2, rollout__n=2), 0.1).repeats_S is None
 
 
 def test_rewards_one_by_one_and_a_missing_one() -> None:
@@ -388,19 +387,19 @@ def test_rewards_one_by_one_and_a_missing_one() -> None:
         Score(1.0, {"rule": 1.0, "function/form": 0.0}),
         Score(1.0, {"rule": 1.0, "function/form": 1.0}),
     ]
-    experience = experience_of([replace(r, score=s) for r, s in zip(made().rollouts, scores, strict=True)])
+    experience = build_experience([replace(r, score=s) for r, s in zip(made().rollouts, scores, strict=True)])
     keys = {"batch__prompts": 2, "rollout__n": 2, "algorithm__advantage": "gdpo", "algorithm__kl__where": "none"}
     keys |= {"algorithm__whiten__over": "none"}
     recipe = recipe_of(**keys, algorithm__gdpo_rewards={"rule": 1.0, "function/form": 2.0})
-    found = estimate_advantages(experience, Annotated(None, None, None), recipe, 0.0)
+    found = estimate_advantages(experience, ModelOutputs(None, None, None), recipe, 0.0)
     one = 1 / math.sqrt(2)  # two numbers are +-1/sqrt(2) of their deviation apart; the second group's rules are equal
     assert found.advantages_K.tolist() == pytest.approx([-one, -one, one, *[-2 * one] * 3, 2 * one], rel=1e-4)
     recipe = recipe_of(**keys)  # those of the recipe: the rule alone
-    found = estimate_advantages(experience, Annotated(None, None, None), recipe, 0.0)
+    found = estimate_advantages(experience, ModelOutputs(None, None, None), recipe, 0.0)
     assert found.advantages_K.tolist() == pytest.approx([one, one, -one, 0, 0, 0, 0], rel=1e-4)
     recipe = recipe_of(**keys, algorithm__gdpo_rewards={"model": 1.0})
-    with pytest.raises(Refusal, match=r"no part 'model' in its score"):
-        estimate_advantages(experience, Annotated(None, None, None), recipe, 0.0)
+    with pytest.raises(Refusal, match=r"no reward 'model' in its score"):
+        estimate_advantages(experience, ModelOutputs(None, None, None), recipe, 0.0)
 
 
 def test_squares_of_all_words_and_the_energy_of_a_token(tiny_folder: Path) -> None:
@@ -417,7 +416,7 @@ def test_squares_of_all_words_and_the_energy_of_a_token(tiny_folder: Path) -> No
     where = (select("cpu"), World(), torch.device("cpu"))
     learner, packing = build_learner(recipe, *where), Packing.of(recipe, World(), 0)
     models = Models(learner.module, packing, where[2], learner)
-    known = annotate(planned(experience, recipe), models, recipe, Phases(), experience.engine_K)
+    known = compute_model_outputs(planned(experience, recipe), models, recipe, Phases(), experience.rollout_logprobs_K)
     library = AutoModelForCausalLM.from_pretrained(tiny_folder)
     squares, energies = [], []
     with torch.no_grad():

@@ -92,20 +92,20 @@ def test_packed_attention_and_gradients_equal_each_query_alone(lengths, window, 
 @pytest.mark.usefixtures("block_bytes")
 def test_a_shared_beginning_counts_once(window, softcap, with_sinks) -> None:
     """Three sequences of 5 tokens with 2 or 4 more; two of them share their first 5 tokens on the line."""
-    line_E = torch.tensor([*range(7), 0, 1, 2, 3, 4, 7, 8, 9, 10, *range(11, 20)])
+    packed_index_E = torch.tensor([*range(7), 0, 1, 2, 3, 4, 7, 8, 9, 10, *range(11, 20)])
     lengths = [7, 9, 9]
     tensors = inputs(20, 2, with_sinks)
     sinks = tensors[3] if with_sinks else None
     ours = varlen_attention(
         *tensors[:3],
-        make_layout(lengths, CPU, "sdpa", line_E),
+        make_layout(lengths, CPU, "sdpa", packed_index_E),
         scale=0.3,
         window=window,
         softcap=softcap,
         sinks_H=sinks,
     )
     first_T = torch.tensor([*range(7), *range(12, 16), *range(16, 25)])
-    whole = (rows[line_E] for rows in tensors[:3])
+    whole = (rows[packed_index_E] for rows in tensors[:3])
     theirs = by_hand(*whole, lengths, 0.3, window, softcap, sinks)[first_T]
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     assert_same_gradients(ours, theirs, tensors)

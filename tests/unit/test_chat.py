@@ -39,7 +39,7 @@ def tokenizer(tiny_folder: Path):
 def trained_text(tokenizer, example) -> list[str]:
     """The trained runs of an example as text."""
     runs, current = [], []
-    for token, trained in zip(example.ids, example.trained, strict=True):
+    for token, trained in zip(example.ids, example.loss_mask, strict=True):
         if trained:
             current.append(token)
         elif current:
@@ -91,7 +91,7 @@ def test_a_token_across_the_border_is_split_as_generation_would(tiny_folder):
     example, split = encode_spans(tokenizer, render_chat(tokenizer, chat, ORIGIN), ORIGIN)
     assert split
     assert list(example.ids) == [0, 1, 0, 3]
-    assert list(example.trained) == [0, 1, 1, 1]
+    assert list(example.loss_mask) == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_nested_prompt_and_response_in_the_template(tokenizer):
 def test_prompt_and_response_as_they_are(tokenizer):
     example = pair(tokenizer, template="none")({"extra": {"q": "1+1=", "a": "2"}}, ORIGIN)
     assert tokenizer.decode(list(example.ids)) == "1+1=2<|im_end|>"
-    assert list(example.trained) == [0, 0, 0, 0, 1, 1]
+    assert list(example.loss_mask) == [0, 0, 0, 0, 1, 1]
 
 
 def test_a_chat_prompt_with_a_text_response(tokenizer):
@@ -182,7 +182,7 @@ def test_a_chat_prompt_with_a_text_response(tokenizer):
 def test_plain_text_trains_every_token_but_the_first(tokenizer):
     encoder = Encoder(tokenizer, SupervisedColumns("text", text="text"), Data(train=["x"]))
     example = encoder({"text": "abc"}, ORIGIN)
-    assert list(example.trained) == [1, 1, 1, 1]
+    assert list(example.loss_mask) == [1, 1, 1, 1]
     assert example.targets == 3
 
 

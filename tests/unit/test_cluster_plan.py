@@ -23,7 +23,7 @@ from lockstep.preflight.step_time import PhaseTime
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_parallel import Parallel
 from lockstep.recipe.section import Field
-from lockstep.rollout.native.limits import prefill_bytes
+from lockstep.rollout.native.native_engine import prefill_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 

@@ -20,15 +20,15 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import ATTENTION, register_attention
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.partial import PLAIN
-from lockstep.kernels.attention.parts import merge, sections
+from lockstep.kernels.attention.partial_attention import merge, sections
 from lockstep.kernels.attention.varlen import varlen_attention
 from lockstep.kernels.logprob import Scores
 from lockstep.model.policy import Policy
 from lockstep.parallel.all_gather_attention import GatheredLayout, _GatheredAttention
-from lockstep.parallel.context import ContextGroup, refuse_ranks
+from lockstep.parallel.context import ContextGroup
 from lockstep.parallel.context_split import LAYOUTS, PLACES, Division, refuse_undivided
 from lockstep.parallel.ring_attention import RingLayout, _RingAttention
-from lockstep.parallel.world import World
+from lockstep.parallel.world import World, refuse_ranks
 from lockstep.preflight.batch_plan import OnlinePlan
 from lockstep.preflight.memory_plan import plan_memory
 from lockstep.preflight.model_sizes import activation_bytes, head_bytes
@@ -119,8 +119,8 @@ def test_a_gradient_is_counted_once(layout: str) -> None:
 
     def work(one: ContextGroup) -> None:
         division = Division(batch, one)
-        own_K = numbers_K[division.own(batch).index_K].clone().requires_grad_()
-        scores = division.answers(Scores(own_K, 2 * own_K))
+        own_K = numbers_K[division.local_part(batch).index_K].clone().requires_grad_()
+        scores = division.gather_outputs(Scores(own_K, 2 * own_K))
         assert torch.equal(scores.logprobs_K, numbers_K)
         assert torch.equal(scores.entropies_K, 2 * numbers_K)
         assert scores.divergences_K is None
@@ -176,7 +176,7 @@ def test_flash_attention_in_parts_is_as_near_as_whole(layout: str, lengths: tupl
     def work(one: ContextGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
         batch = replace(micro_batch([Example([1] * total, [1] * total, Origin("rows", 0))], packed=True, pad_id=0))
         division = Division(replace(batch, lengths=lengths), one)
-        filler, own_T = sum(division.lengths) - total, division.own_T
+        filler, own_T = sum(division.lengths) - total, division.local_T
         mine = [torch.cat([t, t.new_zeros(filler, *t.shape[1:])])[own_T].to(device) for t in (*whole, upstream)]
         placed, kept = division.layout(device, "flash_varlen"), Kept()
         if isinstance(placed, RingLayout):
@@ -203,11 +203,11 @@ def test_flash_attention_in_parts_is_as_near_as_whole(layout: str, lengths: tupl
 def test_pairs_that_are_divided_share_no_beginning() -> None:
     pair = Ranking((Example([1, 2, 3, 4], [0, 0, 1, 1], Origin("r", 0)), Example([1, 2, 5], [0, 0, 1], Origin("r", 0))))
     alone = arrange([pair], World(), tokens=7, rows=None, pad_id=0).batches[0]
-    assert alone.line_E is not None
+    assert alone.packed_index_E is not None
     assert alone.input_ids_NT.shape[1] == 5
     world = World(1, 2, context=group(1, 2, "zigzag"))
     (batch,) = arrange([pair], world, tokens=7, rows=None, pad_id=0).batches
-    assert batch.line_E is None
+    assert batch.packed_index_E is None
     assert batch.input_ids_NT.tolist() == [[1, 2, 3, 4, 1, 2, 5]]
     with pytest.raises(NotImplementedError, match="share"):
         Division(alone, group(0, 2, "zigzag"))
@@ -251,7 +251,7 @@ def test_attention_that_a_layout_cannot_do_is_refused(
             continue
         with pytest.raises(Refusal, match=refusals[layout]) as caught:
             refuse_undivided(policy, group(0, ranks, layout), "folder")
-        assert caught.value.problems[0].where.startswith("parallel.context_parallel")
+        assert caught.value.problems[0].where.startswith("parallel.context")
     refuse_undivided(policy, None, "folder")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.compat.conversion_output import checked, own_defaults, start_command
+from lockstep.compat.conversion_output import checked, lockstep_defaults, start_command
 from lockstep.compat.key_table import Conversion, Setting, Settings, convert, table_rows
 from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.compat.openrlhf.openrlhf_rules import sources
@@ -169,7 +169,7 @@ def test_a_command_without_rules_has_the_outcome_of_its_rows() -> None:
         f"{R}.do_sample": Setting(True),
         "algorithm.gama": Setting(1),
     }
-    done = convert(Settings("verl 0.4", "main_ppo", given), table_rows("verl", "main_ppo"), (), own_defaults)
+    done = convert(Settings("verl 0.4", "main_ppo", given), table_rows("verl", "main_ppo"), (), lockstep_defaults)
     assert [outcome.outcome for outcome in done.outcomes] == ["mapped", "ignored", "ignored", "refused"]
     assert done.recipe["algorithm.gamma"].value == 0.5
     assert [(p.where, p.remedy) for p in done.problems] == [("algorithm.gama", "did you mean algorithm.gamma?")]

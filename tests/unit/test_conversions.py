@@ -159,7 +159,7 @@ def test_settings_without_effect_say_why(words: list[str], key: str, note: str) 
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        ([f"{A}.policy_loss.loss_mode=own_loss"], f"{A}.policy_loss.loss_mode"),
+        ([f"{A}.policy_loss.loss_mode=user_loss"], f"{A}.policy_loss.loss_mode"),
         (["data.prompt_key=question"], "data.prompt_key"),
         (["data.truncation=middle"], "data.truncation"),
         (["trainer.n_gpus_per_node=many"], "trainer.n_gpus_per_node"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.algorithms.token_selection import clip_cov_held, kl_cov_held
+from lockstep.algorithms.token_selection import select_clip_cov, select_kl_cov
 
 # Kept: A mean 0, log p mean -2. Covariances: 2*1 = 2, -2*1 = -2, 1*-1 = -1, -1*-1 = 1; the last token is not kept.
 ADVANTAGES = torch.tensor([2.0, -2.0, 1.0, -1.0, 1000.0])
@@ -18,7 +18,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def clip_held(share: float, low: float, high: float, seed: int = 0) -> list[float]:
-    return clip_cov_held(OLD, ADVANTAGES, KEEP, share=share, low=low, high=high, generator=seeded(seed)).tolist()
+    return select_clip_cov(OLD, ADVANTAGES, KEEP, share=share, low=low, high=high, generator=seeded(seed)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ def clip_held(share: float, low: float, high: float, seed: int = 0) -> list[floa
     [(0.0, []), (0.01, [0]), (0.5, [0, 3]), (0.75, [0, 2, 3]), (1.0, [0, 1, 2, 3])],
 )
 def test_kl_cov_takes_the_highest(share, held):
-    result = kl_cov_held(OLD, ADVANTAGES, KEEP, share=share)
+    result = select_kl_cov(OLD, ADVANTAGES, KEEP, share=share)
     assert result.nonzero().flatten().tolist() == held
 
 
 def test_kl_cov_takes_the_earlier_of_equals():
     equal = torch.zeros(6)
-    assert kl_cov_held(equal, equal, torch.tensor([0, 1, 1, 1, 1, 1]), share=0.4).tolist() == [0, 1, 1, 0, 0, 0]
+    assert select_kl_cov(equal, equal, torch.tensor([0, 1, 1, 1, 1, 1]), share=0.4).tolist() == [0, 1, 1, 0, 0, 0]
 
 
 def test_clip_cov_stays_in_the_band():
@@ -53,12 +53,12 @@ def test_clip_cov_draws_its_share_and_at_least_one():
 
 def test_nothing_kept_holds_nothing():
     none = torch.zeros(5)
-    assert kl_cov_held(OLD, ADVANTAGES, none, share=1.0).tolist() == [0] * 5
-    assert clip_cov_held(OLD, ADVANTAGES, none, share=1.0, low=-9, high=9, generator=seeded()).tolist() == [0] * 5
-    assert len(kl_cov_held(OLD[:0], ADVANTAGES[:0], KEEP[:0], share=1.0)) == 0
+    assert select_kl_cov(OLD, ADVANTAGES, none, share=1.0).tolist() == [0] * 5
+    assert select_clip_cov(OLD, ADVANTAGES, none, share=1.0, low=-9, high=9, generator=seeded()).tolist() == [0] * 5
+    assert len(select_kl_cov(OLD[:0], ADVANTAGES[:0], KEEP[:0], share=1.0)) == 0
 
 
 def test_a_masked_token_cannot_poison_the_means():
     odd = OLD.clone()
     odd[-1] = float("-inf")
-    assert torch.equal(kl_cov_held(odd, ADVANTAGES, KEEP, share=0.5), kl_cov_held(OLD, ADVANTAGES, KEEP, share=0.5))
+    assert torch.equal(select_kl_cov(odd, ADVANTAGES, KEEP, share=0.5), select_kl_cov(OLD, ADVANTAGES, KEEP, share=0.5))

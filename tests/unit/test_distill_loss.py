@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from lockstep.algorithms.divergence import DIVERGENCES, folded
+from lockstep.algorithms.divergence import DIVERGENCES, fold_rest
 from lockstep.algorithms.divergence import distribution_divergence as divergence
 from lockstep.algorithms.reduce import log_rest
 from lockstep.errors import Refusal
@@ -113,14 +113,14 @@ def test_folded_by_hand():
     logprobs = tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.1, 0.2]]).log()
     ids = torch.tensor([[0, 2], [1, 3]])
     expected = tensor([[0.5, 0.2, 0.3], [0.6, 0.2, 0.2]]).log()
-    assert torch.allclose(folded(logprobs, ids), expected)
+    assert torch.allclose(fold_rest(logprobs, ids), expected)
 
 
 def test_folded_gradients_by_finite_differences():
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 6, generator=draw, dtype=torch.float64).requires_grad_()
     ids = torch.tensor([[0, 2], [5, 1], [3, 4]])
-    assert torch.autograd.gradcheck(lambda x: folded(x.log_softmax(-1), ids), (logits,))
+    assert torch.autograd.gradcheck(lambda x: fold_rest(x.log_softmax(-1), ids), (logits,))
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
@@ -129,17 +129,17 @@ def test_folding_can_only_bring_distributions_nearer(kind):
     student, teacher = (3 * torch.randn(2, 8, 50, generator=draw, dtype=torch.float64)).log_softmax(-1)
     ids = teacher.topk(5).indices
     whole = divergence(student, teacher, kind=kind)
-    cut = divergence(folded(student, ids), folded(teacher, ids), kind=kind)
+    cut = divergence(fold_rest(student, ids), fold_rest(teacher, ids), kind=kind)
     assert (cut < whole).all()
     assert (cut > 0).all()
     nearly_all = teacher.topk(49).indices  # one word is left: as many words as before
-    same = divergence(folded(student, nearly_all), folded(teacher, nearly_all), kind=kind)
+    same = divergence(fold_rest(student, nearly_all), fold_rest(teacher, nearly_all), kind=kind)
     assert torch.allclose(same, whole)
 
 
 def test_a_tiny_rest_and_its_gradient_are_right_in_float32():
     logits = torch.tensor([[30.0, 0.0, 0.0]], requires_grad=True)
-    rest = folded(logits.log_softmax(-1), torch.tensor([[0]]))[0, 1]
+    rest = fold_rest(logits.log_softmax(-1), torch.tensor([[0]]))[0, 1]
     assert rest.item() == pytest.approx(math.log(2) - 30, rel=1e-6)
     (gradient,) = torch.autograd.grad(rest, logits)
     assert gradient[0].tolist() == pytest.approx([-1.0, 0.5, 0.5])
@@ -151,12 +151,12 @@ def test_nothing_left_of_the_vocabulary(kind):
     teacher = torch.tensor([[0.3, 0.1, 0.9]]).log_softmax(-1)
     ids = torch.tensor([[2, 0, 1]])
     student = logits.log_softmax(-1)
-    cut = divergence(folded(student, ids), folded(teacher, ids), kind=kind)
+    cut = divergence(fold_rest(student, ids), fold_rest(teacher, ids), kind=kind)
     whole = divergence(student, teacher, kind=kind)
     assert cut.item() == pytest.approx(whole.item(), abs=1e-6)
     gradients = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (cut, whole)]
     assert torch.allclose(*gradients, atol=1e-5)
-    assert folded(student, ids)[0, 3].item() == pytest.approx(-100, abs=2)
+    assert fold_rest(student, ids)[0, 3].item() == pytest.approx(-100, abs=2)
 
 
 def test_log_rest_keeps_its_digits():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.kernels.divergence import Likeliest, TeacherDivergence, Whole, compared_scores, likeliest
+from lockstep.kernels.logit_divergence import Likeliest, TeacherDivergence, Whole, compared_scores, likeliest
 from lockstep.kernels.logprob import Head
 
 PLACES, HIDDEN, WORDS = 23, 12, 40

@@ -19,11 +19,10 @@ from lockstep.device.cpu import Cpu
 from lockstep.kernels.attention.layout import KVCache
 from lockstep.model.policy import Policy
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.native import engine as engine_module
-from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.native.limits import prefill_budget, prefill_bytes
+from lockstep.rollout.native import native_engine as engine_module
+from lockstep.rollout.native.native_engine import NativeEngine, prefill_budget, prefill_bytes
 from lockstep.rollout.native.runner import Round, Runner
-from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
+from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
 from refusals import refuses
 
 SAMPLING = Sampling(max_tokens=24, temperature=0.8, stop_ids=(7, 9, 11, 13, 15, 17), seed=3)
@@ -63,15 +62,15 @@ def test_a_generation_that_is_paused_goes_on_to_the_same_samples(
 ) -> None:
     engine, rounds = native(policy, folder, max_sequences=7), itertools.count(1)
     engine.pause = lambda: next(rounds) % 6 == 0
-    left = {n: {sample: Begun() for sample in range(request.n)} for n, request in enumerate(requests)}
+    left = {n: {sample: PartialResponse() for sample in range(request.n)} for n, request in enumerate(requests)}
     done, pauses = [], 0
     while left:
         numbers = list(left)
-        asked = [replace(requests[number], begun=dict(left[number])) for number in numbers]
+        asked = [replace(requests[number], partial_responses=dict(left[number])) for number in numbers]
         for made in engine.generate(asked, SAMPLING):
             one = replace(made, request=numbers[made.request])
             if one.stop == PAUSED:
-                left[one.request][one.sample] = Begun(one.ids, one.logprobs)
+                left[one.request][one.sample] = PartialResponse(one.ids, one.logprobs)
                 pauses += 1
                 assert pauses < 1000, "it never comes to an end"
             else:

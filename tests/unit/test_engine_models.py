@@ -35,7 +35,7 @@ from lockstep.recipe.schema import Lora, Model
 from lockstep.rollout.engine_check import check_engine
 from lockstep.rollout.generator import Generator
 from lockstep.rollout.hf import HfEngine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Completion, Request, Sampling
 
 CPU = torch.device("cpu")

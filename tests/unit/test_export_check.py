@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from lockstep.errors import Refusal
 from lockstep.model import export_check
-from lockstep.model.export import export_model, export_value_model
 from lockstep.model.export_check import probe_of, verify_export
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_policy
+from lockstep.model.export_folder import export_model, export_value_model
+from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.policy import Policy
+from lockstep.model.resolve import folders_of
 from lockstep.model.weights import trained_weights
 from lockstep.recipe.schema import Lora, Model
 from refusals import refuses
@@ -44,7 +44,7 @@ def exported(settings: Model, out: Path, *, wrong: bool = False, **how: Any) -> 
     assert policy.training
     if wrong:
         weights = {name: weight if index % 2 else weight * 3 for index, (name, weight) in enumerate(weights.items())}
-    return export_model(settings, weights, out, where="test", probe=probe, **how)
+    return export_model(settings, weights, out, where="test", folders=folders_of(settings), probe=probe, **how)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -69,11 +69,15 @@ def test_a_reward_model_is_verified_by_its_scores(tiny_folder: Path, tmp_path: P
     probe = probe_of(module, CPU)
     assert len(probe["values"]) == len(probe["rows"])
     assert len({round(value, 4) for value in probe["values"]}) == len(probe["values"])
-    verified = export_value_model(settings, weights, tmp_path / "out", where="test", probe=probe)
+    verified = export_value_model(
+        settings, weights, tmp_path / "out", where="test", folders=folders_of(settings), probe=probe
+    )
     assert verified.done, verified.sentence
     weights["head.weight"] = weights["head.weight"] + 0.5
     with refuses("test", "export-differs", "scores"):
-        export_value_model(settings, weights, tmp_path / "wrong", where="test", probe=probe)
+        export_value_model(
+            settings, weights, tmp_path / "wrong", where="test", folders=folders_of(settings), probe=probe
+        )
 
 
 @torch.no_grad()
@@ -97,7 +101,7 @@ def test_a_merged_tie_is_caught(tiny_folder: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_verified_is_said(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Model(path=str(tiny_folder))
     weights = trained_weights(load_policy(settings, CPU, "sdpa", 0).stored)
-    found = export_model(settings, weights, tmp_path / "old", where="test")
+    found = export_model(settings, weights, tmp_path / "old", where="test", folders=folders_of(settings))
     assert (found.done, found.sentence[:12]) == (False, "NOT verified")
     assert "an earlier version saved it" in found.sentence
     told = export_check.host_memory()

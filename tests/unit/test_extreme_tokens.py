@@ -20,7 +20,7 @@ from lockstep.algorithms import correction, preference
 from lockstep.algorithms import divergence as kl
 from lockstep.algorithms import preference as pair_losses
 from lockstep.algorithms import token_selection as covariance
-from lockstep.algorithms.divergence import DIVERGENCES, folded
+from lockstep.algorithms.divergence import DIVERGENCES, fold_rest
 from lockstep.algorithms.divergence import distribution_divergence as divergence
 from lockstep.algorithms.kto import kl_estimate, kto_loss, row_logratios, row_means
 from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
@@ -29,7 +29,7 @@ from lockstep.algorithms.reduce import AGGREGATIONS, aggregation_weights, sum_by
 from lockstep.algorithms.token_losses import good_probability, nll, step_loss, value_loss
 from lockstep.kernels.logprob import Head, Scores, token_scores
 from lockstep.recipe.keys_online import Kl
-from lockstep.train.update_terms import PolicyLoss, loss_of
+from lockstep.train.update_terms import PolicyLoss, make_policy_loss
 from loss_settings import SETTINGS
 
 CASES, TOGETHER = 10_000, 250
@@ -86,8 +86,8 @@ def kept_weights(draw: Draw, sequence_K: torch.Tensor, count: int) -> torch.Tens
     """Weights of an update, of a random aggregation, with dropped tokens and importance weights."""
     keep_K = (~draw.chance(0.3, len(sequence_K))).float()
     kind = AGGREGATIONS[int(draw.whole(0, len(AGGREGATIONS) - 1, 1))]
-    average_K, divisor = aggregation_weights(kind, sequence_K, keep_K, count, 64)
-    return average_K / divisor * draw.of((1.0, 1.0, 2.0, math.exp(-20)), len(sequence_K))
+    loss_weights_K, divisor = aggregation_weights(kind, sequence_K, keep_K, count, 64)
+    return loss_weights_K / divisor * draw.of((1.0, 1.0, 2.0, math.exp(-20)), len(sequence_K))
 
 
 def finite(*values: torch.Tensor) -> None:
@@ -169,20 +169,20 @@ def test_the_whole_loss_of_an_update_with_divergence_and_entropy(name: str) -> N
         ) -> Any:
             loss = PolicyLoss(
                 recipe.algorithm,
-                loss_of(recipe.algorithm),
+                make_policy_loss(recipe.algorithm),
                 torch.device("cpu"),
                 0.2,
                 sequence_K=tokens.sequence_K,
                 advantages_K=tokens.advantages_K,
-                average_K=tokens.weights_K,
+                loss_weights_K=tokens.weights_K,
                 penalty_K=tokens.weights_K,
-                importance_K=torch.ones(len(logprobs)),
-                engine_K=engine,
+                is_weights_K=torch.ones(len(logprobs)),
+                rollout_logprobs_K=engine,
                 old_K=tokens.old_K,
                 reference_K=reference,
-                held_K=tokens.held_K,
+                selected_K=tokens.selected_K,
             )
-            batch: Any = SimpleNamespace(own_K=torch.arange(len(logprobs)))
+            batch: Any = SimpleNamespace(vector_index_K=torch.arange(len(logprobs)))
             return loss(Scores(logprobs, entropies), batch)
 
         sums = of(logprobs, entropies, reference)
@@ -244,7 +244,7 @@ def test_tokens_held_back_by_covariance() -> None:
     for draw, count in rounds():
         old, advantages = draw.logprobs(count), draw.sizes(count)
         keep = (~draw.chance(0.3, count)).float()
-        held = covariance.kl_cov_held(old, advantages, keep, share=0.1)
+        held = covariance.select_kl_cov(old, advantages, keep, share=0.1)
         assert int(held.sum()) == max(int(0.1 * int(keep.sum())), 1)
         # The same by hand, with an impossible token at -10,000.
         places = keep.nonzero().flatten().tolist()
@@ -353,7 +353,7 @@ def test_distillation(kind: str, cut: bool) -> None:
         teacher[:20] = student.detach()[:20]
         if cut:
             ids = teacher.topk(words - 1).indices
-            student, teacher = folded(student, ids), folded(teacher, ids)
+            student, teacher = fold_rest(student, ids), fold_rest(teacher, ids)
         each = divergence(student, teacher, kind=kind, mix=0.3)
         finite(each)
         assert (each >= -1e-5).all(), each.min()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.algorithms.token_selection import drawn_times
+from lockstep.algorithms.token_selection import draw_repeats
 from lockstep.errors import Refusal
 from lockstep.run.runtime import generator_of
 
@@ -13,7 +13,7 @@ from lockstep.run.runtime import generator_of
 def shares(scores: list[float], method: str, power: float = 2.0) -> list[float]:
     """Over many steps, the share of the draws that each response gets."""
     rounds = 400
-    total = sum(drawn_times(torch.tensor(scores), method, power, generator_of((7, step))) for step in range(rounds))
+    total = sum(draw_repeats(torch.tensor(scores), method, power, generator_of((7, step))) for step in range(rounds))
     assert isinstance(total, torch.Tensor)
     return (total / (rounds * len(scores))).tolist()
 
@@ -35,10 +35,10 @@ def test_shares_follow_the_weights(method: str, power: float, weights: list[floa
 
 def test_a_step_keeps_its_number_of_responses_and_ranks_draw_the_same() -> None:
     scores = torch.rand(40, generator=torch.Generator().manual_seed(1))
-    first, second = (drawn_times(scores, "pow", 2.0, generator_of((3, 5))) for _ in range(2))
+    first, second = (draw_repeats(scores, "pow", 2.0, generator_of((3, 5))) for _ in range(2))
     assert first.sum() == 40
     assert torch.equal(first, second)
-    assert not torch.equal(first, drawn_times(scores, "pow", 2.0, generator_of((3, 6))))
+    assert not torch.equal(first, draw_repeats(scores, "pow", 2.0, generator_of((3, 6))))
 
 
 def test_a_step_without_any_score_is_drawn_evenly() -> None:
@@ -47,4 +47,4 @@ def test_a_step_without_any_score_is_drawn_evenly() -> None:
 
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(Refusal, match=r"algorithm\.pf_ppo\.method"):
-        drawn_times(torch.ones(2), "best", 2.0, generator_of((0,)))
+        draw_repeats(torch.ones(2), "best", 2.0, generator_of((0,)))

@@ -17,9 +17,8 @@ from lockstep.model import policy as policies
 from lockstep.parallel.world import World
 from lockstep.recipe.registry import loss_row
 from lockstep.train import update_terms as policy_loss
-from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.experience import Experience, experience_of
-from lockstep.train.logprobs import Annotated
+from lockstep.train.advantages import Advantages, TrainBatch
+from lockstep.train.experience import Experience, ModelOutputs, build_experience
 from lockstep.train.models import Models, Packing, build_learner
 from lockstep.train.update import update_policy
 
@@ -31,7 +30,7 @@ def made() -> Experience:
     """Three prompts with two responses each, drawn at random."""
     draw = torch.Generator().manual_seed(1)
     words = [torch.randint(1, 256, (n,), generator=draw).tolist() for n in LENGTHS]
-    return experience_of(
+    return build_experience(
         [
             rollout(i // 2, ids, float(i % 3), sample=i % 2, prompt=[9, 8, 7 + i // 2], logprobs=[-2.0] * len(ids))
             for i, ids in enumerate(words)
@@ -72,7 +71,7 @@ def stepped(folder: Path, loss: str, monkeypatch: pytest.MonkeyPatch, **keys: An
     keep = torch.ones(len(old))
     keep[4] = 0
     advantages = Advantages(torch.zeros(len(old)), noise(4), torch.zeros(len(old)), keep, noise(6).exp(), {})
-    learned = Learned(made(), Annotated(far, old + noise(3, 0.5), None), advantages)
+    learned = TrainBatch(made(), ModelOutputs(far, old + noise(3, 0.5), None), advantages)
     update_policy(plan, learned, models, recipe, 0.2, 0.0, (0,))
     return {name: p.grad.clone() for name, p in learner.module.named_parameters() if p.grad is not None}
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from hang import HANG
-from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import Signals
+from lockstep.algorithms.user_functions import user_estimator
 from lockstep.data.sources.read import read_rows
-from lockstep.data.sources.user_reader import OwnReader
+from lockstep.data.sources.user_reader import UserReader
 from lockstep.errors import LostProcess, Refusal
-from lockstep.functions import TimeUp, give, time_limit
+from lockstep.functions import TimeUp, register_callable, time_limit
 from lockstep.preflight.function_trials import try_advantage, try_loss
 
 SHORT = 0.3
@@ -68,7 +68,7 @@ def test_a_call_that_never_returns_is_ended_with_its_line(tmp_path: Path, body: 
 def test_a_file_that_never_ends_its_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.functions.LOAD_SECONDS", SHORT)
     where = written(tmp_path, "def mine(signals): ...\n\nwhile True: pass\n")
-    told = refusal(lambda: own.estimator(where, HANG))
+    told = refusal(lambda: user_estimator(where, HANG))
     assert f"algorithm.advantage {where} [import-failed]: " in told
     assert "0.3 s (own.py line 3)" in told
 
@@ -143,7 +143,7 @@ def alive(marker: str) -> list[str]:
 @pytest.mark.parametrize("body", ["while True: pass", "yield {'a': 1}\n    while True: pass"])
 def test_a_reader_that_never_ends_is_ended_with_its_process(tmp_path: Path, body: str) -> None:
     where = written(tmp_path, f"def mine(path):\n    {body}\n")
-    told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=1.0)))
+    told = refusal(lambda: read_rows("rows.db", reader=UserReader(where, seconds=1.0)))
     assert told.startswith(f"data.reader {where} [function-too-slow]: ")
     assert "rows.db in 1 s (data.reader_timeout)\n" in told
     assert not alive(str(tmp_path))
@@ -153,14 +153,14 @@ def test_a_reader_that_yields_for_ever_is_ended_too(tmp_path: Path) -> None:
     where = written(
         tmp_path, "import time\ndef mine(path):\n    while True:\n        time.sleep(0.05)\n        yield {'a': 1}\n"
     )
-    assert "data.reader_timeout" in refusal(lambda: read_rows("rows.db", reader=OwnReader(where, seconds=1.0)))
+    assert "data.reader_timeout" in refusal(lambda: read_rows("rows.db", reader=UserReader(where, seconds=1.0)))
 
 
 def test_a_reader_that_takes_all_memory_is_refused_by_its_limit(tmp_path: Path) -> None:
     where = written(
         tmp_path, "def mine(path):\n    kept = []\n    while True:\n        kept.append(bytearray(2**24))\n"
     )
-    told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where, memory_gb=0.25)))
+    told = refusal(lambda: read_rows("rows.db", reader=UserReader(where, memory_gb=0.25)))
     assert told.startswith(f"data.reader {where} [function-raised]: raised MemoryError (own.py line 4)")
     assert "over 0.25 GiB (data.reader_memory_gb)" in told
 
@@ -170,7 +170,7 @@ def test_a_reader_whose_process_dies_is_told_with_what_it_printed_last(tmp_path:
         tmp_path, "import os\ndef mine(path):\n    yield {'a': 1}\n    print('opening')\n    os.kill(os.getpid(), 9)\n"
     )
     with pytest.raises(LostProcess) as caught:  # a restart may mend it
-        read_rows("rows.db", reader=OwnReader(where))
+        read_rows("rows.db", reader=UserReader(where))
     assert "its process was killed (SIGKILL) (it printed last: opening)" in str(caught.value)
 
 
@@ -196,7 +196,7 @@ def test_a_reader_that_was_killed_or_stopped_is_started_once_more(
 ) -> None:
     """In the middle of a row, of which nothing is kept."""
     where = written(tmp_path, HALF_A_ROW.replace("HOW", str(int(how))))
-    assert list(read_rows(str(tmp_path / "rows.db"), reader=OwnReader(where, seconds=3.0))) == [{"a": 1}, {"a": 2}]
+    assert list(read_rows(str(tmp_path / "rows.db"), reader=UserReader(where, seconds=3.0))) == [{"a": 1}, {"a": 2}]
     told = capfd.readouterr().err
     assert told.startswith(f"data.reader {where}: ")
     assert ("was killed (SIGKILL)" if how == signal.SIGKILL else "in 3 s (data.reader_timeout)") in told
@@ -207,7 +207,7 @@ def test_what_a_reader_has_started_ends_with_it(tmp_path: Path) -> None:
     text = "import subprocess, sys\ndef mine(path):\n"
     text += f"    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(9999)', '{tmp_path}'])\n"
     where = written(tmp_path, text + "    return [{'a': 1}]\n")
-    assert list(read_rows("rows.db", reader=OwnReader(where))) == [{"a": 1}]
+    assert list(read_rows("rows.db", reader=UserReader(where))) == [{"a": 1}]
     assert not alive(str(tmp_path))
 
 
@@ -221,8 +221,10 @@ def test_a_reader_from_python_runs_here_with_the_limit_of_time(tmp_path: Path) -
         yield rows[0]
         threading.Event().wait()
 
-    assert list(read_rows("rows.db", reader=OwnReader(give("data.reader", mine)))) == rows
-    told = refusal(lambda: read_rows("rows.db", reader=OwnReader(give("data.reader", stalls), seconds=SHORT)))
+    assert list(read_rows("rows.db", reader=UserReader(register_callable("data.reader", mine)))) == rows
+    told = refusal(
+        lambda: read_rows("rows.db", reader=UserReader(register_callable("data.reader", stalls), seconds=SHORT))
+    )
     assert told.startswith(f"data.reader {__file__}:stalls [function-too-slow]: ")
     assert "0.3 s (data.reader_timeout)" in told
 
@@ -230,7 +232,7 @@ def test_a_reader_from_python_runs_here_with_the_limit_of_time(tmp_path: Path) -
 def test_a_step_goes_on_after_many_calls(tmp_path: Path) -> None:
     """A clock a call must not pile up threads."""
     where = written(tmp_path, "def mine(signals):\n    return signals.scores_S\n")
-    estimate = own.estimator(where, HANG)
+    estimate = user_estimator(where, HANG)
     signals = Signals(torch.tensor([1.0, 0.0]), torch.tensor([0, 1]), torch.tensor([0, 0]))
     before = threading.active_count()
     for _ in range(200):

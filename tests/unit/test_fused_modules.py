@@ -174,7 +174,7 @@ def fails(self: Any, x: torch.Tensor) -> torch.Tensor:
         (off, False, "host_norm gives other numbers"),
         (bent, True, "host_norm gives other numbers"),
         (bent, False, None),
-        (fails, True, "host_norm failed on a trial: no such kernel"),
+        (fails, True, "host_norm failed on a trial: no such kernel here"),
     ],
 )
 def test_a_kernel_that_is_another_function_is_left_out_with_a_message(forward: Any, gradients: bool, said: Any) -> None:

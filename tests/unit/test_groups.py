@@ -20,9 +20,8 @@ from lockstep.data.batching import MAX_FULL_LENGTHS, Outline, PackedRow, common_
 from lockstep.data.updates import arrange
 from lockstep.device.select import select
 from lockstep.parallel.world import World
-from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.experience import Experience, experience_of
-from lockstep.train.logprobs import Annotated, annotate
+from lockstep.train.advantages import Advantages, TrainBatch
+from lockstep.train.experience import Experience, ModelOutputs, build_experience, compute_model_outputs
 from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.update import update_policy
 from lockstep.train.update_terms import update_critic
@@ -60,8 +59,8 @@ def test_a_line_written_out() -> None:
     assert line.input_ids_NT.tolist() == [[1, 2, 3, 4, 5, 4, 6, 7, 1, 2, 9, 9]]
     assert line.position_ids_NT.tolist() == [[0, 1, 2, 3, 4, 3, 4, 3, 0, 1, 2, 3]]
     assert line.lengths == (5, 5, 4, 4)
-    assert line.line_E is not None
-    assert line.line_E.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 7, 8, 9, 10, 11]
+    assert line.packed_index_E is not None
+    assert line.packed_index_E.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 7, 8, 9, 10, 11]
     assert line.targets_K.tolist() == [4, 5, 4, 6, 7, 9, 9]
     assert line.predictors_K.tolist() == [2, 3, 2, 5, 2, 9, 10]
     assert line.index_K.tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -111,7 +110,7 @@ def test_every_token_is_asked_once_at_its_place(sizes, tokens, devices) -> None:
         beginning = [next(numbers) for _ in range(prompt)]
         groups.append(answered(beginning, *([next(numbers) for _ in range(n)] for n in answers)))
     examples = [example for group in groups for example in group]
-    wanted = [(list(e.ids[: place + 1]), target) for e in examples for place, target in e.asked()]
+    wanted = [(list(e.ids[: place + 1]), target) for e in examples for place, target in e.scored_tokens()]
     found: dict[int, tuple[list[int], int]] = {}
     counts = set()
     for rank in range(devices):
@@ -122,7 +121,7 @@ def test_every_token_is_asked_once_at_its_place(sizes, tokens, devices) -> None:
             if not len(batch.targets_K):
                 continue
             ids = batch.input_ids_NT[0]
-            line = batch.line_E if batch.line_E is not None else torch.arange(len(ids))
+            line = batch.packed_index_E if batch.packed_index_E is not None else torch.arange(len(ids))
             sequences = [part.tolist() for part in line.split(list(batch.lengths))]
             for place, target, index in zip(batch.predictors_K.tolist(), batch.targets_K, batch.index_K, strict=True):
                 (mine,) = [s for s in sequences if place in s and int(target) in ids[s].tolist()]
@@ -173,7 +172,7 @@ def made() -> Experience:
             rollout(index, ids(n), float(n % 3), sample=i, prompt=asked, logprobs=[-2.0] * n)
             for i, n in enumerate(answers)
         ]
-    return experience_of(every)
+    return build_experience(every)
 
 
 def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -194,18 +193,18 @@ def step(folder: Path, shared: bool, monkeypatch: pytest.MonkeyPatch, **keys: An
     )
     if not shared:
         monkeypatch.setattr(
-            Models, "lay", lambda self, some: self.packing.lay([replace(one, shared=0) for one in some], None)
+            Models, "pack", lambda self, some: self.packing.pack([replace(one, shared=0) for one in some], None)
         )
     experience = made()
     (plan,) = plans_of(experience, models, recipe.batch)
     tokens = sum(batch.input_ids_NT.numel() for batch in plan.batches)
-    known = annotate([plan], models, recipe, lambda name: monkeypatch.context(), torch.zeros(0))
+    known = compute_model_outputs([plan], models, recipe, lambda name: monkeypatch.context(), torch.zeros(0))
     assert known.old_K is not None
     count = len(experience.sequence_K)
     vectors = torch.randn(2, count, generator=torch.Generator().manual_seed(5))
     advantages = Advantages(torch.zeros(count), *vectors, torch.ones(count), torch.ones(count), {})
-    annotated = Annotated(known.old_K - 0.1, known.reference_K, known.values_K)
-    learned = Learned(experience, annotated, advantages)
+    annotated = ModelOutputs(known.old_K - 0.1, known.reference_K, known.values_K)
+    learned = TrainBatch(experience, annotated, advantages)
     for each in models.learners:
         monkeypatch.setattr(each, "optim_step", lambda lr: {})
     update_policy(plan, learned, models, recipe, 0.2, 0.0, (0,))
@@ -242,10 +241,10 @@ def test_padded_rows_and_single_responses_are_as_ever(tiny_folder: Path) -> None
     groups = [answered([1, 2], [3], [4, 5]), answered([1, 2], [3])]
     examples = [example for group in groups for example in group]
     packing = Packing(World(), None, 2, 0)
-    padded = batches(groups, packing.lay(outlines(groups), None)[0], packing)
+    padded = batches(groups, packing.pack(outlines(groups), None)[0], packing)
     for ours, theirs in zip(padded, arrange(examples, World(), tokens=None, rows=2, pad_id=0).batches, strict=True):
         assert torch.equal(ours.input_ids_NT, theirs.input_ids_NT)
     alone, packing = [groups[0][:1], groups[1]], Packing(World(), 64, None, 0)
-    (single,) = batches(alone, packing.lay(outlines(alone), None)[0], packing)
-    assert single.line_E is None
+    (single,) = batches(alone, packing.pack(outlines(alone), None)[0], packing)
+    assert single.packed_index_E is None
     assert load(tiny_folder).alike_up_to is None

@@ -40,7 +40,7 @@ def independent(folder: Path, data: Sequence[lockstep.Datum]) -> list[torch.Tens
         for sequence in datum.sequences:
             ids = torch.tensor([list(sequence.ids)])
             scores = torch.log_softmax(model(ids).logits[0].float(), -1)
-            places = [i for i in range(1, len(sequence.ids)) if sequence.trained[i]]
+            places = [i for i in range(1, len(sequence.ids)) if sequence.loss_mask[i]]
             found.append(torch.stack([scores[i - 1, sequence.ids[i]] for i in places]))
     return found
 
@@ -102,7 +102,7 @@ def independent_with_gradient(model: Any, data: Sequence[lockstep.Datum]) -> lis
     for datum in data:
         (sequence,) = datum.sequences
         scores = torch.log_softmax(model(torch.tensor([list(sequence.ids)])).logits[0], -1)
-        places = [i for i in range(1, len(sequence.ids)) if sequence.trained[i]]
+        places = [i for i in range(1, len(sequence.ids)) if sequence.loss_mask[i]]
         found.append(torch.stack([scores[i - 1, sequence.ids[i]] for i in places]))
     return found
 

@@ -12,7 +12,8 @@ from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
-from lockstep.model.heads import ValueModel, load_value_model
+from lockstep.model.heads import ValueModel
+from lockstep.model.load import load_value_model
 from lockstep.recipe.schema import Lora, Model
 from lockstep.types import Example, MicroBatch, Origin
 

@@ -30,14 +30,14 @@ from lockstep.data.encode.chat import render_prompt
 from lockstep.data.row_cache import kept
 from lockstep.data.sources.read import read_rows
 from lockstep.errors import Refusal
-from lockstep.model.adapter import start_from
 from lockstep.model.gguf import import_gguf
+from lockstep.model.lora import start_from
 from lockstep.model.pretrained import tokenizer_of, whole_model
 from lockstep.parity.compare.logs import read_log
 from lockstep.recipe import load_recipe
 from lockstep.run import checkpoint as checkpoints
 from lockstep.serve.viewer_log import Missing
-from lockstep.serve.viewer_recipes import loaded
+from lockstep.serve.viewer_runs import loaded
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.train.logprob_cache import Shape, _is_whole
 from lockstep.types import Origin

@@ -21,6 +21,15 @@ from lockstep.serve import asgi
 from lockstep.serve.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits, as_events, as_json
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_waits() -> Iterator[None]:
+    """The server waits less for rejected clients and at its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asgi, "LINGER_SECONDS", 0.3)
+        patch.setattr(asgi, "SHUTDOWN_SECONDS", 1)
+        yield
+
+
 class Handlers:
     """Handlers that record what happens to them."""
 
@@ -144,6 +153,24 @@ def test_a_rejected_request_need_not_send_its_body(server: tuple[Handlers, int])
             assert status_of(peer.recv(65536)) in (400, 403)
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (("Origin: http://localhost", "Origin: http://localhost"), 400),
+        (("Content-Length: 2", "Transfer-Encoding: chunked"), 400),
+        (("X: " + "y" * 70_000,), 431),
+    ],
+    ids=["repeated header", "two lengths", "long head"],
+)
+def test_the_connection_is_closed_after_a_framing_error(headers: tuple[str, ...], status: int) -> None:
+    """Otherwise the rest of the bad request could be read as the next one."""
+    with served(ServeLimits(idle_seconds=20)) as (_, port):
+        start = time.monotonic()
+        reply = reply_to(port, request("POST /echo HTTP/1.1", *headers, close=False))
+        assert status_of(reply) == status
+        assert time.monotonic() - start < 10
+
+
 def test_unknown_paths_and_methods(server: tuple[Handlers, int]) -> None:
     missing = reply_to(server[1], request("GET /none HTTP/1.1"))
     assert status_of(missing) == 404
@@ -234,12 +261,12 @@ def test_a_port_in_use_is_reported_with_its_option() -> None:
     sockets[0].close()
 
 
-@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+@pytest.mark.parametrize("package", ["h11", "starlette", "uvicorn"])
 def test_a_missing_package_is_reported_with_its_extra(package: str) -> None:
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "from lockstep.errors import Refusal\nfrom lockstep.serve.http_api import http_server\n"
-        "try:\n    http_server()\nexcept Refusal as refusal:\n    print(refusal)\n"
+        "from lockstep.errors import Refusal\n"
+        "try:\n    from lockstep.serve import asgi\nexcept Refusal as refusal:\n    print(refusal)\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert f"package {package}" in told

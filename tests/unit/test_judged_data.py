@@ -8,7 +8,7 @@ import pytest
 
 from conftest import write_jsonl
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.encode.kto_rows import JudgedRows
+from lockstep.data.encode.kto_rows import LabeledRows
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
 from refusals import refuses
@@ -28,7 +28,7 @@ def load(tmp_path: Path):
     def load(tokenizer, *rows, limit=500, **data):
         path = write_jsonl(tmp_path / "judged.jsonl", list(rows))
         return load_rows(
-            Dataset, JudgedRows, [Source(path=str(path))], Data(train=[str(path)], **data), tokenizer, limit
+            Dataset, LabeledRows, [Source(path=str(path))], Data(train=[str(path)], **data), tokenizer, limit
         )
 
     return load
@@ -38,7 +38,7 @@ def read_back(tokenizer, dataset) -> list[tuple[str, str, bool]]:
     """(what is not trained, what is, the verdict) of each item."""
     found = []
     for item in dataset.items:
-        marked = list(zip(item.example.ids, item.example.trained, strict=True))
+        marked = list(zip(item.example.ids, item.example.loss_mask, strict=True))
         parts = [tokenizer.decode([token for token, trained in marked if trained == which]) for which in (0, 1)]
         found.append((*parts, item.desirable))
     return found
@@ -83,7 +83,7 @@ def test_without_a_template_texts_are_joined(tokenizer, load):
     tokenizer.chat_template = None
     dataset = load(tokenizer, {"prompt": "1+1=", "completion": "2", "label": 1})
     example = dataset.items[0].example
-    assert (list(example.ids), list(example.trained)) == ([*b"1+1=2", tokenizer.eos_token_id], [0, 0, 0, 0, 1, 1])
+    assert (list(example.ids), list(example.loss_mask)) == ([*b"1+1=2", tokenizer.eos_token_id], [0, 0, 0, 0, 1, 1])
 
 
 def test_a_pair_is_a_good_and_a_bad_row(tokenizer, load):

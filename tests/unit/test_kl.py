@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.divergence import adapted, divergence
+from lockstep.algorithms.divergence import adapt_coefficient, divergence
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Kl
 
@@ -97,10 +97,16 @@ def test_the_weight_of_a_gradient_is_bounded():
 
 
 def test_adapted_coefficient_by_hand():
-    assert adapted(0.1, measured=1.1, target=1.0, horizon=100, sequences=50) == pytest.approx(0.1 * (1 + 0.1 * 0.5))
-    assert adapted(0.1, measured=9.0, target=1.0, horizon=100, sequences=50) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
-    assert adapted(0.1, measured=0.0, target=1.0, horizon=100, sequences=50) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
-    assert adapted(0.1, measured=1.0, target=1.0, horizon=100, sequences=50) == 0.1
+    assert adapt_coefficient(0.1, measured=1.1, target=1.0, horizon=100, sequences=50) == pytest.approx(
+        0.1 * (1 + 0.1 * 0.5)
+    )
+    assert adapt_coefficient(0.1, measured=9.0, target=1.0, horizon=100, sequences=50) == pytest.approx(
+        0.1 * (1 + 0.2 * 0.5)
+    )
+    assert adapt_coefficient(0.1, measured=0.0, target=1.0, horizon=100, sequences=50) == pytest.approx(
+        0.1 * (1 - 0.2 * 0.5)
+    )
+    assert adapt_coefficient(0.1, measured=1.0, target=1.0, horizon=100, sequences=50) == 0.1
 
 
 def test_every_estimator_of_the_recipe_is_there():

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched, recommended_weights
+from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched_rows, recommended_weights
 from work import lines_run
 
 LOGRATIOS = [2.0, -1.0, 0.5, 3.0, 0.5]
@@ -104,7 +104,7 @@ def test_the_divergence_is_a_mean_and_not_negative():
     ],
 )
 def test_mismatched_rows_by_hand(prompts, completions, expected):
-    assert mismatched([[ord(p)] for p in prompts], [[ord(c)] for c in completions]) == expected
+    assert mismatched_rows([[ord(p)] for p in prompts], [[ord(c)] for c in completions]) == expected
 
 
 def plainly_mismatched(prompts, completions):
@@ -126,25 +126,25 @@ def test_mismatched_rows_agree_with_the_plain_search():
         expected = plainly_mismatched(prompts, completions)
         if None in expected:
             with pytest.raises(ValueError, match=f"row {expected.index(None)} "):
-                mismatched(prompts, completions)
+                mismatched_rows(prompts, completions)
         else:
-            assert mismatched(prompts, completions) == expected
+            assert mismatched_rows(prompts, completions) == expected
 
 
 @pytest.mark.parametrize("completions", [[], [[1]], [[1], [1], [1]]])
 def test_a_batch_without_another_completion_has_no_mismatch(completions):
     prompts = [[number] for number in range(len(completions))]
     if not completions:
-        assert mismatched(prompts, completions) == []
+        assert mismatched_rows(prompts, completions) == []
         return
     with pytest.raises(ValueError, match="row 0 has no mismatched completion"):
-        mismatched(prompts, completions)
+        mismatched_rows(prompts, completions)
 
 
 def test_many_rows_of_one_prompt():
     count = 10_000
-    assert mismatched([[1]] * count, [[number] for number in range(count)]) == [*range(1, count), 0]
-    half = mismatched([[number // 5_000] for number in range(count)], [[number] for number in range(count)])
+    assert mismatched_rows([[1]] * count, [[number] for number in range(count)]) == [*range(1, count), 0]
+    half = mismatched_rows([[number // 5_000] for number in range(count)], [[number] for number in range(count)])
     assert half[:2] == [5_000, 5_000]
     assert half[-1] == 0
 
@@ -153,7 +153,7 @@ def test_many_rows_of_one_prompt():
 def test_twice_the_rows_of_a_prompt_are_twice_the_work(prompts):
     def work(count):
         rows = [[number * prompts // count] for number in range(count)], [[number] for number in range(count)]
-        return lines_run(lambda: mismatched(*rows))
+        return lines_run(lambda: mismatched_rows(*rows))
 
     assert work(2_000) <= 2.1 * work(1_000)
 

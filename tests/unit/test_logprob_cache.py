@@ -50,7 +50,7 @@ class Computed:
         self.calls += 1
         if self.calls == self.fail_at:
             raise KeyboardInterrupt
-        words = [float(word) for item in items for e in item.examples for _, word in e.asked()]
+        words = [float(word) for item in items for e in item.examples for _, word in e.scored_tokens()]
         numbers = torch.tensor(words)
         return {"logprobs": numbers, "ids": torch.stack([numbers, -numbers], -1).int()}
 
@@ -253,7 +253,7 @@ def test_the_reference_is_what_transformers_computes(recipe_of, tiny_folder: Pat
     wanted = []
     for example, found in zip(examples, logits(tiny_folder, examples), strict=True):
         every = found.log_softmax(-1)
-        wanted += [float(every[place, word]) for place, word in example.asked()]
+        wanted += [float(every[place, word]) for place, word in example.scored_tokens()]
     assert np.load(folder / "logprobs.npy").tolist() == pytest.approx(wanted, abs=1e-4)
 
 
@@ -265,7 +265,7 @@ def test_the_teacher_is_what_transformers_computes(recipe_of, tmp_path: Path) ->
     ids, logprobs, start = np.load(folder / "ids.npy"), np.load(folder / "logprobs.npy"), 0
     for example, found in zip(examples, logits(teacher, examples), strict=True):
         every = (found / 1.5).log_softmax(-1)
-        for place, _ in example.asked():
+        for place, _ in example.scored_tokens():
             values, words_ = every[place].sort(descending=True)
             assert ids[start].tolist() == words_[:3].tolist()
             rest = float(values[3:].exp().sum().log())

@@ -17,7 +17,7 @@ from conftest import question_rows, write_jsonl
 from hang import HANG
 from lockstep import masking
 from lockstep.errors import Problem, Refusal
-from lockstep.launch.worker_process import FunctionProcess
+from lockstep.launch.process_pool import SupervisedProcess
 from lockstep.masking import (
     Unresolved,
     comparable,
@@ -37,7 +37,7 @@ from lockstep.rollout.servers.server_process import ServerProcess
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, describe_environment
 from lockstep.run.output import ONLINE_COLUMNS, write
-from lockstep.serve.viewer_recipes import recipe_of
+from lockstep.serve.viewer_runs import recipe_of
 from lockstep.train.online import train_online
 from lockstep.train.resume import refuse_changed_recipe
 from reward_servers import asked, by_length, opened, serving
@@ -204,7 +204,9 @@ def test_endpoints_get_their_secrets_and_failures_do_not_tell_them(monkeypatch: 
 
 def test_started_processes_show_no_arguments(tmp_path: Path) -> None:
     """Everybody on the machine can read the command line of a process."""
-    process = FunctionProcess("lockstep.rollout.servers.entry:serve", (["sleep", "60"], {"VLLM_API_KEY": SECRET}))
+    process = SupervisedProcess(
+        "lockstep.rollout.process_entry:run_server", (["sleep", "60"], {"VLLM_API_KEY": SECRET})
+    )
     try:
         line = b""
         while not line and process.alive:  # empty for a moment while the program is being loaded

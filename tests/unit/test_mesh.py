@@ -55,7 +55,8 @@ def test_what_does_not_come_out_even_is_refused(shard, replicate, tensor, ranks,
     with pytest.raises(Refusal) as caught:
         grid_of(Parallel(shard=shard, replicate=replicate, tensor_parallel=tensor), ranks)
     (problem,) = caught.value.problems
-    assert (problem.where, problem.why) == (where, why)
+    assert (problem.where, problem.code) == (where, "wrong-process-count")
+    assert why in problem.why
 
 
 def test_what_is_computed_after_another_joining_belongs_to_the_groups_of_this_one() -> None:

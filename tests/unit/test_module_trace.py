@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.data.batching import micro_batch
 from lockstep.model.decoder import layout_of
-from lockstep.model.heads import load_value_model
+from lockstep.model.load import load_value_model
 from lockstep.model.policy import Policy
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Lora, Model
@@ -29,7 +29,7 @@ from lockstep.tape.module_trace import (
     trace_modules,
     unmatched_patterns,
 )
-from lockstep.tape.update_observer import answers_of
+from lockstep.tape.tape_recorder import answers_of
 from lockstep.train.start import run_recipe
 from lockstep.types import Example, MicroBatch, Origin
 from refusals import refuses

@@ -21,7 +21,7 @@ from fusion_model import FusionModel
 from lockstep.kernels.attention import partial
 from lockstep.kernels.attention.npu_attention import FUSION_PARTS
 from lockstep.kernels.attention.partial import PLAIN, partial_kernel
-from lockstep.kernels.attention.parts import sections
+from lockstep.kernels.attention.partial_attention import sections
 from thread_group import on_every_rank
 
 HOST = torch.device("cpu")

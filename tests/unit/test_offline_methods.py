@@ -14,16 +14,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lockstep.evaluate import validation as evaluate_rows
-from lockstep.kernels.divergence import TeacherDivergence
+from lockstep.kernels.logit_divergence import TeacherDivergence
 from lockstep.methods import METHODS
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_policy
+from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.policy import Policy, Scoring, Teacher
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.schema import Model
 from lockstep.train.models import Models, Packing
-from lockstep.types import Example, Item, Judged, Origin, Ranking, ScoredExample, Steps
+from lockstep.types import Example, Item, LabeledResponse, Origin, Ranking, ScoredExample, StepLabels
 from refusals import refuses
 
 CPU = torch.device("cpu")
@@ -48,11 +47,11 @@ PAIRS = [
     Ranking((response(A, [50]), response(A, [51, 52, 53, 54, 55, 56, 57, 58, 59]))),
 ]
 JUDGED = [
-    Judged(response(A, [10, 11, 12, 13], 0), True),
-    Judged(response(A, [14, 15], 1), False),
-    Judged(response(B, [20, 21, 22], 2), True),
-    Judged(response(C, [40], 3), False),
-    Judged(response(C, [43, 44, 45, 46, 47], 4), False),
+    LabeledResponse(response(A, [10, 11, 12, 13], 0), True),
+    LabeledResponse(response(A, [14, 15], 1), False),
+    LabeledResponse(response(B, [20, 21, 22], 2), True),
+    LabeledResponse(response(C, [40], 3), False),
+    LabeledResponse(response(C, [43, 44, 45, 46, 47], 4), False),
 ]
 # The next row with another prompt: rows 0 and 1 share theirs, so do 3 and 4.
 PARTNERS = [2, 2, 3, 0, 0]
@@ -108,7 +107,7 @@ class Plain:
     def each(self, example: Example) -> list[float]:
         """The log-probabilities of the trained tokens."""
         every = self.logits(example.ids).log_softmax(-1)
-        return [float(every[i - 1, example.ids[i]]) for i in range(1, len(example)) if example.trained[i]]
+        return [float(every[i - 1, example.ids[i]]) for i in range(1, len(example)) if example.loss_mask[i]]
 
     def total(self, example: Example) -> float:
         return sum(self.each(example))
@@ -286,7 +285,7 @@ def test_kto_without_a_reference_takes_mean_logprobs(tiny_folder: Path, recipe_o
 
 
 def test_kto_refuses_an_update_of_one_answer_alone(tiny_folder: Path, other_folder: Path, recipe_of) -> None:
-    rows = [Judged(response(A, [5, 6], 3), True), Judged(response(B, [5, 6], 4), False)]
+    rows = [LabeledResponse(response(A, [5, 6], 3), True), LabeledResponse(response(B, [5, 6], 4), False)]
     with refuses("rows.jsonl row 3, rows.jsonl row 4", "too-few-rows", "KL estimate"):
         measured(recipe_of("kto"), rows, models_of(policy_of(tiny_folder), CUTS[0], policy_of(other_folder)))
 
@@ -354,10 +353,10 @@ def test_rm_scores_the_last_token_of_each_text(reward_folder: Path, recipe_of, c
 GOOD, BAD, PLACE = 43, 45, 64
 
 
-def judged_steps(ids: Sequence[int], *labels: tuple[float, ...]) -> Steps:
+def judged_steps(ids: Sequence[int], *labels: tuple[float, ...]) -> StepLabels:
     places = tuple(i for i, token in enumerate(ids) if token == PLACE)
     probe = ScoredExample(list(ids), bytes(len(ids)), Origin("rows.jsonl", 0), positions=places, token_ids=(GOOD, BAD))
-    return Steps(probe, labels)
+    return StepLabels(probe, labels)
 
 
 STEPS = [
@@ -417,7 +416,7 @@ def test_distill_compares_whole_distributions(
     for example in ROWS:
         logits, taught = own.logits(example.ids), other.logits(example.ids)
         for i in range(1, len(example)):
-            if example.trained[i]:
+            if example.loss_mask[i]:
                 p, q = ((x[i - 1] / temperature).softmax(-1) for x in (logits, taught))
                 apart.append(temperature**2 * divergence_of(p, q, kind, mix))
                 likelihood.append(-float(logits[i - 1].log_softmax(-1)[example.ids[i]]))
@@ -450,20 +449,20 @@ def test_the_loss_is_known_while_policy_and_reference_are_equal(tiny_folder: Pat
     for words, loss in known.items():
         recipe = recipe_of(*words.split())
         objective = METHODS[recipe.method].objective(recipe)
-        assert objective.start() == pytest.approx(loss), words
+        assert objective.initial_loss() == pytest.approx(loss), words
         items = JUDGED if recipe.method == "kto" else PAIRS
         assert measured(recipe, items, models_of(policy, CUTS[1], policy))["loss"] == pytest.approx(loss, abs=1e-5)
     unknown = ["sft", "rm", "prm", "simpo", "orpo", "cpo", "distill distill.teacher=x"]
     unknown += ["kto preference.reference_free=true", "kto preference.desirable=2.0"]
     for words in unknown:
         recipe = recipe_of(*words.split())
-        assert METHODS[recipe.method].objective(recipe).start() is None, words
+        assert METHODS[recipe.method].objective(recipe).initial_loss() is None, words
 
 
 def test_a_likelihood_term_does_not_hide_the_starting_loss(tiny_folder: Path, recipe_of) -> None:
     recipe = recipe_of("dpo", "preference.nll=0.7")
     policy = policy_of(tiny_folder)
-    assert METHODS["dpo"].objective(recipe).start() == pytest.approx(math.log(2))
+    assert METHODS["dpo"].objective(recipe).initial_loss() == pytest.approx(math.log(2))
     found = measured(recipe, PAIRS, models_of(policy, CUTS[0], policy))
     assert found["loss"] - 0.7 * found["nll"] == pytest.approx(math.log(2), abs=1e-5)
 

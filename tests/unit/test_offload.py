@@ -10,8 +10,9 @@ from torch import nn
 
 from conftest import write_sft_recipe
 from lockstep.errors import Refusal
-from lockstep.model.export import export_value_model
-from lockstep.model.heads import load_value_model
+from lockstep.model.export_folder import export_value_model
+from lockstep.model.load import load_value_model
+from lockstep.model.resolve import folders_of
 from lockstep.model.tiny import write_tiny
 from lockstep.model.weights import trained_weights
 from lockstep.parallel.offload import HOME, keep_on_host, resident
@@ -53,7 +54,7 @@ def trained(kind: str, dtype: torch.dtype, steps: int, state: dict[str, torch.Te
             optimizer.collect()
         norms.append(optimizer.gradient_norm(2.0))
         optimizer.step(1e-2 / (step + 1), norms[-1])
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.tensors(), norms
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.full_state(), norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,7 +127,9 @@ def test_a_reward_model_on_the_host_scores_the_same(tmp_path: Path, tiny_folder:
     module = load_value_model(settings, str(tiny_folder), CPU, "sdpa", seed=0, key="model.path")
     torch.manual_seed(2)
     nn.init.normal_(module.head.weight)
-    export_value_model(settings, trained_weights(module.stored), tmp_path / "judge", where="test")
+    export_value_model(
+        settings, trained_weights(module.stored), tmp_path / "judge", where="test", folders=folders_of(settings)
+    )
     device = ModelPart(str(tmp_path / "judge"), CPU)
     host = ModelPart(str(tmp_path / "judge"), CPU, offload=True)
     rows = [[5, 6, 7], [9, 8, 7, 6, 5]]

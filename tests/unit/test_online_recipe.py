@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lockstep.algorithms.advantage import ESTIMATORS
 from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
-from lockstep.algorithms.token_selection import HELD
+from lockstep.algorithms.token_selection import SELECTORS
 from lockstep.cli import app
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
@@ -375,7 +375,7 @@ def test_on_policy_distillation_updates_once_a_step(tmp_path: Path, word: str, w
 def test_every_name_has_a_row_and_a_function() -> None:
     assert list(rows.ESTIMATORS) == list(ESTIMATORS)
     assert list(rows.LOSSES) == list(LOSSES)
-    assert {name for name, row in rows.LOSSES.items() if row.held is not None} == set(HELD)
+    assert {name for name, row in rows.LOSSES.items() if row.selection_keys is not None} == set(SELECTORS)
     for name, row in rows.LOSSES.items():
         assert set(row.keys) == set(inspect.signature(LOSSES[name]).parameters) - {"tokens"}
-        assert {*row.keys.values(), *(row.held or {}).values()} <= set(Algorithm.model_fields)
+        assert {*row.keys.values(), *(row.selection_keys or {}).values()} <= set(Algorithm.model_fields)

@@ -12,9 +12,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.commands.generate import Conversation
 from lockstep.compat.conversion_output import main
+from lockstep.compat.openrlhf.__main__ import run_inference
 from lockstep.compat.openrlhf.batch_inference import processed
 from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
-from lockstep.compat.openrlhf.openrlhf_inference import batch_order, run_inference
+from lockstep.compat.openrlhf.openrlhf_inference import batch_order
 from lockstep.errors import Refusal
 from refusals import refuses
 from reward_models import write_reward_model

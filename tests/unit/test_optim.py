@@ -16,7 +16,7 @@ from lockstep.run.checkpoint import State
 from lockstep.tape.tape_format import StepRecord
 from lockstep.train.optim import LossScale, Optimizer, learning_rate, warmup_steps
 from lockstep.train.optim_offload import HostOptimizer
-from lockstep.train.resume import changed_decay
+from lockstep.train.resume import weight_decay_changes
 
 
 def rates(total: int, **settings) -> list[float]:
@@ -142,7 +142,7 @@ def test_decay_reaches_what_it_should_wherever_the_optimizer_lives(kind, masters
             p.grad = torch.zeros_like(p)
         optimizer.collect()
         optimizer.step(0.5, optimizer.gradient_norm())
-    after = optimizer.masters_held() if masters else params
+    after = optimizer.local_masters() if masters else params
     for name, start in before.items():
         factor = 0.75**2 if decay_all or name == "weight" else 1.0
         torch.testing.assert_close(after[name].detach().float(), start * factor, rtol=1e-6, atol=1e-7, msg=name)
@@ -152,13 +152,13 @@ def test_a_checkpoint_whose_steps_decayed_biases_is_resumed_aloud():
     settings = Optim(weight_decay=0.1)
     _, optimizer = hybrid("device", settings, masters=False)
     old = State(step=3, rows_seen=0, recipe={}, data={}, world_size=1)
-    (said,) = changed_decay(old, [optimizer], settings)
+    (said,) = weight_decay_changes(old, [optimizer], settings)
     assert "weight decay skips experts_bias and 1 more" in said
-    assert not changed_decay(replace(old, decay_rule="role"), [optimizer], settings)
-    assert not changed_decay(old, [optimizer], Optim(weight_decay=0.0))
+    assert not weight_decay_changes(replace(old, decay_rule="role"), [optimizer], settings)
+    assert not weight_decay_changes(old, [optimizer], Optim(weight_decay=0.0))
     every = Optim(weight_decay=0.1, decay_all=True)
-    assert not changed_decay(old, [optimizer], every)
-    (said,) = changed_decay(replace(old, recipe={"parallel": {"offload": "all"}}), [optimizer], every)
+    assert not weight_decay_changes(old, [optimizer], every)
+    (said,) = weight_decay_changes(replace(old, recipe={"parallel": {"offload": "all"}}), [optimizer], every)
     assert "optim.decay_all" in said
 
 
@@ -225,7 +225,7 @@ def test_state_round_trip_continues_bit_identical():
     run(2, optimizer, params)
     other = {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
     restored = Optimizer(other.items(), Optim(), masters=True, fused=True)
-    restored.restore(optimizer.tensors())
+    restored.restore(optimizer.full_state())
     run(3, optimizer, params)
     run(3, restored, other)
     assert all(bool((params[name] == other[name]).all()) for name in params)

@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from hang import HANG
-from lockstep.algorithms import user_functions as own
-from lockstep.algorithms.advantage import ESTIMATORS, Signals
+from lockstep.algorithms.advantage import Signals
 from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
+from lockstep.algorithms.user_functions import user_estimator, user_policy_loss
 from lockstep.data.sources.read import read_rows
-from lockstep.data.sources.user_reader import OwnReader
+from lockstep.data.sources.user_reader import UserReader
 from lockstep.errors import Refusal
-from lockstep.functions import own_function
+from lockstep.functions import load_user_function
 from lockstep.preflight.function_trials import try_advantage, try_loss
 from lockstep.recipe import load_recipe
+from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.loader import dump_recipe, recipe_with
+from lockstep.train.update_terms import make_policy_loss
 
 SIGNALS = Signals(
     rewards_K=torch.tensor([0.0, 0.0, 1.0, 0.25, 0.0, -0.5]),
@@ -52,19 +54,20 @@ def refusal(act: Any) -> str:
 
 def test_an_advantage_for_each_response_goes_to_all_its_tokens(tmp_path: Path) -> None:
     where = place(tmp_path, "def mine(signals):\n    return signals.scores_S - 0.5\n")
-    estimate = own.estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0)
+    estimate = user_estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0)
     assert estimate.advantages_K.tolist() == [0.5, 0.5, 0.5, -0.25, -1.0, -1.0]
     assert estimate.returns_K.tolist() == [1.0, 1.0, 1.0, 0.25, -0.5, -0.5]
 
 
 def test_an_advantage_for_each_token_stays_there(tmp_path: Path) -> None:
     where = place(tmp_path, "def mine(signals):\n    return [float(i) for i in range(6)]\n")
-    assert own.estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0).advantages_K.tolist() == [0, 1, 2, 3, 4, 5]
+    assert user_estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0).advantages_K.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_ours_are_still_found_by_name() -> None:
-    assert all(own.estimator(name, HANG) is function for name, function in ESTIMATORS.items())
-    assert own.policy_loss("clip", {"low": 0.1}, HANG).func is LOSSES["clip"]  # type: ignore[attr-defined]
+def test_built_in_losses_are_found_by_name() -> None:
+    for name in LOSSES:
+        found = make_policy_loss(Algorithm.model_construct(**{**Algorithm().model_dump(), "loss": name}))
+        assert found.func is LOSSES[name]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_ours_are_still_found_by_name() -> None:
 )
 def test_an_advantage_that_is_none_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(signals):\n    {body}\n")
-    told = refusal(lambda: own.estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0))
+    told = refusal(lambda: user_estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0))
     assert told.startswith(f"algorithm.advantage {where} [")
     assert said in told
     assert "\n    -> " in told
@@ -100,7 +103,7 @@ def mine(tokens):
 def test_a_loss_of_ones_own_has_the_weights_and_the_gradient_of_ours(tmp_path: Path, weights: list[float]) -> None:
     ours, theirs = tokens(weights), tokens(weights)
     wanted = LOSSES["clip"](ours, low=0.2, high=0.2, dual=None)
-    found = own.policy_loss(place(tmp_path, CLIP), {}, HANG)(theirs)
+    found = user_policy_loss(place(tmp_path, CLIP), HANG)(theirs)
     assert found.loss.item() == wanted.loss.item()
     assert found.metrics["ppo_kl"].item() == wanted.metrics["ppo_kl"].item()
     wanted.loss.backward()
@@ -120,7 +123,7 @@ def test_a_loss_of_ones_own_has_the_weights_and_the_gradient_of_ours(tmp_path: P
 )
 def test_a_loss_that_is_none_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(tokens):\n    {body}\n")
-    told = refusal(lambda: own.policy_loss(where, {}, HANG)(tokens()))
+    told = refusal(lambda: user_policy_loss(where, HANG)(tokens()))
     assert told.startswith(f"algorithm.loss {where} [")
     assert said in told
 
@@ -156,7 +159,7 @@ def test_the_dry_run_refuses_a_loss_that_would_train_nothing(tmp_path: Path) -> 
 )
 def test_a_function_that_cannot_be_had(tmp_path: Path, where: str, text: str, said: str) -> None:
     (tmp_path / "own.py").write_text(text)
-    told = refusal(lambda: own_function(where.format(tmp_path), "algorithm.advantage", ("signals",)))
+    told = refusal(lambda: load_user_function(where.format(tmp_path), "algorithm.advantage", ("signals",)))
     assert told.startswith("algorithm.advantage")
     assert said in told
 
@@ -173,7 +176,7 @@ def test_a_function_from_python_stands_in_the_recipe_with_its_place(online_file:
     recipe = recipe_with(online_file, {"algorithm": {"advantage": shifted}})
     assert recipe.algorithm.advantage == f"{__file__}:shifted"
     # The very function that was given, not another of its name.
-    assert own.estimator(recipe.algorithm.advantage, HANG)(SIGNALS, gamma=1.0, lam=1.0).advantages_K[0] == 0.5
+    assert user_estimator(recipe.algorithm.advantage, HANG)(SIGNALS, gamma=1.0, lam=1.0).advantages_K[0] == 0.5
     (tmp_path / "stored.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(str(tmp_path / "stored.yaml")) == recipe
 
@@ -196,14 +199,14 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
     where = place(
         tmp_path, "def mine(path):\n    for i in range(3):\n        yield {'text': f'{path} {i}', 'n': (i, None)}\n"
     )
-    rows = read_rows("db://numbers", reader=OwnReader(where))
+    rows = read_rows("db://numbers", reader=UserReader(where))
     assert list(rows) == [{"text": f"db://numbers {i}", "n": [i, None]} for i in range(3)]
     assert rows.columns == ("text", "n")
     assert str(rows.origin(2)) == "db://numbers row 2"
     same = tmp_path / "same.py"
     same.write_text("def mine(path):\n    return [{'text': f'{path} {i}', 'n': [i, None]} for i in range(3)]\n")
-    assert read_rows("db://numbers", reader=OwnReader(f"{same}:mine")).fingerprint == rows.fingerprint
-    assert read_rows("db://others", reader=OwnReader(where)).fingerprint != rows.fingerprint
+    assert read_rows("db://numbers", reader=UserReader(f"{same}:mine")).fingerprint == rows.fingerprint
+    assert read_rows("db://others", reader=UserReader(where)).fingerprint != rows.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,7 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
 )
 def test_a_reader_that_gives_no_rows_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(path):\n    {body}\n")
-    told = refusal(lambda: read_rows("rows.db", reader=OwnReader(where)))
+    told = refusal(lambda: read_rows("rows.db", reader=UserReader(where)))
     assert f"data.reader {where}" in told
     assert said in told
 
@@ -234,4 +237,4 @@ def test_the_rows_of_a_json_file_and_of_a_reader_of_it_train_alike(tmp_path: Pat
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(4)))
     where = place(tmp_path, "import json\ndef mine(path):\n    return map(json.loads, open(path))\n")
-    assert list(read_rows(str(file), reader=OwnReader(where))) == list(read_rows(str(file)))
+    assert list(read_rows(str(file), reader=UserReader(where))) == list(read_rows(str(file)))

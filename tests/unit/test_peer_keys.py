@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whitened
+from lockstep.algorithms.advantage import ESTIMATORS, Signals, Whitening, whiten
 from lockstep.data.dataset import Loader, steps_and_rows
 from lockstep.data.encode.chat_template import with_arguments
 from lockstep.data.encode.encoding import Encoding
@@ -26,10 +26,9 @@ from lockstep.reward.remote import RemotePart, scores_in
 from lockstep.reward.row_rewards import shaped
 from lockstep.rollout.engine import validation_sampling
 from lockstep.train.advantages import estimate_advantages
-from lockstep.train.experience import experience_of, summarised
-from lockstep.train.logprobs import Annotated
+from lockstep.train.experience import ModelOutputs, build_experience, rollout_metas
+from lockstep.train.monitor import has_signal as worth_a_place
 from lockstep.train.optim import Optimizer
-from lockstep.train.rollout_checks import teaches as worth_a_place
 from lockstep.types import Failure, Origin, Prompt, Question, Rollout, Score
 from refusals import refuses
 
@@ -65,9 +64,9 @@ def test_whitening_with_n_and_without_the_division() -> None:
     """1, 2, 6: mean 3, squares 4 + 1 + 9 = 14; variance 14/2 with n - 1, 14/3 with n."""
     values = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
     centred = [-2.0, -1.0, 3.0]
-    assert whitened(values).tolist() == pytest.approx([x / 7**0.5 for x in centred])
-    assert whitened(values, biased=True).tolist() == pytest.approx([x / (14 / 3) ** 0.5 for x in centred])
-    assert whitened(values, divide=False).tolist() == pytest.approx(centred)
+    assert whiten(values).tolist() == pytest.approx([x / 7**0.5 for x in centred])
+    assert whiten(values, biased=True).tolist() == pytest.approx([x / (14 / 3) ** 0.5 for x in centred])
+    assert whiten(values, divide=False).tolist() == pytest.approx(centred)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +228,7 @@ def test_prompts_without_a_chat_template(tiny_folder: Path) -> None:
     assert ids == tokenizer(text)["input_ids"]
     example = Encoding(tokenizer, data).joined("1+{}", "2", Origin("q", 1))
     assert list(example.ids[: len(ids)]) == ids
-    assert list(example.trained) == [0] * len(ids) + [1] * (len(example.ids) - len(ids))
+    assert list(example.loss_mask) == [0] * len(ids) + [1] * (len(example.ids) - len(ids))
 
 
 @pytest.mark.parametrize(
@@ -256,15 +255,15 @@ def test_a_divergence_in_the_reward_beside_the_one_in_the_loss(tmp_path: Path) -
         Rollout(Prompt(question, [1]), 0, i, [5, 6], [-1.0, -1.0], "token", "a", Score(score, {"rule": score}))
         for i, score in enumerate((1.0, 3.0))
     ]
-    known = Annotated(old_K=torch.full((4,), -1.0), reference_K=torch.full((4,), -1.5), values_K=None)
-    found = estimate_advantages(experience_of(rollouts, None), known, recipe, kl_coefficient=7.0)
+    known = ModelOutputs(old_K=torch.full((4,), -1.0), reference_K=torch.full((4,), -1.5), values_K=None)
+    found = estimate_advantages(build_experience(rollouts, None), known, recipe, kl_coefficient=7.0)
     assert found.rewards_K.tolist() == pytest.approx([-0.1, 0.9, -0.1, 2.9])
     with pytest.raises(Refusal, match=r"algorithm\.kl\.reward_coefficient"):
         online(tmp_path, "algorithm.kl.where=reward", "algorithm.kl.reward_coefficient=0.2")
 
 
 @pytest.mark.parametrize(
-    ("scores", "between", "teaches"),
+    ("scores", "between", "has_signal"),
     [
         ((0.0, 1.0), None, True),
         ((1.0, 1.0), None, False),
@@ -274,7 +273,7 @@ def test_a_divergence_in_the_reward_beside_the_one_in_the_loss(tmp_path: Path) -
     ],
 )
 def test_which_groups_are_replaced(
-    scores: tuple[float, ...], between: tuple[float, float] | None, teaches: bool
+    scores: tuple[float, ...], between: tuple[float, float] | None, has_signal: bool
 ) -> None:
     question = Question("s", [], "1", Origin("q", 1), {})
     group = [
@@ -283,7 +282,9 @@ def test_which_groups_are_replaced(
     ]
     bounds = None if between is None else list(between)
     prompts = {0: group[0].prompt}
-    assert worth_a_place(summarised(group), prompts, DynamicSampling(max_gen_batches=2, between=bounds)) is teaches
+    assert (
+        worth_a_place(rollout_metas(group), prompts, DynamicSampling(max_gen_batches=2, between=bounds)) is has_signal
+    )
 
 
 def test_arguments_of_the_chat_template(tiny_folder: Path) -> None:

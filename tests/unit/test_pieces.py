@@ -239,7 +239,7 @@ def check_chats(core: Tokenizer, seed: int, count: int, monkeypatch: pytest.Monk
                 met["refused"] += 1
                 continue
             example, split = encode_spans(tokenizer, found, ORIGIN)
-            assert (list(example.ids), list(example.trained), split) == by_calls(tokenizer, found), found
+            assert (list(example.ids), list(example.loss_mask), split) == by_calls(tokenizer, found), found
             met["split" if split else "whole"] += 1
     return met
 

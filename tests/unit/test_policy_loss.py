@@ -36,7 +36,7 @@ def example(**changes) -> PolicyTokens:
         advantages_K=tensor(ADVANTAGES),
         weights_K=tensor(WEIGHTS),
         sequence_K=torch.tensor(SEQUENCE),
-        held_K=tensor(HELD),
+        selected_K=tensor(HELD),
     )
     return replace(tokens, **changes)
 
@@ -261,7 +261,7 @@ def test_gspo_has_the_gradient_of_the_sequence_objective_by_finite_differences()
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "geo_mean"])
 def test_on_policy_every_loss_is_the_policy_gradient(name):
-    tokens = example(logprobs_K=tensor(OLD).requires_grad_(), held_K=tensor([0.0] * 6))
+    tokens = example(logprobs_K=tensor(OLD).requires_grad_(), selected_K=tensor([0.0] * 6))
     _, gradient, metrics = run(name, tokens)
     assert gradient == pytest.approx(weighed([-a for a in ADVANTAGES]))
     assert metrics["ppo_kl"] == 0
@@ -273,7 +273,7 @@ def test_tokens_of_weight_zero_do_not_matter_whatever_they_hold(name):
     places = torch.tensor([0, 1, 3, 5])
     plain = example()
     fields = {
-        key: getattr(plain, key)[places] for key in ("old_K", "advantages_K", "weights_K", "sequence_K", "held_K")
+        key: getattr(plain, key)[places] for key in ("old_K", "advantages_K", "weights_K", "sequence_K", "selected_K")
     }
     without = PolicyTokens(logprobs_K=tensor(LOGPROBS)[places].requires_grad_(), **fields)
     weights = tensor(WEIGHTS)
@@ -293,7 +293,7 @@ def test_tokens_of_weight_zero_do_not_matter_whatever_they_hold(name):
 def test_no_tokens_keep_the_graph(name):
     none = torch.zeros(0, requires_grad=True)
     empty = torch.zeros(0)
-    sums = LOSSES[name](PolicyTokens(none, empty, empty, empty, empty.long(), held_K=empty), **SETTINGS[name])
+    sums = LOSSES[name](PolicyTokens(none, empty, empty, empty, empty.long(), selected_K=empty), **SETTINGS[name])
     sums.loss.backward()
     assert sums.loss.item() == 0
     assert sums.loss.dtype == torch.float32
@@ -307,16 +307,16 @@ def test_ratios_are_bounded(name):
     pair = PolicyTokens(
         logprobs, tensor([-900.0, -1.0]), tensor([-1.0, -1.0]), tensor([1.0, 1.0]), torch.tensor([0, 1])
     )
-    loss, gradient, metrics = run(name, replace(pair, held_K=tensor([0.0, 0.0])))
+    loss, gradient, metrics = run(name, replace(pair, selected_K=tensor([0.0, 0.0])))
     assert math.isfinite(loss)
     assert all(math.isfinite(value) for value in gradient)
     assert metrics["ppo_kl"] == 0  # +20 and -20
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_covariance_losses_ask_for_the_held_tokens(name):
-    with pytest.raises(Refusal, match="held back"):
-        LOSSES[name](example(held_K=None), **SETTINGS[name])
+def test_covariance_losses_need_the_selected_tokens(name):
+    with pytest.raises(Refusal, match="selected tokens"):
+        LOSSES[name](example(selected_K=None), **SETTINGS[name])
 
 
 token = st.tuples(st.floats(-1, 1), st.floats(-2, 2), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 1))
@@ -328,7 +328,7 @@ def batch(sequences) -> PolicyTokens:
     columns = tensor(flat).reshape(-1, 5).unbind(1)
     number, change, advantage, weight, held = columns
     old = -1 - advantage.abs()
-    return PolicyTokens((old + change).requires_grad_(), old, advantage, weight, number.long(), held_K=held)
+    return PolicyTokens((old + change).requires_grad_(), old, advantage, weight, number.long(), selected_K=held)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -148,12 +148,12 @@ def test_alpha_joins_the_two_kls():
 def test_ranks_by_hand():
     """Policy margins 1, -3, 3 are ranked 2nd, 1st, 3rd; the reference's -1, -1, 3 in order 1st, 2nd, 3rd."""
     pairs = example()
-    partners = transport.paired(*map(tensor, [CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED]))
+    partners = transport.paired_partners(*map(tensor, [CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED]))
     expected = sum(smoothed(0.5 * h, 0.1) for h in [1 - -1, -3 - -1, 3 - 3])
     found = preference_loss(pairs, kind="aot", beta=BETA, label_smoothing=0.1, partners=partners)
     assert found.loss.item() == pytest.approx(expected)
     # Chosen ratios 1, -1, 1 sorted -1, 1, 1; rejected ratios -1, 1, 1 the same: every difference is 0.
-    partners = transport.unpaired(tensor([1.0, -1.0, 1.0]), tensor([-1.0, 1.0, 1.0]))
+    partners = transport.unpaired_partners(tensor([1.0, -1.0, 1.0]), tensor([-1.0, 1.0, 1.0]))
     found = preference_loss(pairs, kind="aot_unpaired", beta=BETA, partners=partners)
     assert found.loss.item() == pytest.approx(3 * math.log(2))
     # The metrics are of the pairs themselves.
@@ -169,10 +169,10 @@ def test_ranks_of_an_update_in_micro_batches(kind):
     reference = columns[2:]
     if kind == "aot":
         delta = (chosen - rejected).sort().values - (reference[0] - reference[1]).sort().values
-        partners = transport.paired(chosen.detach(), rejected.detach(), *reference)
+        partners = transport.paired_partners(chosen.detach(), rejected.detach(), *reference)
     else:
         delta = (chosen - reference[0]).sort().values - (rejected - reference[1]).sort().values
-        partners = transport.unpaired((chosen - reference[0]).detach(), (rejected - reference[1]).detach())
+        partners = transport.unpaired_partners((chosen - reference[0]).detach(), (rejected - reference[1]).detach())
     whole = -torch.nn.functional.logsigmoid(BETA * delta).sum()
     expected = torch.autograd.grad(whole, (chosen, rejected))
     parts = []
@@ -188,7 +188,7 @@ def test_ranks_of_an_update_in_micro_batches(kind):
 
 def test_ranks_need_the_update():
     for kind in RANKED:
-        with pytest.raises(Refusal, match="a whole update"):
+        with pytest.raises(Refusal, match="pairs of an update"):
             loss_of(kind)
 
 

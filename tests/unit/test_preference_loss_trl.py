@@ -154,9 +154,9 @@ def test_agrees_with_trl_ranks(kind):
     pairs = our_pairs(leaf, reference, LENGTHS)
     known = leaf.detach().sum(1).chunk(2), reference.sum(1).chunk(2)
     partners = (
-        transport.paired(*known[0], *known[1])
+        transport.paired_partners(*known[0], *known[1])
         if kind == "aot"
-        else transport.unpaired(*(own - other for own, other in zip(*known, strict=True)))
+        else transport.unpaired_partners(*(own - other for own, other in zip(*known, strict=True)))
     )
     sums = preference_loss(pairs, kind=kind, beta=BETA, label_smoothing=0.2, partners=partners)
     assert_same(sums.loss / 3, expected, leaf)

@@ -65,7 +65,7 @@ def load(tmp_path: Path):
 def texts(tokenizer, example: Example) -> tuple[str, str]:
     """What is not trained, and what is, as text."""
     parts = [
-        tokenizer.decode([t for t, trained in zip(example.ids, example.trained, strict=True) if trained == which])
+        tokenizer.decode([t for t, trained in zip(example.ids, example.loss_mask, strict=True) if trained == which])
         for which in (0, 1)
     ]
     return parts[0], parts[1]
@@ -111,8 +111,8 @@ def test_every_layout_is_scored_at_its_last_token(tokenizer, load, row):
     assert tokenizer.decode(list(better.ids)) == PROMPT + "2<|im_end|>\n"
     assert tokenizer.decode(list(worse.ids)) == PROMPT + "3<|im_end|>\n"
     assert isinstance(better, ScoredExample)
-    assert better.asked() == [(25, 0)]
-    assert sum(better.trained) == 0
+    assert better.scored_tokens() == [(25, 0)]
+    assert sum(better.loss_mask) == 0
     assert dataset.counts.trained_tokens == 2
     assert dataset.end_tokens == set()
 
@@ -121,8 +121,8 @@ def test_without_a_template_texts_are_joined(bare, load):
     dataset = load(bare, {"prompt": "1+1=", "chosen": "2", "rejected": "-12"})
     better, worse = dataset.items[0].examples
     end = bare.eos_token_id
-    assert (list(better.ids), list(better.trained)) == ([*b"1+1=2", end], [0, 0, 0, 0, 1, 1])
-    assert (list(worse.ids), list(worse.trained)) == ([*b"1+1=-12", end], [0, 0, 0, 0, 1, 1, 1, 1])
+    assert (list(better.ids), list(better.loss_mask)) == ([*b"1+1=2", end], [0, 0, 0, 0, 1, 1])
+    assert (list(worse.ids), list(worse.loss_mask)) == ([*b"1+1=-12", end], [0, 0, 0, 0, 1, 1, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_prompts_are_the_same_tokens_whatever_follows(load):
     # "aa" + "bb" as one text is a, ab, b: its own split gives aa, b, b. "aa" + "a" is aa, a at once.
     dataset = load(tokenizer, {"prompt": "aa", "chosen": "bb", "rejected": "a"})
     better, worse = dataset.examples
-    assert (list(better.ids), list(better.trained)) == ([4, 1, 1, 3], [0, 1, 1, 1])
-    assert (list(worse.ids), list(worse.trained)) == ([4, 0, 3], [0, 1, 1])
+    assert (list(better.ids), list(better.loss_mask)) == ([4, 1, 1, 3], [0, 1, 1, 1])
+    assert (list(worse.ids), list(worse.loss_mask)) == ([4, 0, 3], [0, 1, 1])
     assert dataset.counts.split == 1
 
 
@@ -223,7 +223,7 @@ def test_a_prompt_that_only_one_answer_changes_is_encoded_apart(tokenizer, monke
     def fickle(tokenizer, spans, origin):
         example, split = real(tokenizer, spans, origin)
         if spans.text.startswith("<|im_start|>") and "3" in spans.text:
-            example = Example([65, *example.ids[1:]], example.trained, origin)
+            example = Example([65, *example.ids[1:]], example.loss_mask, origin)
         return example, split
 
     monkeypatch.setattr(completions, "encode_spans", fickle)
@@ -431,7 +431,7 @@ def test_overlong_pairs_are_refused_or_dropped_as_one(bare, load):
 def test_the_left_is_cut_of_the_prompt_alone_and_equally(bare, load):
     dataset, (better, worse) = cut(bare, load, 12, "truncate_left")
     assert (better, worse) == ("3456789ab<|im_end|>", "3456789abcd<|im_end|>")
-    assert [list(example.trained) for example in dataset.examples] == [[0] * 7 + [1] * 3, [0] * 7 + [1] * 5]
+    assert [list(example.loss_mask) for example in dataset.examples] == [[0] * 7 + [1] * 3, [0] * 7 + [1] * 5]
     assert dataset.counts.truncated == 1
     assert cut(bare, load, 6, "truncate_left")[1] == ["9ab<|im_end|>", "9abcd<|im_end|>"]
     with refuses("line 1", "truncated-away", "rejected alone has 5 tokens"):
@@ -452,6 +452,6 @@ def test_the_right_is_cut_of_each_response(bare, load):
 
 def test_a_cut_text_is_scored_at_its_new_end(bare, load):
     dataset = load(bare, LONG, read="score", limit=13, overlong="truncate_right")
-    assert [example.asked() for example in dataset.examples] == [[(12, 0)], [(12, 0)]]
+    assert [example.scored_tokens() for example in dataset.examples] == [[(12, 0)], [(12, 0)]]
     left = load(bare, LONG, read="score", limit=12, overlong="truncate_left")
-    assert [example.asked() for example in left.examples] == [[(9, 0)], [(11, 0)]]
+    assert [example.scored_tokens() for example in left.examples] == [[(9, 0)], [(11, 0)]]

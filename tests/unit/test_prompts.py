@@ -16,7 +16,7 @@ from lockstep.data.encode.prompt_rows import PromptCounts, PromptSet, fit_prompt
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
-from lockstep.rollout.questions import encode_questions
+from lockstep.rollout.collect import encode_questions
 from lockstep.types import Message, Origin, Prompt, Question
 
 # The tiny tokenizer has a token for each byte and one for each mark of the template.
@@ -68,7 +68,7 @@ def test_the_prompt_is_what_a_trained_chat_has_before_its_answer(tokenizer: Any)
     """Online and offline training see the same tokens."""
     chat = [{"role": "system", "content": "short"}, user("2+2?"), {"role": "assistant", "content": "#### 4"}]
     example, split = encode_spans(tokenizer, render_chat(tokenizer, chat, Origin("x", 0)), Origin("x", 0))
-    begins = list(example.trained).index(1)
+    begins = list(example.loss_mask).index(1)
     assert not split
     assert list(example.ids[:begins]) == prompt_ids(tokenizer, asked(*chat[:2]))
 

@@ -24,8 +24,8 @@ from lockstep.parity.compare.logs import read_log
 from lockstep.parity.replay.foreign_recording import compare_recordings, replay_recording
 from lockstep.tape.digest import digest
 from lockstep.tape.tape_format import TapeFolder
+from lockstep.tape.tape_recorder import sampled
 from lockstep.tape.tape_rows import fed_examples
-from lockstep.tape.update_observer import sampled
 from lockstep_record import MicroBatch, record
 from recorder.loops import UPDATES, plain, rows
 from taped_runs import write_lively

@@ -63,7 +63,7 @@ def test_aggregations_by_hand(kind, loss, dtype):
 def test_sequences_that_count_several_times_are_as_many_copies(kind, loss):
     """The first one twice, the second never, the last three times; what masked ones would count does not matter."""
     times = torch.tensor([2, 0, 9, 9, 3])
-    weights, divisor = aggregation_weights(kind, SEQUENCE, KEEP, 5, max_tokens=10, times_S=times)
+    weights, divisor = aggregation_weights(kind, SEQUENCE, KEEP, 5, max_tokens=10, repeats_S=times)
     assert float((weights * LOSS).sum() / divisor) == pytest.approx(loss, rel=1e-7)
 
 

@@ -25,7 +25,7 @@ from lockstep.recipe.renamed_keys import RENAMED, current_key, stored_recipe
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.serve.viewer_recipes import setup_difference
+from lockstep.serve.viewer_runs import setup_difference
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.train.offline import train_offline
 from recipe_files import BASE, refused, write

@@ -18,9 +18,9 @@ from lockstep.recipe.methods import with_method_defaults
 from lockstep.recipe.section import Section
 from lockstep.run.checkpoint import State
 from lockstep.train.resume import (
+    learning_rate_changes,
     model_fingerprints,
     model_paths,
-    rate_changes,
     refuse_changed_models,
     refuse_changed_recipe,
     refuse_unlike_machines,
@@ -167,11 +167,11 @@ def test_what_other_keys_do_to_the_next_step(optim: dict[str, Any], steps: int, 
     """By hand: linear from 1e-5 to 0, so step 5 of 10 has 6/10 of it and of 20 16/20; a warm-up of 8 has 5/8."""
     before = recipe(optim={"schedule": "linear"})
     now = recipe(optim={"schedule": "linear", **optim}, run={"steps": steps})
-    found = rate_changes(state(before), steps, now)
+    found = learning_rate_changes(state(before), steps, now)
     assert (told is None and found == []) or (len(found) == 1 and told in found[0])
 
 
 def test_the_rate_of_a_critic_is_told_too() -> None:
     before, now = recipe("ppo"), recipe("ppo", critic={"lr": 3e-5})
-    (told,) = rate_changes(state(before), 10, now)
+    (told,) = learning_rate_changes(state(before), 10, now)
     assert re.match("the critic's learning rate .*after step 4", told)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import Refusal
-from lockstep.functions import give
+from lockstep.functions import register_callable
 from lockstep.launch.supervisor import KEPT_BYTES
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.function import FunctionPart
@@ -276,7 +276,7 @@ def test_the_last_lines_printed_are_kept_and_named_with_a_failure(rewards, tmp_p
         (tmp_path / "run").mkdir()
         failure = part.submit(question(), "raise").result(GUARD)
         assert failure.log == str(log)
-        assert failure.told == failure.why + f" (what it printed last is in {log})"
+        assert failure.message == failure.why + f" (its last output is in {log})"
         until(log.exists)
         # Which process it was must not tell two runs apart.
         assert failure == Failure("function", failure.why)
@@ -387,7 +387,7 @@ def test_workers_end_with_their_parent_and_stay_quiet_on_ctrl_c(rewards) -> None
 
 
 def here(function: Callable[..., Any], **settings: Any) -> FunctionPart:
-    return FunctionPart(give("reward.function", function), Reward(**settings))
+    return FunctionPart(register_callable("reward.function", function), Reward(**settings))
 
 
 def notebook_cell(text: str) -> Callable[..., Any]:
@@ -492,7 +492,7 @@ def test_a_function_of_this_process_is_held_to_the_same_signatures() -> None:
     ],
 )
 def test_rows_are_asked_for_what_a_cell_reads(text: str, read: set[str]) -> None:
-    settings = Reward(function=give("reward.function", notebook_cell(text)))
+    settings = Reward(function=register_callable("reward.function", notebook_cell(text)))
     assert read_by_rewards(settings) == read
 
 

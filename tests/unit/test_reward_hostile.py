@@ -393,7 +393,7 @@ def test_a_stopped_process_is_told_from_one_that_is_slow() -> None:
 
 @pytest.mark.parametrize("stopped", ["worker", "supervisor"])
 def test_stopped_processes_are_ended_too(file, stopped, monkeypatch) -> None:
-    monkeypatch.setattr("lockstep.launch.worker_process.ENDING_SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.launch.process_pool.ENDING_SECONDS", 0.5)
     part = FunctionPart(f"{file}:score", settings())
     pids = {name: int(part.submit(question(), name).result(GUARD)["function"]) for name in ("pid", "supervisor")}
     os.kill(pids["pid" if stopped == "worker" else "supervisor"], signal.SIGSTOP)

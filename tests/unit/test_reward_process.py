@@ -159,7 +159,7 @@ class Fixed:
 def test_steps_are_credited_to_tokens_and_the_rest_to_the_end() -> None:
     from contextlib import nullcontext
 
-    from lockstep.train.experience import experience_of
+    from lockstep.train.experience import build_experience
 
     def decode(ids: list[int]) -> str:
         return "".join(["a", "b\n", "cd", "!"][i] for i in ids)
@@ -168,6 +168,6 @@ def test_steps_are_credited_to_tokens_and_the_rest_to_the_end() -> None:
         Fixed(), Fixed(), [Prompt(QUESTION, [5, 6])], [0], 1, Sampling(4), World(), decode, lambda name: nullcontext()
     ).rollouts
     assert isinstance(made, Rollout)
-    assert made.earned == ((1, 0.3), (2, 0.4))
-    experience = experience_of([made, replace(made, sample=1)])
-    assert experience.earned_K.tolist() == pytest.approx([0, 0.3, 0.4, 0] * 2)
+    assert made.token_rewards == ((1, 0.3), (2, 0.4))
+    experience = build_experience([made, replace(made, sample=1)])
+    assert experience.token_rewards_K.tolist() == pytest.approx([0, 0.3, 0.4, 0] * 2)

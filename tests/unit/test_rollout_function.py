@@ -17,12 +17,12 @@ from transformers import Qwen2Config
 from hang import HANG
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
-from lockstep.functions import give
+from lockstep.functions import register_callable
 from lockstep.model.load import load_tokenizer
 from lockstep.model.policy import Policy, Scoring
 from lockstep.rollout.engine import Engine, SharedWeights
-from lockstep.rollout.function import KEY, Canned, FunctionEngine, Generate, try_function
 from lockstep.rollout.hf import HfEngine
+from lockstep.rollout.rollout_function import KEY, Canned, FunctionEngine, Generate, try_function
 from lockstep.types import Completion, Example, Origin, Prompt, Question, Request, Sampling
 
 SAMPLING = Sampling(max_tokens=24, temperature=0.8, stop_ids=(7, 9, 11, 13, 15, 17), seed=3)
@@ -55,7 +55,7 @@ def requests() -> list[Request]:
 
 def by(function: Callable[..., Any], inner: Engine, seconds: float = HANG, *, tolerant: bool = True) -> FunctionEngine:
     return FunctionEngine(
-        inner, give(KEY, function), lambda text: list(text.encode()), str, 259, seconds, tolerant=tolerant
+        inner, register_callable(KEY, function), lambda text: list(text.encode()), str, 259, seconds, tolerant=tolerant
     )
 
 
@@ -91,18 +91,18 @@ def test_turns_are_masked_and_scored_as_the_trainer_scores_them(
     inner = engine if kind == "native" else HfEngine(policy.generating, load_tokenizer(str(folder)).decode)
     made = run(by(conversation, inner), requests, SAMPLING)
     assert [(one.request, one.sample) for one in made] == [(r, s) for r in range(5) for s in range(3)]
-    assert any(0 in one.trained for one in made)
+    assert any(0 in one.loss_mask for one in made)
     for one in made:
-        spoken = [token for token, mine in zip(one.ids, one.trained, strict=True) if not mine]
+        spoken = [token for token, mine in zip(one.ids, one.loss_mask, strict=True) if not mine]
         assert bytes(spoken).decode() == f"<{one.request}" * (len(spoken) // 2)
-        assert all((score == 0.0) == (not mine) for score, mine in zip(one.logprobs, one.trained, strict=True))
+        assert all((score == 0.0) == (not mine) for score, mine in zip(one.logprobs, one.loss_mask, strict=True))
         prompt = list(requests[one.request].ids)
-        row = Example(prompt + one.ids, [0] * len(prompt) + list(one.trained), Origin("x", 0))
+        row = Example(prompt + one.ids, [0] * len(prompt) + list(one.loss_mask), Origin("x", 0))
         policy.scoring = Scoring(temperature=0.8)
         with torch.no_grad():
             scored = policy(micro_batch([row], packed=True, pad_id=0)).logprobs_K
         policy.scoring = Scoring()
-        wanted = torch.tensor([score for score, mine in zip(one.logprobs, one.trained, strict=True) if mine])
+        wanted = torch.tensor([score for score, mine in zip(one.logprobs, one.loss_mask, strict=True) if mine])
         torch.testing.assert_close(scored, wanted, rtol=0, atol=2e-4)
 
 
@@ -129,9 +129,9 @@ def test_the_order_of_threads_changes_nothing(
     # A batch in another order may round otherwise on some devices.
     assert watched.asked[0] == [100 + row for row in range(5) for _ in range(3)]
     # Fewer at a time are other batches, whose rounding may differ; tokens and masks may not.
-    monkeypatch.setattr("lockstep.rollout.function.SIDE_BY_SIDE", 2)
+    monkeypatch.setattr("lockstep.rollout.rollout_function.SIDE_BY_SIDE", 2)
     few = run(by(conversation, engine), requests, SAMPLING)
-    assert [(one.ids, one.trained, one.stop) for one in few] == [(one.ids, one.trained, one.stop) for one in usual]
+    assert [(one.ids, one.loss_mask, one.stop) for one in few] == [(one.ids, one.loss_mask, one.stop) for one in usual]
 
 
 def test_those_who_wait_are_answered_together(requests: list[Request]) -> None:
@@ -313,10 +313,10 @@ def test_a_check_of_the_engine_goes_to_the_engine(engine: Engine) -> None:
 def test_the_dry_run_needs_no_model() -> None:
     prompt = Prompt(question(4), [1, 2, 3])
     tried = (prompt, 24, [48, 7], lambda text: list(text.encode()), str, 259, HANG)
-    line = try_function(give(KEY, straight), *tried)
+    line = try_function(register_callable(KEY, straight), *tried)
     assert "straight: 2 tokens of the policy and 0 of" in line
     with pytest.raises(Refusal, match=r"returned a NoneType, not two, for rows\.jsonl row 4"):
-        try_function(give(KEY, returning(None)), *tried)
+        try_function(register_callable(KEY, returning(None)), *tried)
 
 
 @pytest.mark.parametrize("tolerant", [True, False])

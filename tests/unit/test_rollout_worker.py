@@ -26,10 +26,18 @@ from lockstep.model.load import load_policy
 from lockstep.model.policy import Policy, evaluating
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.rollout.worker import worker_engine as engine_module
-from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Opening
 from lockstep.rollout.worker.worker_engine import WorkerEngine
 from lockstep.rollout.worker.worker_loop import _Worker, work
-from lockstep.rollout.worker.worker_weights import BroadcastFailed, WeightGroup, WeightMemory
+from lockstep.rollout.worker.worker_protocol import (
+    Answered,
+    Ask,
+    BroadcastFailed,
+    Failed,
+    HandOver,
+    Opening,
+    WeightGroup,
+    WeightMemory,
+)
 from lockstep.types import Example, Origin, Request, Sampling
 from refusals import refuses
 

@@ -113,7 +113,9 @@ def test_the_token_budget_does_not_change_the_loss(tmp_path: Path, tiny_folder: 
         (lines,) = plan_micro_batches(lengths, devices=1, tokens=tokens, rows=None)
         assert {len({lengths[row] > original for row in line}) for line in lines} == sides
     with torch.no_grad(), load(folder).eval().generating() as model:
-        trained = [alone(model, list(example.ids))[[place for place, _ in example.asked()]] for example in examples]
+        trained = [
+            alone(model, list(example.ids))[[place for place, _ in example.scored_tokens()]] for example in examples
+        ]
     for tokens in budgets:
         assert run("train", recipe, f"run.name=run{tokens}", f"batch.tokens={tokens}") == 0
         ((_, metrics),) = read_metrics(tmp_path / f"run{tokens}" / "metrics.jsonl")

@@ -9,7 +9,7 @@ import torch
 from small_models import SIZES, write_model
 from transformers import LlamaConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
-from lockstep.algorithms.token_losses import load_balance, routed
+from lockstep.algorithms.token_losses import count_routed, load_balance
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
 from lockstep.methods.sft import token_loss
@@ -32,14 +32,14 @@ def test_by_hand() -> None:
     """Two layers, two tokens, three experts, one chosen: experts 0, 1 and 0, 0."""
     first = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     second = torch.tensor([[0.8, 0.1, 0.1], [0.6, 0.2, 0.2]]).log()
-    found = routed((first, second), 1, torch.ones(2))
+    found = count_routed((first, second), 1, torch.ones(2))
     assert found.chosen_E.tolist() == [3, 1, 0]
     torch.testing.assert_close(found.probs_E, torch.tensor([2.15, 1.05, 0.8]))
     assert float(found.rows) == 4
     # 3 * (3/4 * 2.15/4 + 1/4 * 1.05/4)
     assert float(load_balance(found.chosen_E, found.probs_E, 4)) == pytest.approx(1.40625)
     # The second token is padding: 3 * (2/2 * 1.3/2).
-    found = routed((first, second), 1, torch.tensor([1.0, 0.0]))
+    found = count_routed((first, second), 1, torch.tensor([1.0, 0.0]))
     assert float(load_balance(found.chosen_E, found.probs_E, float(found.rows))) == pytest.approx(1.95)
 
 
@@ -81,7 +81,7 @@ def transformers_own(folder: Path, coefficient: float) -> tuple[float, dict[str,
     width = max(len(row.ids) for row in ROWS)
     ids = torch.tensor([list(row.ids) + [0] * (width - len(row.ids)) for row in ROWS])
     mask = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in ROWS])
-    trained = torch.tensor([list(row.trained) + [0] * (width - len(row.ids)) for row in ROWS]).bool()
+    trained = torch.tensor([list(row.loss_mask) + [0] * (width - len(row.ids)) for row in ROWS]).bool()
     with each.module.generating() as model:  # type: ignore[operator]
         model.train()
         output = model(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False)

@@ -20,12 +20,12 @@ import pytest
 
 from conftest import chat_rows, write_jsonl
 from hang import HANG, wait_until
-from lockstep.data import encode_parts as parts
+from lockstep.data import dataset as parts
 from lockstep.data import row_cache as cache
 from lockstep.data.array_store import Store, item_digests, stored
 from lockstep.data.dataset import Dataset, LoadedRows, load_rows
 from lockstep.data.encode.columns import ColumnFinder
-from lockstep.data.encode.kto_rows import JudgedRows
+from lockstep.data.encode.kto_rows import LabeledRows
 from lockstep.data.encode.preference_rows import RankingRows
 from lockstep.data.encode.prompt_rows import PromptRows, PromptSet
 from lockstep.data.encode.sft_rows import SupervisedRows
@@ -85,8 +85,8 @@ METHODS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
         partial(RankingRows, read="score", several=True),
         [pair(number) | {"margin": 0.1 * number} for number in range(ROWS)],
     ),
-    "kto": (Dataset, JudgedRows, list(map(judged, range(ROWS)))),
-    "kto of pairs": (Dataset, JudgedRows, list(map(pair, range(ROWS)))),
+    "kto": (Dataset, LabeledRows, list(map(judged, range(ROWS)))),
+    "kto of pairs": (Dataset, LabeledRows, list(map(pair, range(ROWS)))),
     "prm": (Dataset, STEPS, list(map(solved, range(ROWS)))),
     "prompts": (PromptSet, PromptRows, list(map(asked, range(ROWS)))),
 }

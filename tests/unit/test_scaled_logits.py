@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores, likeliest
+from lockstep.kernels.logit_divergence import TeacherDivergence, Whole, compared_scores, likeliest
 from lockstep.kernels.logprob import Head, plain_token_scores, row_gradients_, row_logprobs, token_scores
 from lockstep.kernels.sampling import LEFT_OUT, Truncation
 

@@ -1,4 +1,4 @@
-"""`lockstep serve`, asked by the client that people use: OpenAI's own."""
+"""`lockstep serve` with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def spoken(speaker: Path) -> Conversation:
-    """What `lockstep generate` says, by transformers' own `generate`."""
+def conversation(speaker: Path) -> Conversation:
+    """`lockstep generate`, which uses `generate` of transformers."""
     return Conversation(str(speaker), "cpu", max_new_tokens=24, temperature=0.0, seed=0, system=None)
 
 
@@ -75,26 +75,26 @@ def all_free(app: LanguageModelApp) -> bool:
     return (load.running, load.waiting, load.free_blocks) == (0, 0, load.blocks)
 
 
-def test_a_chat_is_answered_as_generate_does(client: openai.OpenAI, spoken: Conversation) -> None:
+def test_a_chat_is_answered_as_generate_does(client: openai.OpenAI, conversation: Conversation) -> None:
     answer = client.chat.completions.create(model="tiny", messages=chat("2 + 3?"), temperature=0, max_tokens=24)
     (choice,) = answer.choices
-    assert choice.message.content == spoken.answer("2 + 3?")
+    assert choice.message.content == conversation.answer("2 + 3?")
     assert choice.message.content.isprintable()
     made, finish = tokens_of(choice.message.content)
     assert (choice.message.role, choice.finish_reason) == ("assistant", finish)
-    ids = spoken.tokenizer.apply_chat_template(chat("2 + 3?"), add_generation_prompt=True)["input_ids"]
+    ids = conversation.tokenizer.apply_chat_template(chat("2 + 3?"), add_generation_prompt=True)["input_ids"]
     assert answer.usage is not None
     counted = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
     assert counted == (len(ids), made, len(ids) + made)
     assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
 
 
-def test_a_stream_is_the_same_text(client: openai.OpenAI, spoken: Conversation) -> None:
-    asked = {"model": "tiny", "messages": chat("Say é!"), "temperature": 0, "max_tokens": 24}
-    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+def test_a_stream_is_the_same_text(client: openai.OpenAI, conversation: Conversation) -> None:
+    request = {"model": "tiny", "messages": chat("Say é!"), "temperature": 0, "max_tokens": 24}
+    stream = client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == spoken.answer("Say é!")
+    assert text == conversation.answer("Say é!")
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == tokens_of(text)[1]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage is not None
@@ -102,27 +102,27 @@ def test_a_stream_is_the_same_text(client: openai.OpenAI, spoken: Conversation) 
 
 
 def test_tokens_and_their_log_probabilities(client: openai.OpenAI, speaker: Path) -> None:
-    """Token ids in and out, beside a pass of transformers over the whole."""
+    """Token ids in and out; log-probs compared with a forward pass of transformers."""
     ids = [10, 20, 30, 40]
     extra = {"return_token_ids": True}
-    asked = {"model": "tiny", "prompt": ids, "max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 5}
-    answer = client.completions.create(**asked, logprobs=3, extra_body=extra)
+    request = {"model": "tiny", "prompt": ids, "max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 5}
+    answer = client.completions.create(**request, logprobs=3, extra_body=extra)
     (choice,) = answer.choices
-    told, made = choice.logprobs, choice.model_extra["token_ids"]
+    logprobs, made = choice.logprobs, choice.model_extra["token_ids"]
     assert choice.model_extra["prompt_token_ids"] == ids
-    assert told is not None
+    assert logprobs is not None
     model = AutoModelForCausalLM.from_pretrained(speaker, dtype=torch.float32).eval()
     with torch.no_grad():
         scores = model(torch.tensor([ids + made])).logits[0].log_softmax(-1)[len(ids) - 1 : -1]
-    assert told.token_logprobs == pytest.approx(scores[range(len(made)), made].tolist(), abs=1e-4)
+    assert logprobs.token_logprobs == pytest.approx(scores[range(len(made)), made].tolist(), abs=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(speaker)
-    for row, (best, score) in enumerate(zip(told.top_logprobs or (), scores, strict=True)):
+    for row, (best, score) in enumerate(zip(logprobs.top_logprobs or (), scores, strict=True)):
         top = score.topk(3)
         # Bytes that are no characters look alike, so there may be fewer names than tokens.
         assert set(best) == {tokenizer.decode([i]) for i in top.indices.tolist()}, row
         assert max(best.values()) == pytest.approx(top.values[0].item(), abs=1e-4)
-    # The same seed draws the same, also streamed and beside others.
-    pieces = list(client.completions.create(**asked, stream=True, extra_body=extra))
+    # The same seed draws the same tokens, also in a stream.
+    pieces = list(client.completions.create(**request, stream=True, extra_body=extra))
     assert [token for piece in pieces for token in piece.choices[0].model_extra["token_ids"]] == made
     assert "".join(piece.choices[0].text for piece in pieces) == choice.text
     chatted = client.chat.completions.create(
@@ -135,40 +135,40 @@ def test_tokens_and_their_log_probabilities(client: openai.OpenAI, speaker: Path
 
 
 def test_a_seed_is_that_of_generate(client: openai.OpenAI, speaker: Path) -> None:
-    said = Conversation(
+    answers = Conversation(
         str(speaker), "cpu", max_new_tokens=16, temperature=0.8, seed=11, system=None, top_p=0.95, top_k=50
     )
-    asked = {"messages": chat("Why?"), "temperature": 0.8, "top_p": 0.95, "max_tokens": 16, "n": 3}
+    request = {"messages": chat("Why?"), "temperature": 0.8, "top_p": 0.95, "max_tokens": 16, "n": 3}
     first, again = (
-        client.chat.completions.create(model="tiny", seed=11, extra_body={"top_k": 50}, **asked) for _ in range(2)
+        client.chat.completions.create(model="tiny", seed=11, extra_body={"top_k": 50}, **request) for _ in range(2)
     )
     texts = [choice.message.content for choice in first.choices]
-    assert texts[0] == said.answer("Why?")
+    assert texts[0] == answers.answer("Why?")
     assert len(set(texts)) == 3
     assert texts == [choice.message.content for choice in again.choices]
-    other = client.chat.completions.create(model="tiny", **asked)
+    other = client.chat.completions.create(model="tiny", **request)
     assert texts != [choice.message.content for choice in other.choices]
 
 
-def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, spoken: Conversation) -> None:
-    said = {words: spoken.continue_text(words) for words in ("one", "two", "three", "four", "five")}
-    words = sorted(said, key=lambda one: -len(said[one]))[:2]
-    texts = [said[one] for one in words]
-    asked = {"model": "tiny", "prompt": words, "temperature": 0, "max_tokens": 24}
-    answer = client.completions.create(**asked)
+def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, conversation: Conversation) -> None:
+    answers = {words: conversation.continue_text(words) for words in ("one", "two", "three", "four", "five")}
+    words = sorted(answers, key=lambda one: -len(answers[one]))[:2]
+    texts = [answers[one] for one in words]
+    request = {"model": "tiny", "prompt": words, "temperature": 0, "max_tokens": 24}
+    answer = client.completions.create(**request)
     assert [choice.text for choice in answer.choices] == texts
     # Three characters from the middle of the first answer, a token each.
     assert len(texts[0]) > 11
     stop = texts[0][8:11]
-    cut = client.completions.create(**asked, stop=[stop, "never said"])
+    cut = client.completions.create(**request, stop=[stop, "never answers"])
     assert cut.choices[0].text == texts[0][: texts[0].index(stop)]
     assert cut.choices[0].finish_reason == "stop"
-    streamed = list(client.completions.create(**{**asked, "prompt": words[0]}, stop=stop, stream=True))
+    streamed = list(client.completions.create(**{**request, "prompt": words[0]}, stop=stop, stream=True))
     assert "".join(piece.choices[0].text for piece in streamed) == cut.choices[0].text
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "told"),
+    ("body", "kind", "message"),
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "'gpt-4' is not served here; use 'tiny'"),
         ({"temperature": -1}, openai.BadRequestError, "temperature: -1 is not at least 0"),
@@ -189,7 +189,7 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, s
         ),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs: needs logprobs"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty: is not supported"),
-        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: the model's answer is given as text"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools: the answer is plain text"),
         ({"extra_body": {"beams": 2}}, openai.BadRequestError, "beams: this endpoint has no such key"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, openai.BadRequestError, "is no argument of"),
         ({"extra_body": {"stop_token_ids": "x"}}, openai.BadRequestError, "stop_token_ids: is not a list"),
@@ -203,18 +203,18 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, s
         ),
     ],
 )
-def test_what_is_wrong_is_told_in_openais_shape(client: openai.OpenAI, asked: dict, kind: type, told: str) -> None:
+def test_what_is_wrong_is_told_in_openais_shape(client: openai.OpenAI, body: dict, kind: type, message: str) -> None:
     with pytest.raises(kind) as refused:
-        client.chat.completions.create(**{"model": "tiny", "messages": chat("x"), **asked})
-    assert told in refused.value.message
+        client.chat.completions.create(**{"model": "tiny", "messages": chat("x"), **body})
+    assert message in refused.value.message
     assert refused.value.type == "invalid_request_error"
 
 
 def test_a_message_that_the_template_drops_is_refused(app: LanguageModelApp) -> None:
     served = replace(app.served, tokenizer=copy.deepcopy(app.served.tokenizer))
     served.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    told = [{"role": "system", "content": "You are Bo."}, *chat("Who?")]
-    for messages, problem in ((told, r"drops message 1 \(system\): 'You are Bo.'"), (chat("Who?"), None)):
+    with_system = [{"role": "system", "content": "You are Bo."}, *chat("Who?")]
+    for messages, problem in ((with_system, r"drops message 1 \(system\): 'You are Bo.'"), (chat("Who?"), None)):
         body = json.dumps({"messages": messages}).encode()
         if problem is None:
             assert chat_request(body, served).generation.prompts
@@ -231,11 +231,11 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_encoded(app: Langu
         return app.served.tokenizer(text, **more)
 
     served = replace(app.served, tokenizer=encode)
-    for prompt, told in (
+    for prompt, message in (
         ("x" * 10**7, "its first 4096 characters alone are 4096 tokens"),
         ("x" * 300, "300 tokens of"),
     ):
-        with pytest.raises(ApiError, match=told) as refused:
+        with pytest.raises(ApiError, match=message) as refused:
             completion_request(json.dumps({"prompt": prompt}).encode(), served)
         assert refused.value.code == "context_length_exceeded"
     assert seen == [16 * LENGTH, 300]
@@ -245,12 +245,12 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_encoded(app: Langu
 def test_prompts_that_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="add_special_tokens: 'no' is neither true nor false"):
         client.completions.create(model="tiny", prompt="x", extra_body={"add_special_tokens": "no"})
-    for prompt, told in (
+    for prompt, message in (
         ([], "is empty"),
         ([[1, 2], []], "has no tokens"),
         ([70000], "70000 is not in the vocab"),
     ):
-        with pytest.raises(openai.BadRequestError, match=told):
+        with pytest.raises(openai.BadRequestError, match=message):
             client.completions.create(model="tiny", prompt=prompt)
 
 
@@ -258,9 +258,9 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_many_at_once_with_some_that_go_away(app: LanguageModelApp, address: str, spoken: Conversation) -> None:
+def test_many_at_once_with_some_that_go_away(app: LanguageModelApp, address: str, conversation: Conversation) -> None:
     """More than there are rows and blocks for: nothing is mixed up, and nothing of anybody is left behind."""
-    expected = {words: spoken.answer(words) for words in (f"{'so ' * (i % 4)}{i} and {i * i}?" for i in range(6))}
+    expected = {words: conversation.answer(words) for words in (f"{'so ' * (i % 4)}{i} and {i * i}?" for i in range(6))}
     assert len(set(expected.values())) == 6
     asyncio.run(talk(address, expected, 6))
     wait_until(lambda: all_free(app))
@@ -288,7 +288,7 @@ def post(body: bytes, *headers: str, path: str = "/v1/completions") -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def told_by(answer: bytes) -> tuple[int, str]:
+def error_of(answer: bytes) -> tuple[int, str]:
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]["message"]
 
@@ -325,7 +325,7 @@ def test_limits_of_body_queue_and_time(speaker: Path) -> None:
             with pytest.raises(openai.APIError, match=r"no complete answer within 0\.05 s"):
                 list(client.completions.create(**forever, **endless, stream=True))
             wait_until(lambda: all_free(small))
-            # Whoever waits when the engine fails is told, whoever comes later too, and so is who watches over it.
+            # When the engine fails, waiting requests, later requests and /health get the error.
             small.worker._limits = limits
             with client.completions.create(**forever, **endless, stream=True) as stream:
                 next(stream)
@@ -335,33 +335,34 @@ def test_limits_of_body_queue_and_time(speaker: Path) -> None:
             with pytest.raises(openai.InternalServerError, match="503 - the engine stopped"):
                 client.completions.create(**forever)
             assert (
-                told_by(raw(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))[0] == 503
+                error_of(raw(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))[0]
+                == 503
             )
     finally:
         small.close()
 
 
 def test_requests_that_are_no_requests(address: str, app: LanguageModelApp) -> None:
-    status, message = told_by(raw(address, b"hello\r\n\r\n"))
+    status, message = error_of(raw(address, b"hello\r\n\r\n"))
     assert status == 400
     assert "no HTTP/1.1 request" in message
-    assert told_by(raw(address, post(b"{}", path="/v2")))[0] == 404
-    assert told_by(raw(address, post(b"{nope")))[1].startswith("the body is not JSON")
-    assert "half of a character" in told_by(raw(address, post(rb'{"prompt": "\ud83d"}')))[1]
-    assert told_by(raw(address, post(b"[]"))) == (400, "the body is not a JSON object")
-    assert told_by(raw(address, b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * 70000 + b"\r\n\r\n"))[0] == 431
-    assert told_by(raw(address, post(b"{}", "Transfer-Encoding: chunked")))[0] == 400
+    assert error_of(raw(address, post(b"{}", path="/v2")))[0] == 404
+    assert error_of(raw(address, post(b"{nope")))[1].startswith("the body is not JSON")
+    assert "half of a character" in error_of(raw(address, post(rb'{"prompt": "\ud83d"}')))[1]
+    assert error_of(raw(address, post(b"[]"))) == (400, "the body is not a JSON object")
+    assert error_of(raw(address, b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * 70000 + b"\r\n\r\n"))[0] == 431
+    assert error_of(raw(address, post(b"{}", "Transfer-Encoding: chunked")))[0] == 400
     for line in ("Content-Length: 1", "Host: evil.example", "Origin: http://localhost\r\nOrigin: http://localhost"):
-        assert told_by(raw(address, post(b"{}", line)))[0] == 400, line
+        assert error_of(raw(address, post(b"{}", line)))[0] == 400, line
     chunked = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
     assert raw(address, chunked + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)).startswith(b"HTTP/1.1 200")
-    assert told_by(raw(address, chunked + b"+%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)))[0] == 400
+    assert error_of(raw(address, chunked + b"+%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)))[0] == 400
     # One of several words; answered and closed, or this would wait.
     assert raw(address, post(body).replace(b"close", b"TE, Close")).startswith(b"HTTP/1.1 200")
     # A browser's page, and a name that somebody else gave this machine.
-    assert told_by(raw(address, post(body, "Origin: http://evil.example")))[0] == 403
-    assert told_by(raw(address, post(body).replace(b"localhost", b"evil.example")))[0] == 403
+    assert error_of(raw(address, post(body, "Origin: http://evil.example")))[0] == 403
+    assert error_of(raw(address, post(body).replace(b"localhost", b"evil.example")))[0] == 403
     wait_until(lambda: all_free(app))
 
 

@@ -1,4 +1,4 @@
-"""A reward model that is served: its scores are those of the model beside the run, in both forms of the wire."""
+"""A served reward model: its scores equal those of a local model, in both request formats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def question(words: str = "9+9?") -> Question:
 
 
 def scores(reward: Reward) -> list[float | Failure]:
-    """What a run's scorer gives, which is tried on a real row first."""
+    """The scores of a run's scorer, after its dry run on a row."""
     with Scorer.open(reward, ["sums"], torch.device("cpu")) as scorer:
         scorer.dry_run([question()])
         futures = [scorer.submit(question(), answer) for answer in ANSWERS]
@@ -54,7 +54,7 @@ def scores(reward: Reward) -> list[float | Failure]:
     return [outcome if isinstance(outcome, Failure) else outcome.total for outcome in outcomes]
 
 
-def asked(address: str, body: object, path: str = "/v1/rewards") -> dict:
+def post_json(address: str, body: object, path: str = "/v1/rewards") -> dict:
     request = urllib.request.Request(address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=HANG) as answer:
@@ -87,14 +87,14 @@ def test_openrlhfs_form(folder: Path, address: str) -> None:
     body = {"query": texts, "prompts": ["9+9?"] * 2, "labels": ["18"] * 2}
     expected = by_hand(folder, texts)
     for path in ("/get_reward", "/v1/rewards"):
-        assert asked(address, body, path)["rewards"] == pytest.approx(expected, abs=1e-5)
+        assert post_json(address, body, path)["rewards"] == pytest.approx(expected, abs=1e-5)
     reward = Reward(remote=f"{address}/get_reward", remote_form="openrlhf")
     by_run = scores(reward)
     assert by_run == pytest.approx(by_hand(folder, [f"9+9?\n{answer}" for answer in ANSWERS]), abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ({}, 'the body has neither "items" nor "query"'),
         ({"items": []}, "items: is empty"),
@@ -107,9 +107,9 @@ def test_openrlhfs_form(folder: Path, address: str) -> None:
         ({"query": ["x" * 3000]}, "response 0 has 3000 tokens, over the model's context of 2048"),
     ],
 )
-def test_what_cannot_be_scored_is_told(address: str, body: dict, told: str) -> None:
-    answer = asked(address, body)
-    assert (answer["status"], answer["error"]["message"]) == (400, told)
+def test_what_cannot_be_scored_is_told(address: str, body: dict, message: str) -> None:
+    answer = post_json(address, body)
+    assert (answer["status"], answer["error"]["message"]) == (400, message)
 
 
 def test_serve_rm_scores_as_there(folder: Path) -> None:
@@ -127,10 +127,10 @@ def test_serve_rm_scores_as_there(folder: Path) -> None:
         serving, address, limits = rewards_served(words)
         assert (address.host, limits.queue) == ("127.0.0.1", 4096)
         assert serving.dtype == ("bf16" if words is dotted else "auto")
-        app = opened_app(folder, limits, max_length=serving.max_length, foreign=serving.foreign)
+        app = opened_app(folder, limits, max_length=serving.max_length, serve_rm=serving.serve_rm)
         try:
             with endpoint(app) as found:
-                rewards = asked(found, {"query": queries, "prompts": [""] * 2}, "/get_reward")["rewards"]
+                rewards = post_json(found, {"query": queries, "prompts": [""] * 2}, "/get_reward")["rewards"]
         finally:
             app.close()
         wanted = expected or by_hand(folder, ["ab", "abcde"])

@@ -16,7 +16,7 @@ import faulty_proxy
 from conftest import write_online_recipe
 from faulty_proxy import TEMPERATURE, Fault, proxying
 from lockstep.algorithms.correction import logprob_difference
-from lockstep.algorithms.reduce import EVERYTHING
+from lockstep.algorithms.reduce import SINGLE_PROCESS
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
@@ -122,11 +122,11 @@ def test_an_end_that_was_not_asked_for_is_refused() -> None:
 def test_the_difference_of_log_probs_by_hand() -> None:
     """d = 0.5, 0, -1: mean |d| is 0.5; e^d - d - 1 is 0.148721, 0 and 0.367879."""
     trainer, engine = torch.tensor([-1.0, -2.0, -4.0]), torch.tensor([-1.5, -2.0, -3.0])
-    mean, k3 = logprob_difference(trainer, engine, EVERYTHING)
+    mean, k3 = logprob_difference(trainer, engine, SINGLE_PROCESS)
     assert mean == pytest.approx(0.5)
     assert k3 == pytest.approx((0.1487212707 + 0.3678794412) / 3)
     for bad in (float("nan"),):
-        assert not logprob_difference(trainer, torch.tensor([bad, -2.0, -3.0]), EVERYTHING)[0] <= 100
+        assert not logprob_difference(trainer, torch.tensor([bad, -2.0, -3.0]), SINGLE_PROCESS)[0] <= 100
 
 
 @pytest.mark.parametrize(

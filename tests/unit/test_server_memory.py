@@ -11,10 +11,10 @@ import torch
 
 from lockstep.device.cpu import Cpu
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.servers.memory_transport import SharedMemory, Unopened, by_memory
 from lockstep.rollout.servers.plugin.lockstep_shared import _from_json, _to_json, opened
 from lockstep.rollout.servers.sglang import Sglang
 from lockstep.rollout.servers.vllm import Vllm
+from lockstep.rollout.servers.weight_transports import SharedMemory, Unopened, by_memory
 
 
 class Graphics(Cpu):

@@ -22,7 +22,6 @@ from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.servers import server_process as process
 from lockstep.rollout.servers.adapter import ServerAdapter, ServerFailed, ServerNeeds, ServerStart, WantedSample
-from lockstep.rollout.servers.file_transport import transfer_folder, write_weights
 from lockstep.rollout.servers.server_client import KEY_VARIABLE, ClientThread, ServerClient
 from lockstep.rollout.servers.server_process import machine_of, refuse_absent, served_host, start_server
 from lockstep.rollout.servers.sglang import Sglang
@@ -35,6 +34,7 @@ from lockstep.rollout.servers.weight_check import (
     repeat_noise,
     why_rejected,
 )
+from lockstep.rollout.servers.weight_transports import transfer_folder, write_weights
 from lockstep.types import Sampling
 from recipe_files import keys, refused, write
 from refusals import refuses

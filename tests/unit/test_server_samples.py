@@ -14,7 +14,7 @@ import pytest
 from lockstep.rollout.servers import adapter as server_adapter
 from lockstep.rollout.servers import server_client
 from lockstep.rollout.servers.adapter import ServerFailed
-from lockstep.rollout.servers.request_batcher import RequestBatcher, _AnswerLines, _Waiting
+from lockstep.rollout.servers.server_client import RequestBatcher, _AnswerLines, _Waiting
 from lockstep.rollout.servers.vllm import PLUGIN, SAMPLES
 
 sys.path.append(str(PLUGIN))

@@ -69,8 +69,8 @@ def test_a_line_with_a_shared_beginning_written_out() -> None:
     line = line_of([pair], share=True)
     assert line.input_ids_NT.tolist() == [[1, 2, 3, 4, 5, 9]]
     assert line.position_ids_NT.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert line.line_E is not None
-    assert line.line_E.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5]
+    assert line.packed_index_E is not None
+    assert line.packed_index_E.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5]
     assert line.lengths == (5, 4)
     assert line.targets_K.tolist() == [3, 4, 5, 3, 9]
     # The shared 2 predicts both first words, the shared 3 what comes after it on either side.
@@ -96,8 +96,8 @@ def test_three_share_with_the_first_and_a_stranger_begins_anew() -> None:
     line = line_of([(response([9], [9, 9]),), group], share=True)
     assert line.input_ids_NT.tolist() == [[9, 9, 9, 1, 2, 3, 4, 7, 2, 5, 6]]
     assert line.position_ids_NT.tolist() == [[0, 1, 2, 0, 1, 2, 2, 0, 1, 2, 2]]
-    assert line.line_E is not None
-    assert line.line_E.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 6, 7, 8, 9, 7, 8, 10]
+    assert line.packed_index_E is not None
+    assert line.packed_index_E.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 6, 7, 8, 9, 7, 8, 10]
     assert line.predictors_K.tolist() == [0, 1, 4, 4, 8, 8]
 
 
@@ -129,7 +129,7 @@ def by_transformers(folder: Path, examples: Sequence[Example]) -> tuple[torch.nn
     for example in examples:
         ids = torch.tensor([list(example.ids)])
         every = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
-        found += [every[place, word] for place, word in example.asked()]
+        found += [every[place, word] for place, word in example.scored_tokens()]
     return model.train(), torch.stack(found)
 
 
@@ -167,10 +167,10 @@ def test_gradient_checkpointing_sees_the_sharing_again(tiny_folder: Path) -> Non
     assert_same(gradients(policy.model, policy(line).logprobs_K, upstream), plain)
 
 
-def written_out(query, key, value, lengths, line_E, first_T, scale, window):
+def written_out(query, key, value, lengths, packed_index_E, first_T, scale, window):
     """Softmax attention of whole sequences, one at a time; of copies of one token the first is kept."""
     repeat = query.shape[1] // key.shape[1]
-    query, key, value = (rows[line_E] for rows in (query, key, value))
+    query, key, value = (rows[packed_index_E] for rows in (query, key, value))
     outputs, start = [], 0
     for length in lengths:
         q = query[start : start + length].transpose(0, 1)
@@ -196,8 +196,8 @@ def shared_line(sizes: Sequence[Sequence[int]]) -> tuple[list[int], torch.Tensor
             line += [*(range(begun, begun + prompt) if number else ()), *range(used, used + own)]
             used += own
             lengths.append(prompt + answer)
-    line_E = torch.tensor(line)
-    return lengths, line_E, torch.tensor([line.index(place) for place in range(used)])
+    packed_index_E = torch.tensor(line)
+    return lengths, packed_index_E, torch.tensor([line.index(place) for place in range(used)])
 
 
 @settings(max_examples=40)
@@ -207,12 +207,12 @@ def shared_line(sizes: Sequence[Sequence[int]]) -> tuple[list[int], torch.Tensor
     heads=st.sampled_from([1, 2, 4]),
 )
 def test_attention_on_a_shared_line_equals_whole_sequences(sizes, window, heads) -> None:
-    lengths, line_E, first_T = shared_line(sizes)
+    lengths, packed_index_E, first_T = shared_line(sizes)
     torch.manual_seed(0)
     inputs = [torch.randn(len(first_T), n, 8, dtype=torch.float64, requires_grad=True) for n in (4, heads, heads)]
-    layout = make_layout(lengths, CPU, "sdpa", line_E)
+    layout = make_layout(lengths, CPU, "sdpa", packed_index_E)
     ours = varlen_attention(*inputs, layout, scale=0.3, window=window)
-    theirs = written_out(*inputs, lengths, line_E, first_T, 0.3, window)
+    theirs = written_out(*inputs, lengths, packed_index_E, first_T, 0.3, window)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     upstream = torch.randn_like(ours)
     for a, b in zip(
@@ -228,15 +228,15 @@ def test_attention_on_a_shared_line_equals_whole_sequences(sizes, window, heads)
 )
 def test_a_line_in_two_parts_equals_whole_sequences(sizes, heads) -> None:
     """What the flash kernel does on a shared line, with its parts written out in plain torch."""
-    lengths, line_E, first_T = shared_line(sizes)
-    cascade = make_layout(lengths, CPU, "flash_varlen", line_E).cascade
+    lengths, packed_index_E, first_T = shared_line(sizes)
+    cascade = make_layout(lengths, CPU, "flash_varlen", packed_index_E).cascade
     assert (cascade is None) == all(len(group) == 2 for group in sizes)
     if cascade is None:
         return
     torch.manual_seed(0)
     inputs = [torch.randn(len(first_T), n, 8, dtype=torch.float64, requires_grad=True) for n in (4, heads, heads)]
     ours = cascade_attention(*inputs, cascade, 0.3, PLAIN)
-    theirs = written_out(*inputs, lengths, line_E, first_T, 0.3, None)
+    theirs = written_out(*inputs, lengths, packed_index_E, first_T, 0.3, None)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     upstream = torch.randn_like(ours)
     for a, b in zip(
@@ -247,8 +247,8 @@ def test_a_line_in_two_parts_equals_whole_sequences(sizes, heads) -> None:
 
 def test_the_two_parts_of_a_line_written_out() -> None:
     """A prompt of 3 with answers of 2, 4 and 1 tokens, a stranger of 5, and a prompt of 2 with answers of 1 and 3."""
-    lengths, line_E, _ = shared_line([[3, 2, 4, 1], [1, 4], [2, 1, 3]])
-    cascade = make_layout(lengths, CPU, "flash_varlen", line_E).cascade
+    lengths, packed_index_E, _ = shared_line([[3, 2, 4, 1], [1, 4], [2, 1, 3]])
+    cascade = make_layout(lengths, CPU, "flash_varlen", packed_index_E).cascade
     assert cascade is not None
     assert cascade.own.query_bounds.tolist() == cascade.own.key_bounds.tolist() == [0, 5, 9, 10, 15, 18, 21]
     assert (cascade.own.longest_query, cascade.own.longest_key) == (5, 5)
@@ -272,7 +272,7 @@ def test_a_beginning_that_is_shared_in_part_is_no_cascade() -> None:
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_flash_on_a_shared_line_equals_its_twin(window, with_sinks) -> None:
     device = torch.device("cuda")
-    lengths, line_E, first_T = shared_line([[70, 33, 60], [1, 5], [130, 1, 90, 20], [4, 2, 2]])
+    lengths, packed_index_E, first_T = shared_line([[70, 33, 60], [1, 5], [130, 1, 90, 20], [4, 2, 2]])
     torch.manual_seed(0)
     inputs = [
         torch.randn(len(first_T), n, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2)
@@ -280,7 +280,7 @@ def test_flash_on_a_shared_line_equals_its_twin(window, with_sinks) -> None:
     sinks = torch.linspace(-4, 6, 8, device=device, requires_grad=True) if with_sinks else None
     fast, twin = (
         varlen_attention(
-            *inputs, make_layout(lengths, device, kernel, line_E), scale=0.125, window=window, sinks_H=sinks
+            *inputs, make_layout(lengths, device, kernel, packed_index_E), scale=0.125, window=window, sinks_H=sinks
         )
         for kernel in ("flash_varlen", "sdpa")
     )

@@ -16,8 +16,8 @@ from lockstep.recipe.registry import TRACKERS
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import MetricsLog
-from lockstep.run.trackers import base as sinks_module
-from lockstep.run.trackers.base import GuardedSink, Sink, open_sinks
+from lockstep.run.trackers import tracker as sinks_module
+from lockstep.run.trackers.tracker import GuardedSink, Sink, open_sinks
 from refusals import refuses
 
 RECIPE = {"method": "sft", "optim": {"lr": 1e-4, "betas": [0.9, 0.95]}, "lora": {}, "note": None}

@@ -43,7 +43,7 @@ def test_a_text_is_judged_at_its_placeholders(tokenizer, load):
     assert list(steps.example.ids) == list(b"q? one ~\ntwo ~")
     assert isinstance(steps.example, ScoredExample)
     assert steps.example.positions == (7, 13)
-    assert steps.example.asked() == [(7, PLUS), (7, MINUS), (13, PLUS), (13, MINUS)]
+    assert steps.example.scored_tokens() == [(7, PLUS), (7, MINUS), (13, PLUS), (13, MINUS)]
     assert steps.labels == ((1.0, 0.0), (0.0, 1.0))
     counts = dataset.counts
     # Two steps are trained, however many words are weighed at each.

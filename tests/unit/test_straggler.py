@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.train.rollout_checks import straggler_metrics
+from lockstep.train.monitor import straggler_metrics
 
 
 def test_the_slowest_over_the_mean_and_what_was_taken() -> None:

@@ -29,8 +29,8 @@ from lockstep.errors import Refusal
 from lockstep.kernels.fused import FUSED, replaced
 from lockstep.kernels.fused_modules import plug_in
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_config, load_policy, load_transformers, spread, stream_transformers, with_lora
+from lockstep.model.load import load_config, load_policy, load_value_model, with_lora
+from lockstep.model.load_folder import load_transformers, spread, stream_transformers
 from lockstep.model.policy import Policy
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel.sharding import Sharding

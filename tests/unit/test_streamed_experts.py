@@ -18,14 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocated import allocated, marked
 from lockstep.errors import Refusal
-from lockstep.model import export
-from lockstep.model import weight_conversion as conversion
+from lockstep.model import export_folder as export
+from lockstep.model import streamed as conversion
 from lockstep.model.decoder import decoder_layers
-from lockstep.model.load import divide_model, stream_transformers, with_lora
+from lockstep.model.load import with_lora
+from lockstep.model.load_folder import ModelFolders, divide_model, stream_transformers
 from lockstep.model.miniature import miniature_config, randomise
-from lockstep.model.streamed import Streamed
+from lockstep.model.resolve import folders_of
+from lockstep.model.streamed import Made, Streamed
 from lockstep.model.tensor_plan import styles_of
-from lockstep.model.weight_conversion import Made
 from lockstep.model.weights import digits_of
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import Sharding
@@ -198,7 +199,9 @@ def test_an_export_has_the_names_and_bits_of_the_files(
     weights = {name: one.detach() for name, one in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
     # No model is put together.
     monkeypatch.setattr(export, "whole_model", None)
-    export.export_model(Model(path=str(folder)), weights, tmp_path / "out", where="here")
+    export.export_model(
+        Model(path=str(folder)), weights, tmp_path / "out", where="here", folders=ModelFolders(str(folder))
+    )
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -216,7 +219,7 @@ def test_an_export_keeps_the_digits_that_transformers_keeps(mixtral: Path, tmp_p
         settings = settings.model_copy(update={"lora": Lora(rank=2, alpha=4, targets=["q_proj"])})
         own = with_lora(own, settings.lora, seed=0)
     weights = {name: one.detach() for name, one in own.named_parameters() if not adapted or "lora" in name}
-    export.export_model(settings, weights, tmp_path / "out", where="here")
+    export.export_model(settings, weights, tmp_path / "out", where="here", folders=folders_of(settings))
     wanted, found = (load_file(tmp_path / one / "model.safetensors") for one in ("own", "out"))
     assert {one.dtype for one in wanted.values()} == {torch.bfloat16, torch.float32}
     assert wanted.keys() == found.keys()

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lockstep.errors import Refusal
-from lockstep.model.export import export_model
+from lockstep.model.export_folder import export_model
+from lockstep.model.load_folder import ModelFolders
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.recipe.schema import Model
 from lockstep.run import tensor_file
@@ -43,7 +44,13 @@ def test_it_is_what_save_pretrained_writes(
             parameter += torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "theirs")
     weights = OneByOne([tmp_path / "theirs" / "model.safetensors"])
-    export_model(Model(path=str(tiny_folder), dtype=dtype), weights, tmp_path / "mine", where="test")  # type: ignore[arg-type]
+    export_model(
+        Model(path=str(tiny_folder), dtype=dtype),
+        weights,
+        tmp_path / "mine",
+        where="test",
+        folders=ModelFolders(str(tiny_folder)),
+    )  # type: ignore[arg-type]
     assert weights.last is not None
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     files = sorted((tmp_path / "mine").glob("*.safetensors"))
@@ -63,5 +70,11 @@ def test_weights_of_another_model_are_refused_and_nothing_is_left(tiny_folder: P
     weights = load_file(tiny_folder / "model.safetensors")
     del weights["model.norm.weight"]
     with pytest.raises(Refusal, match=r"the checkpoint has no weight model\.norm\.weight"):
-        export_model(Model(path=str(tiny_folder)), weights, tmp_path / "mine", where="test")
+        export_model(
+            Model(path=str(tiny_folder)),
+            weights,
+            tmp_path / "mine",
+            where="test",
+            folders=ModelFolders(str(tiny_folder)),
+        )
     assert not list(tmp_path.iterdir())

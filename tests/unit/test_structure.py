@@ -69,5 +69,9 @@ def test_the_package_has_no_circle_and_no_name_of_ours_means_two_things() -> Non
     code, said = structure(TOOL.parents[1] / "src" / "lockstep")
     assert code == 0, "\n".join(said)
     assert "import cycles at load time: 0" in said
+    start = next(number for number, line in enumerate(said) if line.startswith("import cycles with function-level"))
+    cycles = [line for line in said[start + 1 :] if " <> " in line]
+    # Cycles left in these two folders are counted; everywhere else there is none.
+    assert not [line for line in cycles if not line.startswith(("  lockstep.compat.", "  lockstep.serve."))]
     assert "folders over 25 files: 0" in said
     assert said[-1] == "names of more than one type: 0"

@@ -20,7 +20,7 @@ from lockstep.types import (
     Example,
     Failure,
     Item,
-    Judged,
+    LabeledResponse,
     Origin,
     Prompt,
     Question,
@@ -28,7 +28,7 @@ from lockstep.types import (
     Rollout,
     Score,
     ScoredExample,
-    Steps,
+    StepLabels,
 )
 
 
@@ -78,7 +78,7 @@ def test_rollouts_come_back(tape: TapeFolder, chosen: list[Rollout]) -> None:
 def test_a_tape_without_masks_has_the_policys_tokens_only() -> None:
     (row,) = rollout_rows([rollout(Score(1.0))])
     del row["trained"]
-    assert list(rollouts_of([row])[0].trained) == [1, 1]
+    assert list(rollouts_of([row])[0].loss_mask) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,9 @@ def example(row: int, *ids: int) -> Example:
     return Example(list(ids), [0, *[1] * (len(ids) - 1)], Origin("a.jsonl", row))
 
 
-STEPS = Steps(ScoredExample([1, 2, 3, 4], [0] * 4, Origin("s.jsonl", 4), [1, 3], [70, 71]), ((1.0, 0.0), (0.25, 0.75)))
+STEPS = StepLabels(
+    ScoredExample([1, 2, 3, 4], [0] * 4, Origin("s.jsonl", 4), [1, 3], [70, 71]), ((1.0, 0.0), (0.25, 0.75))
+)
 ITEMS: dict[str, list[Item]] = {
     "sft": [example(0, 1, 2, 3), example(1, 4, 5)],
     "dpo": [Ranking((example(0, 1, 2), example(0, 1, 3)), 0.5), Ranking((example(1, 4, 5), example(1, 4)))],
@@ -128,9 +130,9 @@ ITEMS: dict[str, list[Item]] = {
             1.5,
         )
     ],
-    "kto": [Judged(example(0, 1, 2), True), Judged(example(1, 3, 4), False)],
+    "kto": [LabeledResponse(example(0, 1, 2), True), LabeledResponse(example(1, 3, 4), False)],
     "prm": [STEPS],
-    "mixed": [example(0, 1, 2), STEPS, Judged(example(5, 6, 7), True)],
+    "mixed": [example(0, 1, 2), STEPS, LabeledResponse(example(5, 6, 7), True)],
     "none": [],
 }
 
@@ -152,7 +154,7 @@ def test_fed_examples_ask_what_was_asked() -> None:
     }
     found = fed_examples(tensors)
     assert [list(one.ids) for one in found] == [[1, 2, 3], [4, 5], [6]]
-    assert [one.asked() for one in found] == [[(0, 2), (1, 3)], [(0, 70), (0, 71)], []]
+    assert [one.scored_tokens() for one in found] == [[(0, 2), (1, 3)], [(0, 70), (0, 71)], []]
     assert [one.targets for one in found] == [2, 2, 0]
 
 
@@ -345,8 +347,8 @@ def test_sequences_fed_are_kept_with_their_questions() -> None:
     plain = [Example(ids, bytes(trained), Origin("a", row)) for row, (ids, trained) in enumerate(rows)]
     # By hand: the first token of a row has nothing before it.
     asked = [[(0, 6), (1, 7)], [], [], [(1, 1), (2, 0)]]
-    assert [one.asked() for one in plain] == asked
-    assert [one.asked() for one in fed_examples(fed_tensors(plain))] == asked
+    assert [one.scored_tokens() for one in plain] == asked
+    assert [one.scored_tokens() for one in fed_examples(fed_tensors(plain))] == asked
     assert [list(one.ids) for one in fed_examples(fed_tensors(plain))] == [ids for ids, _ in rows]
     judged = [ScoredExample([5, 6, 7], bytes(3), Origin("a", 0), [0, 2], [4, 9]), plain[0]]
-    assert [one.asked() for one in fed_examples(fed_tensors(judged))] == [one.asked() for one in judged]
+    assert [one.scored_tokens() for one in fed_examples(fed_tensors(judged))] == [one.scored_tokens() for one in judged]

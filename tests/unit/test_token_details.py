@@ -21,7 +21,7 @@ def rollout(ids: list[int], trained: tuple[int, ...] = ()) -> Rollout:
     question = Question("rule", [{"role": "user", "content": "?"}], "1", Origin("rows", 3))
     prompt = Prompt(question, [1, 2])
     logprobs = [-0.123456789 * (i + 1) for i in range(len(ids))]
-    return Rollout(prompt, 0, 0, ids, logprobs, "token", "text", Score(1.0, {}), trained=trained)
+    return Rollout(prompt, 0, 0, ids, logprobs, "token", "text", Score(1.0, {}), loss_mask=trained)
 
 
 def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:

@@ -17,9 +17,8 @@ from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
 from lockstep.train import update as updates
-from lockstep.train.advantages import Advantages, Learned, next_coefficient
-from lockstep.train.experience import Experience, experience_of
-from lockstep.train.logprobs import Annotated, UpdatePlan
+from lockstep.train.advantages import Advantages, TrainBatch, next_coefficient
+from lockstep.train.experience import Experience, ModelOutputs, UpdatePlan, build_experience
 from lockstep.train.models import Models, Packing, build_critic, build_learner
 from lockstep.train.step import Outcome
 from lockstep.train.update import update, update_policy
@@ -45,7 +44,7 @@ def made() -> Experience:
     def ids(count: int) -> list[int]:
         return torch.randint(0, 256, (count,), generator=draw).tolist()
 
-    return experience_of(
+    return build_experience(
         [
             rollout(i // 2, ids(response), float(i % 3), sample=i % 2, prompt=ids(prompt), logprobs=[-2.0] * response)
             for i, (prompt, response) in enumerate(LENGTHS)
@@ -67,24 +66,24 @@ def planned(models: Models, recipe: Recipe) -> list[UpdatePlan]:
     return plans_of(made(), models, recipe.batch)
 
 
-def known_of(old: torch.Tensor | None, reference: torch.Tensor | None = None, **more: torch.Tensor) -> Learned:
+def known_of(old: torch.Tensor | None, reference: torch.Tensor | None = None, **more: torch.Tensor) -> TrainBatch:
     """Advantages drawn at random; everything is kept and weighs 1 unless given."""
     base = {
         "rewards_K": torch.zeros(TOKENS),
         "advantages_K": noise(4),
         "returns_K": torch.zeros(TOKENS),
         "keep_K": torch.ones(TOKENS),
-        "importance_K": torch.ones(TOKENS),
+        "is_weights_K": torch.ones(TOKENS),
     }
-    known = Annotated(old, reference, more.pop("values_K", None))
-    return Learned(made(), known, Advantages(**{**base, **more}, metrics={}))
+    known = ModelOutputs(old, reference, more.pop("values_K", None))
+    return TrainBatch(made(), known, Advantages(**{**base, **more}, metrics={}))
 
 
 def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def stepped(models: Models, recipe: Recipe, learned: Learned, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict]:
+def stepped(models: Models, recipe: Recipe, learned: TrainBatch, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, dict]:
     """Metrics and gradients of one update of the policy that stops short of its optimizer."""
     monkeypatch.setattr(models.trained, "optim_step", lambda lr: {})
     (plan,) = planned(models, recipe)
@@ -153,11 +152,11 @@ def drawn(library: Any) -> torch.Tensor:
         return padded.scores(library, TEMPERATURE)[0][padded.trained > 0]
 
 
-def by_hand(library: Any, recipe: Recipe, learned: Learned) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def by_hand(library: Any, recipe: Recipe, learned: TrainBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """PPO's clip with a dual bound, k3 divergence and entropy, written out over padded rows."""
     padded, kind, limit = Padded(), recipe.algorithm.aggregation, recipe.rollout.max_tokens
     penalties = recipe.algorithm.penalty_aggregation or kind
-    known, advantages = learned.known, learned.advantages
+    known, advantages = learned.outputs, learned.advantages
     assert known.old_K is not None
     assert known.reference_K is not None
     old, reference, advantages, keep, importance = (
@@ -167,7 +166,7 @@ def by_hand(library: Any, recipe: Recipe, learned: Learned) -> tuple[dict[str, f
             known.reference_K,
             advantages.advantages_K,
             advantages.keep_K,
-            advantages.importance_K,
+            advantages.is_weights_K,
         )
     )
     library.zero_grad()
@@ -265,7 +264,7 @@ def test_masked_tokens_have_no_part_and_weights_scale_the_surrogate_alone(
     keep[[0, 3, 9]] = 0
     keep[5:7] = 0  # the whole second response
     known = known_of(
-        drawn + noise(2, 0.4), drawn + noise(3, 0.4), keep_K=keep, importance_K=noise(5, 0.5).exp().clamp(max=2)
+        drawn + noise(2, 0.4), drawn + noise(3, 0.4), keep_K=keep, is_weights_K=noise(5, 0.5).exp().clamp(max=2)
     )
     recipe = grpo(tiny_folder, algorithm__aggregation=aggregation, **batch)
     expected, expected_gradients = by_hand(library, recipe, known)

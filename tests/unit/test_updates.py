@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.data.batching import shared_beginnings
 from lockstep.data.updates import Update, arrange, even_groups, row_size
 from lockstep.parallel.world import World
-from lockstep.types import Example, Judged, Origin, Ranking, ScoredExample, Steps
+from lockstep.types import Example, LabeledResponse, Origin, Ranking, ScoredExample, StepLabels
 
 
 def row(number: int, prompt: int, *answers: int) -> Ranking:
@@ -36,7 +36,7 @@ def everything(items: Sequence[Ranking], world_size: int, **cut: int | None) -> 
 
 def words(items: Sequence[Ranking]) -> list[int]:
     """The targets of all rows, sequence after sequence."""
-    return [word for item in items for example in item.examples for _, word in example.asked()]
+    return [word for item in items for example in item.examples for _, word in example.scored_tokens()]
 
 
 rows = st.lists(
@@ -106,12 +106,12 @@ def test_a_packed_row_takes_what_it_does_not_share() -> None:
     assert update.batches[0].tokens == 13 + 15 + 6
     (padded,) = everything([item, row(1, 4, 2)], 1, rows=2)
     assert padded.batches[0].input_ids_NT.shape == (3, 15)
-    assert padded.batches[0].line_E is None
+    assert padded.batches[0].packed_index_E is None
 
 
 def test_rows_do_not_share_with_their_neighbours() -> None:
     """Two rows of the same prompt stay apart: only the sequences of one row stand together."""
-    twin = Ranking(tuple(Example(e.ids, e.trained, Origin("rows.jsonl", 9)) for e in row(0, 5, 2).examples))
+    twin = Ranking(tuple(Example(e.ids, e.loss_mask, Origin("rows.jsonl", 9)) for e in row(0, 5, 2).examples))
     (update,) = everything([row(0, 5, 2), twin], 1, tokens=100)
     assert update.batches[0].input_ids_NT.numel() == 14
     assert shared_beginnings(row(0, 5, 2).examples) == [0]
@@ -132,7 +132,7 @@ def test_a_rank_without_a_row_runs_something_that_trains_nothing(cut) -> None:
 
 def test_other_items_are_arranged_alike() -> None:
     """Probes ask at places of their own: a word for each verdict, or one number for the whole text."""
-    steps = Steps(
+    steps = StepLabels(
         ScoredExample([1, 2, 3, 4, 5], bytes(5), Origin("x", 0), positions=(1, 4), token_ids=(7, 8, 9)),
         ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)),
     )
@@ -140,7 +140,7 @@ def test_other_items_are_arranged_alike() -> None:
     assert update.targets == 12
     assert update.batches[0].targets_K.tolist() == [7, 8, 9] * 4
     assert update.batches[0].predictors_K.tolist() == [1, 1, 1, 4, 4, 4, 6, 6, 6, 9, 9, 9]
-    judged = Judged(Example([1, 2, 3], [0, 0, 1], Origin("x", 1)), True)
+    judged = LabeledResponse(Example([1, 2, 3], [0, 0, 1], Origin("x", 1)), True)
     assert arrange([judged], World(), tokens=100, rows=None, pad_id=0).batches[0].targets_K.tolist() == [3]
 
 

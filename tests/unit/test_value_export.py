@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from lockstep.commands.export import export_run
 from lockstep.data.batching import micro_batch
 from lockstep.errors import Refusal
-from lockstep.model.export import export_value_model
-from lockstep.model.heads import ValueModel, load_value_model, merge_adapters
+from lockstep.model.export_folder import export_value_model
+from lockstep.model.heads import ValueModel, merge_adapters
+from lockstep.model.load import load_value_model
+from lockstep.model.resolve import folders_of
 from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.recipe import load_recipe
 from lockstep.recipe.schema import Lora, Model
@@ -54,7 +56,7 @@ def test_the_folder_gives_the_trained_scores(tiny_folder: Path, tmp_path: Path, 
     wanted = scores(module, SEQUENCES)
     assert max(wanted) - min(wanted) > 0.1
     out = tmp_path / "out"
-    export_value_model(settings, trained_weights(module.stored), out, where="test")
+    export_value_model(settings, trained_weights(module.stored), out, where="test", folders=folders_of(settings))
     config = AutoConfig.from_pretrained(out)
     assert config.architectures == ["Qwen2ForSequenceClassification"]
     assert config.num_labels == 1
@@ -72,7 +74,7 @@ def test_the_folder_gives_the_trained_scores(tiny_folder: Path, tmp_path: Path, 
 def test_an_adapter_is_merged_in_fp32_and_rounded_once(tiny_folder: Path, tmp_path: Path) -> None:
     settings, module = trained(tiny_folder, lora=Lora(rank=4, alpha=8.0), dtype="bf16")
     weights = trained_weights(module.stored)
-    export_value_model(settings, weights, tmp_path / "out", where="test")
+    export_value_model(settings, weights, tmp_path / "out", where="test", folders=folders_of(settings))
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype="auto")
     assert {p.dtype for p in exported.parameters()} == {torch.bfloat16}
     plain = Model(path=str(tiny_folder), lora=settings.lora)
@@ -94,9 +96,13 @@ def test_merging_leaves_no_adapter_behind(tiny_folder: Path) -> None:
 
 def test_a_reward_model_is_trained_on_and_exported_again(tiny_folder: Path, tmp_path: Path) -> None:
     settings, module = trained(tiny_folder)
-    export_value_model(settings, trained_weights(module.stored), tmp_path / "first", where="test")
+    export_value_model(
+        settings, trained_weights(module.stored), tmp_path / "first", where="test", folders=folders_of(settings)
+    )
     settings, module = trained(tmp_path / "first")
-    export_value_model(settings, trained_weights(module.stored), tmp_path / "second", where="test")
+    export_value_model(
+        settings, trained_weights(module.stored), tmp_path / "second", where="test", folders=folders_of(settings)
+    )
     again = load_reward_model(str(tmp_path / "second"), CPU)
     assert again.score(SEQUENCES) == pytest.approx(scores(module, SEQUENCES), abs=1e-5)
 
@@ -105,7 +111,14 @@ def test_a_reward_model_is_trained_on_and_exported_again(tiny_folder: Path, tmp_
 def test_padding_ends_no_text(tiny_folder: Path, tmp_path: Path, ends: list[int]) -> None:
     """The tokenizer's own padding token is 258; where texts end with it the library would score the token before."""
     settings, module = trained(tiny_folder)
-    export_value_model(settings, trained_weights(module.stored), tmp_path / "out", where="test", end_tokens=ends)
+    export_value_model(
+        settings,
+        trained_weights(module.stored),
+        tmp_path / "out",
+        where="test",
+        folders=folders_of(settings),
+        end_tokens=ends,
+    )
     reward = load_reward_model(str(tmp_path / "out"), CPU)
     assert reward.model.config.pad_token_id not in ends
     sequences = [[257, 5, 6, 7, 8, 9, end] for end in ends] + [[257, 5, ends[0]]]
@@ -114,7 +127,14 @@ def test_padding_ends_no_text(tiny_folder: Path, tmp_path: Path, ends: list[int]
 
 def test_the_tokenizers_padding_is_kept_where_it_can_be(tiny_folder: Path, tmp_path: Path) -> None:
     settings, module = trained(tiny_folder)
-    export_value_model(settings, trained_weights(module.stored), tmp_path / "out", where="test", end_tokens=[10])
+    export_value_model(
+        settings,
+        trained_weights(module.stored),
+        tmp_path / "out",
+        where="test",
+        folders=folders_of(settings),
+        end_tokens=[10],
+    )
     assert AutoConfig.from_pretrained(tmp_path / "out").pad_token_id == 258
 
 

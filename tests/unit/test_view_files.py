@@ -21,7 +21,9 @@ from lockstep.run.metrics import MetricsLog, read_metrics
 from lockstep.serve.viewer_curves import Curves, downsampled, smoothed
 from lockstep.serve.viewer_log import (
     BLOCK,
+    PAGE_SIZE,
     Missing,
+    SampleFilter,
     complete_end,
     first_of_step,
     last_line,
@@ -29,11 +31,12 @@ from lockstep.serve.viewer_log import (
     lines_from,
     open_inside,
     parsed,
+    samples_of_all_steps,
+    samples_of_step,
+    single_sample,
     step_of,
 )
-from lockstep.serve.viewer_recipes import flat, recipe_of
-from lockstep.serve.viewer_runs import RunList, file_locks, find_runs, summary
-from lockstep.serve.viewer_samples import PAGE_SIZE, SampleFilter, samples_of_all_steps, samples_of_step, single_sample
+from lockstep.serve.viewer_runs import RunList, file_locks, find_runs, flat, recipe_of, summary
 from view_runs import metric_line, sample, write_run
 
 # Lines ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The server of the page of runs: who gets an answer, to what, and that it starts in a moment."""
+"""The server of the run viewer: access, hostile paths, replies, and a fast start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunViewer]:
         yield server
 
 
-def asked(
+def fetch(
     server: RunViewer, path: str, method: str = "GET", token: str | None = None, headers: dict[str, str] | None = None
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG)
@@ -61,8 +61,8 @@ def asked(
         connection.close()
 
 
-def told(server: RunViewer, path: str) -> dict[str, Any]:
-    status, _, content = asked(server, path)
+def fetch_json(server: RunViewer, path: str) -> dict[str, Any]:
+    status, _, content = fetch(server, path)
     assert status == 200, content
     return dict(json.loads(content))
 
@@ -83,17 +83,17 @@ def test_without_the_token_there_is_nothing(server: RunViewer) -> None:
         server.report_token,
     ):
         for path in ("", "app.js", "api/runs", "api/curves?run=one"):
-            status, _, content = asked(server, path, token=token)
+            status, _, content = fetch(server, path, token=token)
             assert status == 403, (token, path)
             assert b"one" not in content.replace(b"the one that", b"")
-    assert asked(server, "", token=server.token)[0] == 200
+    assert fetch(server, "", token=server.token)[0] == 200
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "[::2]:80", "10.0.0.1"]
 )
 def test_a_name_that_points_here_from_elsewhere_gets_nothing(server: RunViewer, host: str) -> None:
-    status, _, content = asked(server, "api/runs", headers={"Host": host})
+    status, _, content = fetch(server, "api/runs", headers={"Host": host})
     assert status == 403
     assert b"critic" not in content
 
@@ -101,17 +101,17 @@ def test_a_name_that_points_here_from_elsewhere_gets_nothing(server: RunViewer, 
 @pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "LOCALHOST", "[::1]:8080"])
 def test_the_names_of_this_machine_are_answered(server: RunViewer, host: str) -> None:
     """Whatever the port: a tunnel has another one on the reader's side."""
-    assert asked(server, "api/runs", headers={"Host": host})[0] == 200
+    assert fetch(server, "api/runs", headers={"Host": host})[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "NONSENSE"])
 def test_nothing_but_get(server: RunViewer, method: str) -> None:
-    assert asked(server, "api/runs", method=method)[0] == 405
+    assert fetch(server, "api/runs", method=method)[0] == 405
 
 
 def test_the_page_may_run_its_own_script_and_no_other(server: RunViewer) -> None:
     for path in ("", "app.js", "style.css", "api/runs", "nothing"):
-        _, headers, _ = asked(server, path)
+        _, headers, _ = fetch(server, path)
         policy = headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
         assert "script-src 'self'" in policy
@@ -121,32 +121,32 @@ def test_the_page_may_run_its_own_script_and_no_other(server: RunViewer) -> None
         assert headers["Cache-Control"] == "no-store"
         assert headers["Referrer-Policy"] == "no-referrer"
         assert not any(name.lower().startswith("access-control") for name in headers)
-    page = asked(server, "")[2].decode()
+    page = fetch(server, "")[2].decode()
     assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|style=|https?://", page)
 
 
 def test_a_report_is_a_stranger_to_the_page(server: RunViewer) -> None:
-    status, headers, content = asked(server, "report?run=one", token=server.report_token)
+    status, headers, content = fetch(server, "report?run=one", token=server.report_token)
     assert (status, content) == (200, b"<h1>report</h1>")
     assert headers["Content-Security-Policy"].startswith("sandbox allow-scripts; default-src 'none'")
     assert "allow-same-origin" not in headers["Content-Security-Policy"]
-    assert asked(server, "report?run=one")[0] == 404, "the page's token is not for reports"
+    assert fetch(server, "report?run=one")[0] == 404, "the page's token is not for reports"
 
 
 def test_no_way_leads_out_of_the_folder(server: RunViewer) -> None:
     names = ["../outside", "link", "one/../../outside", "/etc", "..", ".", "", "one\0", "%2e%2e", "two/../one"]
     for name in names:
         for question in ("run", "curves", "samples", "sample", "recipe"):
-            status, _, content = asked(server, f"api/{question}?run={quote(name)}")
+            status, _, content = fetch(server, f"api/{question}?run={quote(name)}")
             assert status == 404, (question, name)
             assert b"secret" not in content
-        assert asked(server, f"report?run={quote(name)}", token=server.report_token)[0] == 404
+        assert fetch(server, f"report?run={quote(name)}", token=server.report_token)[0] == 404
     for path in ("../../etc/passwd", "api/../../x", "page.css", "server.py", "api/", "api", "api/runs/", "%2e%2e/x"):
-        assert asked(server, path)[0] == 404, path
+        assert fetch(server, path)[0] == 404, path
     # Links inside a run.
-    assert asked(server, "api/samples?run=two")[0] == 404
-    assert asked(server, "report?run=two", token=server.report_token)[0] == 404
-    assert "link" not in [run["run"] for run in told(server, "api/runs")["runs"]]
+    assert fetch(server, "api/samples?run=two")[0] == 404
+    assert fetch(server, "report?run=two", token=server.report_token)[0] == 404
+    assert "link" not in [run["run"] for run in fetch_json(server, "api/runs")["runs"]]
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_no_way_leads_out_of_the_folder(server: RunViewer) -> None:
     ],
 )
 def test_a_question_that_makes_no_sense_is_told_so(server: RunViewer, question: str) -> None:
-    told(server, "api/run?run=one")
-    status, _, content = asked(server, f"api/{quote(question, safe='?=&/')}")
+    fetch_json(server, "api/run?run=one")
+    status, _, content = fetch(server, f"api/{quote(question, safe='?=&/')}")
     assert status == 404
     assert json.loads(content)["error"]
 
@@ -181,29 +181,29 @@ def test_what_is_no_request_ends_the_connection(server: RunViewer) -> None:
             while block := client.recv(4096):
                 answer += block
         assert b"critic" not in answer
-    assert asked(server, "api/runs")[0] == 200
+    assert fetch(server, "api/runs")[0] == 200
 
 
 def test_curves_of_a_run(server: RunViewer) -> None:
-    facts = told(server, "api/run?run=one")
+    facts = fetch_json(server, "api/run?run=one")
     assert (facts["metrics"], facts["read"], facts["range"]) == (["critic/score/mean"], 1.0, [1, 20])
-    answer = told(server, "api/curves?run=one&run=two&metric=critic/score/mean&metric=nothing")
+    answer = fetch_json(server, "api/curves?run=one&run=two&metric=critic/score/mean&metric=nothing")
     assert answer["domain"] == [1, 20]
     assert answer["curves"]["critic/score/mean"]["one"]["values"] == [step / 20 for step in range(1, 21)]
     assert answer["curves"]["nothing"] == {}
-    answer = told(server, "api/curves?run=one&metric=critic/score/mean&first=5&last=8")
+    answer = fetch_json(server, "api/curves?run=one&metric=critic/score/mean&first=5&last=8")
     assert answer["curves"]["critic/score/mean"]["one"]["steps"] == [4, 5, 6, 7, 8, 9]
 
 
 def test_responses_of_a_run(server: RunViewer) -> None:
-    answer = told(server, "api/samples?run=one&step=last")
+    answer = fetch_json(server, "api/samples?run=one&step=last")
     assert [one["step"] for one in answer["samples"]] == [19]
     assert (answer["before"], answer["after"]) == (18, None)
-    assert [one["step"] for one in told(server, "api/samples?run=one&text=what+is+7+")["samples"]] == [7]
+    assert [one["step"] for one in fetch_json(server, "api/samples?run=one&text=what+is+7+")["samples"]] == [7]
 
 
 def test_files_that_no_run_wrote_spoil_no_other_run(tmp_path: Path) -> None:
-    """A folder may come from anywhere. Each of these once ended the whole list, or a connection, or had no end."""
+    """A folder may come from anywhere. Each of these files once broke the list of runs or a connection."""
     root = tmp_path / "runs"
     write_run(root / "good", 3, {"critic/score/mean": float})
     anchors = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -229,20 +229,20 @@ def test_files_that_no_run_wrote_spoil_no_other_run(tmp_path: Path) -> None:
     server = RunViewer(root)
     with server.in_thread():
 
-        def told(path: str) -> Any:
-            status, _, body = asked(server, path)
+        def fetch_json(path: str) -> Any:
+            status, _, body = fetch(server, path)
             assert status == 200, (path, body)
             return json.loads(body)
 
-        listed = told("api/runs")
+        listed = fetch_json("api/runs")
         assert {one["run"]: one.get("steps") for one in listed["runs"]} == {"good": 3} | dict.fromkeys(recipes)
         assert any("rename it" in one for one in listed["left_out"])
         assert [one["value"] for one in listed["runs"] if one["run"] == "good"] == ["inf"]
-        assert [one["score"] for one in told("api/samples?run=good&text=find")["samples"]] == ["inf"]
+        assert [one["score"] for one in fetch_json("api/samples?run=good&text=find")["samples"]] == ["inf"]
         for name in recipes:
-            told(f"api/run?run={name}")
-            assert told(f"api/recipe?run={name}")["problems"] or name in ("nan", "date", "list")
-            found = told(f"api/difference?run=good&against={name}")
+            fetch_json(f"api/run?run={name}")
+            assert fetch_json(f"api/recipe?run={name}")["problems"] or name in ("nan", "date", "list")
+            found = fetch_json(f"api/difference?run=good&against={name}")
             assert "problem" in found or found["differences"]
 
 
@@ -298,7 +298,7 @@ def test_the_folder_and_the_port_are_checked_first(tmp_path: Path, server: RunVi
 
 
 def test_a_wheel_has_the_files_of_the_pages() -> None:
-    """What setuptools packs is said in pyproject.toml alone."""
+    """pyproject.toml lists the files that setuptools packs."""
     project = (HOUSE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     patterns = re.findall(r'"([^"]+)"', re.findall(r"package-data\]\nlockstep = \[([^\]]+)\]", project)[0])
     files = [path.relative_to(HOUSE) for path in HOUSE.rglob("*") if path.suffix in (".js", ".css", ".html")]

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from hand_rollouts import recipe_of, rollout
-from lockstep.train.advantages import Advantages, Learned
-from lockstep.train.experience import experience_of
-from lockstep.train.logprobs import Annotated
+from lockstep.train.advantages import Advantages, TrainBatch
+from lockstep.train.experience import ModelOutputs, build_experience
 from lockstep.train.monitor import STEPS_BETWEEN_WARNINGS as QUIET
-from lockstep.train.monitor import Warnings, no_signal
+from lockstep.train.monitor import Warnings, find_idle_cause
 
 FINE = {"actor/entropy": 1.0}
 
@@ -56,7 +55,7 @@ def test_a_sign_shows_beyond_its_threshold_and_says_what_it_means(
         ),
         (
             {"rollout__max_staleness": 2, "algorithm__loss": "cispo"},
-            "stop. Lower optim.lr or rollout.max_staleness",
+            "this. Lower optim.lr or rollout.max_staleness",
         ),
         ({"rollout__max_staleness": 2}, None),
         ({"rollout__max_staleness": 0}, None),
@@ -87,7 +86,7 @@ def test_entropy_is_measured_against_where_it_began() -> None:
     assert read(warnings, actor__entropy=2.0) == []
     assert read(warnings, actor__entropy=0.1) == []
     (said,) = read(warnings, actor__entropy=0.0999)
-    assert "a twentieth of where it began" in said
+    assert "a twentieth of its initial value" in said
 
 
 def test_entropy_begins_with_the_first_step_that_has_one() -> None:
@@ -107,8 +106,8 @@ def missing(scores: list[float], advantages: list[float], keep: list[float] | No
     values, ones = torch.tensor(advantages), torch.ones(len(scores))
     kept = ones if keep is None else torch.tensor(keep)
     found = Advantages(values, values, values, kept, ones, metrics)
-    learned = Learned(experience_of(made), Annotated(None, None, None), found)
-    said = no_signal(learned, recipe_of(**keys))
+    learned = TrainBatch(build_experience(made), ModelOutputs(None, None, None), found)
+    said = find_idle_cause(learned, recipe_of(**keys))
     return None if said is None else said.cause
 
 

@@ -8,7 +8,7 @@ from lockstep.parity.replay.optimizer_checks import _weights
 from lockstep.parity.replay.tolerances import tolerance_of
 from lockstep.tape.digest import digest
 from lockstep.tape.tape_format import StepRecord
-from lockstep.tape.update_observer import sampled
+from lockstep.tape.tape_recorder import sampled
 
 SHAPE = [256]
 MANIFEST = {"parameters": {"train": {"bias": SHAPE}}}

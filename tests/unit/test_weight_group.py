@@ -18,12 +18,12 @@ from hang import HANG
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.servers import collective_transport as collective
+from lockstep.rollout.process_entry import _without_rank
+from lockstep.rollout.servers import weight_transports as collective
 from lockstep.rollout.servers.adapter import Announced, Channel, GroupMeeting, ServerFailed
-from lockstep.rollout.servers.collective_transport import WeightLink, own_address, refuse_shared_device
-from lockstep.rollout.servers.entry import _without_rank
 from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.rollout.servers.vllm import PLUGIN
+from lockstep.rollout.servers.weight_transports import WeightLink, own_address, refuse_shared_device
 
 # A worker as a server has them: it reads verbs, and answers each with a line.
 WORKER = """

@@ -17,12 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from gguf_files import write_gguf
 from lockstep.commands.generate import Conversation
 from lockstep.errors import Refusal
-from lockstep.model.export import export_model
+from lockstep.model.export_folder import export_model, merge_adapter
 from lockstep.model.gguf import import_gguf
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_policy
-from lockstep.model.merged_adapter import merge_adapter
-from lockstep.model.resolve import model_folder
+from lockstep.model.load import load_policy, load_value_model
+from lockstep.model.resolve import folders_of, model_folder
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Model
 from refusals import refuses
@@ -168,7 +166,7 @@ def test_an_export_keeps_the_generation_settings_of_its_base(model: Path, tmp_pa
         weights = {name: weight.detach() for name, weight in names.items() if "lora_" in name}
     else:
         weights = load_file(base / WEIGHTS)
-    export_model(settings, weights, tmp_path / "out", where="here", end_tokens=[65])
+    export_model(settings, weights, tmp_path / "out", where="here", folders=folders_of(settings), end_tokens=[65])
     found = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (found.do_sample, found.temperature, found.top_p) == (False, 0.6, 0.9)
     assert found.eos_token_id == [257, 10, 65]

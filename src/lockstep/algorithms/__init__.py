@@ -1,1 +1,1 @@
-"""Pure functions on tensors: advantages, losses, divergences. They import `types` and `errors`; all may import them."""
+"""Pure functions on tensors: advantages, losses, divergences."""

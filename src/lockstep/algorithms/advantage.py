@@ -1,6 +1,6 @@
-"""Recursions along sequences: discounted returns and generalised advantages.
+"""Advantage estimators, with discounted returns and generalized advantages.
 
-Shapes: K tokens, S sequences, T positions. The recursions run over positions, all sequences at once.
+Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups, T positions.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
+from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
 from lockstep.errors import Refusal
 
 
 def return_to_go(rewards_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float) -> torch.Tensor:
-    """The discounted sum of a token's own and later rewards: G_t = r_t + gamma G_{t+1}, in float64."""
+    """The discounted sum of the rewards of a token and all later ones: G_t = r_t + gamma G_{t+1}, in float64."""
     return _accumulated(_Layout(sequence_K), rewards_K.double(), gamma)
 
 
@@ -24,8 +24,8 @@ def generalized_advantages(
 ) -> torch.Tensor:
     """Generalised advantages (Schulman et al. 2015, arXiv 1506.02438), in float64, not whitened.
 
-    The value after a sequence's last token is 0. Tokens that the model did not produce are not in the vectors, so the
-    next value and the running advantage pass over them: an observation costs neither a discount nor a residual.
+    The value after the last token is 0. Environment tokens are not in the vectors, so they add neither a discount nor a
+    residual.
     """
     layout = _Layout(sequence_K)
     values_K = values_K.double()
@@ -36,18 +36,18 @@ def generalized_advantages(
 
 
 def positions(sequence_K: torch.Tensor) -> torch.Tensor:
-    """Of each token, how many of its sequence stand before it."""
+    """The position of each token in its sequence."""
     return _Layout(sequence_K).position_K
 
 
 def running_sum(values_K: torch.Tensor, sequence_K: torch.Tensor) -> torch.Tensor:
-    """Of each token, the sum of its own and of its sequence's earlier values, in float64."""
+    """The cumulative sum of the values within each sequence, in float64."""
     layout = _Layout(sequence_K)
     return layout.flat(layout.padded(values_K.double()).cumsum(0))
 
 
 class _Layout:
-    """Between the flat line of tokens and columns (position by sequence) that end in zeros."""
+    """Converts between flat token vectors and zero-padded matrices (position by sequence)."""
 
     def __init__(self, sequence_K: torch.Tensor):
         self.present_S, self.column_K, lengths_S = torch.unique_consecutive(
@@ -67,24 +67,20 @@ class _Layout:
 
 
 def _accumulated(layout: _Layout, values_K: torch.Tensor, decay: float) -> torch.Tensor:
-    """x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each sequence. The zeros behind a sequence add nothing."""
+    """x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each sequence. Padding zeros add nothing."""
     sums_TS = layout.padded(values_K)
     for position in range(layout.positions - 2, -1, -1):
         sums_TS[position].add_(sums_TS[position + 1], alpha=decay)
     return layout.flat(sums_TS)
 
 
-# Advantages: how the rewards of a step become the sign and size of each token's update.
-#
-# Shapes: K tokens, S sequences of a step, P sequences that have a token, G groups. A sequence's tokens are all here
-# or none of them; means and deviations are over the whole step, from sums (`Signals.whole`), in float64.
-#
-# Rules that hold for all estimators: - A sequence without a token has no score (there is no token to carry it) and is
-# no part of any baseline. - A group of one has nothing to compare with: every group method gives 0, before any
-# whitening. (verl gives the   score itself in `grpo` and others.) - Equal scores in a group give exactly 0: scores
-# are taken relative to the group's least before they are averaged. - `returns_K` is what the advantage judges: the
-# critic's target for `gae`, the return to go for methods that work on   token rewards, the sequence's score for group
-# methods. (verl repeats the advantage there.)
+# Rules for all estimators. A rank has all tokens of a sequence or none; means and deviations are over the full step, in
+# float64, reduced over ranks (`Signals.reduce`).
+# - A sequence without a token has no score and is in no baseline.
+# - In a group of one, every group method gives 0 before whitening. (verl gives the score in `grpo` and others.)
+# - Equal scores in a group give exactly 0: the smallest score of the group is subtracted before averaging.
+# - `returns_K` is the critic's target for `gae`, the return to go for methods on token rewards, and the score of the
+#   sequence for group methods. (verl repeats the advantage there.)
 
 STD_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
@@ -93,10 +89,10 @@ ENERGY_FLOOR = 1e-8
 
 @dataclass(frozen=True)
 class Whitening:
-    """How advantages are brought to mean 0 and deviation 1 over the tokens of the step.
+    """Whitening of advantages to mean 0 and standard deviation 1 over the tokens of the step.
 
-    `over`: `own` as the estimator's paper has it, `none`, or `step` for every estimator. `biased` takes the variance
-    with n (OpenRLHF) instead of n - 1 (verl); without `divide` only the mean is taken off.
+    `over`: `own` as in the estimator's paper, `none`, or `step` for every estimator. `biased` divides the variance by n
+    (OpenRLHF) instead of n - 1 (verl); without `divide` only the mean is subtracted.
     """
 
     over: str = "own"
@@ -106,7 +102,7 @@ class Whitening:
 
 @dataclass(frozen=True)
 class Signals:
-    """What a step earned. `rewards_K` holds the score on a sequence's last token and a divergence penalty on any."""
+    """The inputs of an estimator. `rewards_K` has the score at the last token of a sequence, and KL penalties."""
 
     rewards_K: torch.Tensor
     sequence_K: torch.Tensor
@@ -115,17 +111,17 @@ class Signals:
     baseline_S: torch.Tensor | None = None
     whitening: Whitening = Whitening()
     energy_K: torch.Tensor | None = None
-    """1 - 2 p + sum of all words' squared probabilities: the squared gradient of log p by the logits."""
+    """1 - 2 p + sum of squared probabilities over the vocabulary: squared gradient of log p by the logits."""
     rewards: tuple[tuple[float, torch.Tensor], ...] = ()
-    """The rewards that `gdpo` compares one by one: weight, and the scores of the sequences."""
-    taken_off_K: torch.Tensor | None = None
-    """A penalty that a group does not compare: taken off the advantages, at each token with all that follow."""
-    whole: WholeStep = EVERYTHING
+    """The separate rewards of `gdpo`: weight, and the scores of the sequences."""
+    kl_penalty_K: torch.Tensor | None = None
+    """A KL penalty outside the group comparison: its return to go is subtracted from the advantages."""
+    reduce: StepReduce = SINGLE_PROCESS
 
     @property
     def scores_S(self) -> torch.Tensor:
-        """What each sequence earned over all its tokens."""
-        return self.whole.sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
+        """The sum of the rewards of each sequence."""
+        return self.reduce.sum_by(self.rewards_K, self.sequence_K, len(self.group_S))
 
 
 @dataclass(frozen=True)
@@ -150,9 +146,9 @@ def reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def flash_reinforce(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """FlashREINFORCE (OpenRLHF 0.11): s minus the mean score of the whole step; no groups, nothing is whitened."""
+    """FlashREINFORCE (OpenRLHF 0.11): s minus the mean score of the step; no groups, no whitening."""
     scores_S = signals.scores_S.double()
-    present_S = signals.whole.sum_by(torch.ones_like(signals.rewards_K), signals.sequence_K, len(scores_S)) > 0
+    present_S = signals.reduce.sum_by(torch.ones_like(signals.rewards_K), signals.sequence_K, len(scores_S)) > 0
     least = scores_S[present_S].min() if bool(present_S.any()) else scores_S.new_zeros(())
     above_S = scores_S - least  # equal scores become exact zeros
     baseline = above_S[present_S].sum() / present_S.sum().clamp(min=1)
@@ -200,8 +196,8 @@ def opo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """GPG (arXiv 2504.02546): s - group mean, times all sequences over those in groups whose scores differ.
 
-    The factor makes up for the groups without a gradient. verl counts the sequences of non-zero score instead, which
-    with rewards 0 and 1 are the right answers, and which changes when a constant is added to the rewards.
+    The factor compensates for groups without a gradient. verl counts the sequences of non-zero score instead, which
+    depends on a constant added to the rewards.
     """
     groups = _Groups(signals)
     differing = int((groups.greatest_P > 0).sum())
@@ -211,7 +207,7 @@ def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 def grpo_passk(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """Pass@k (arXiv 2503.19595): only the best of a group, with (best - second best) / (deviation + 1e-6).
 
-    Where several share the best score the second best is as good, so all of the group get 0.
+    If several share the best score, all of the group get 0.
     """
     groups = _Groups(signals)
     best_P = groups.above_least_P == groups.greatest_P
@@ -230,12 +226,11 @@ def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Esti
 def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """GDPO (arXiv 2601.05242): each reward normalised in its group as by `grpo`, then summed by weight, then whitened.
 
-    A reward of small spread is so not drowned by one of large spread. What is no reward of the list (a divergence in
-    the reward, say) has no part in it.
+    So a reward of small spread counts as much as one of large spread. KL in the reward is not included.
     """
     if not signals.rewards:
         raise Refusal.at(
-            "algorithm.advantage", "gdpo needs the rewards one by one, and the step has none", code="missing-input"
+            "algorithm.advantage", "gdpo needs the separate rewards, and the step has none", code="missing-input"
         )
     groups = _Groups(signals)
     total_P = torch.zeros_like(groups.scores_P)
@@ -250,20 +245,22 @@ def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Est
 
     B_t = sum_i G_t W_t / sum_i W_t over the group's sequences that reach position t; W_t is the energy of a sequence up
     to t, whose tokens have the squared gradient 1 - 2 p + sum of squares (times the squared importance weight, where
-    there is one). Positions count the policy's own tokens. Where one sequence alone is left of a group there is
-    nothing to compare with: its baseline is 0 (verl's `handle_zero_tail`).
+    there is one). Positions count policy tokens. Where only one sequence of a group is left, its baseline
+    is 0 (verl's `handle_zero_tail`).
     """
-    energy_K = _needed(signals.energy_K, "optimal_token_baseline", "the squared probabilities of all words").double()
-    sequence_K, whole = signals.sequence_K, signals.whole
+    energy_K = _needed(
+        signals.energy_K, "optimal_token_baseline", "the squared probabilities of the vocabulary"
+    ).double()
+    sequence_K, reduce = signals.sequence_K, signals.reduce
     returns_K = return_to_go(signals.rewards_K, sequence_K, gamma)
     group_S, groups = _numbered(signals.group_S)
     place_K = positions(sequence_K)
     energy_K = running_sum(energy_K, sequence_K)
-    width = int(max(whole.greatest(place_K), -1.0)) + 1
+    width = int(max(reduce.max(place_K), -1.0)) + 1
     key_K = group_S[sequence_K] * width + place_K
 
     def over_group(values_K: torch.Tensor) -> torch.Tensor:
-        return whole.sum_by(values_K, key_K, groups * width)[key_K]
+        return reduce.sum_by(values_K, key_K, groups * width)[key_K]
 
     baseline_K = over_group(returns_K * energy_K) / (over_group(energy_K) + ENERGY_FLOOR)
     alone_K = over_group(torch.ones_like(energy_K)) == 1
@@ -290,41 +287,41 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 }
 
 
-def whitened(
-    values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, whole: WholeStep = EVERYTHING
+def whiten(
+    values_K: torch.Tensor, *, biased: bool = False, divide: bool = True, reduce: StepReduce = SINGLE_PROCESS
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as verl has it. One or equal values give 0.
+    """(x - mean) / sqrt(variance + 1e-8), the variance with n - 1, as in verl. One or equal values give 0.
 
-    `biased` takes the variance with n, as OpenRLHF has it; without `divide` x - mean is all.
+    `biased` divides the variance by n, as OpenRLHF does; without `divide` the result is x - mean.
     """
-    count = whole.count(len(values_K))
-    # Equal values become exact zeros, which no rounding of their mean can undo.
-    shifted_K = values_K - whole.greatest(values_K) if count else values_K
-    centred_K = shifted_K - whole.total(shifted_K.sum()) / max(count, 1)
+    count = reduce.count(len(values_K))
+    # Equal values become exact zeros before the mean is rounded.
+    shifted_K = values_K - reduce.max(values_K) if count else values_K
+    centred_K = shifted_K - reduce.sum_tensor(shifted_K.sum()) / max(count, 1)
     if not divide:
         return centred_K
-    variance = whole.total(centred_K.square().sum()) / (count if biased else max(count - 1, 1))
+    variance = reduce.sum_tensor(centred_K.square().sum()) / (count if biased else max(count - 1, 1))
     return centred_K * torch.rsqrt(variance + VARIANCE_FLOOR)
 
 
 def informative(scores_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
-    """True where the scores of a sequence's group are not all equal: what dynamic sampling (arXiv 2503.14476) keeps."""
+    """True for sequences of groups with unequal scores, which dynamic sampling (arXiv 2503.14476) keeps."""
     group_S, groups = _numbered(group_S)
     return _extreme(scores_S, group_S, groups, "amax") > _extreme(scores_S, group_S, groups, "amin")
 
 
 class _Groups:
-    """The scores of the sequences that have a token, as seen from each of them in its group."""
+    """Group statistics of the scores of the sequences that have a token."""
 
     def __init__(self, signals: Signals, scores_S: torch.Tensor | None = None):
-        """`scores_S` in place of what the sequences earned in all."""
+        """`scores_S` replaces the total scores."""
         self._signals = signals
-        whole, sequence_K, sequences = signals.whole, signals.sequence_K, len(signals.group_S)
-        lengths_S = whole.sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), sequence_K, sequences)
+        reduce, sequence_K, sequences = signals.reduce, signals.sequence_K, len(signals.group_S)
+        lengths_S = reduce.sum_by(torch.ones_like(signals.rewards_K, dtype=torch.float64), sequence_K, sequences)
         if scores_S is None:
-            scores_S = whole.sum_by(signals.rewards_K.double(), sequence_K, sequences)
+            scores_S = reduce.sum_by(signals.rewards_K.double(), sequence_K, sequences)
         present_S = lengths_S > 0
-        # The place of a sequence among those that have a token.
+        # The index of a sequence among those that have a token.
         self._index_K = (present_S.cumsum(0) - 1)[sequence_K]
         self._group_P, self._groups = _numbered(signals.group_S[present_S])
         self.scores_P, self.lengths_P = scores_S.double()[present_S], lengths_S[present_S]
@@ -367,12 +364,12 @@ def _extreme(values_S: torch.Tensor, group_S: torch.Tensor, groups: int, which: 
 def _estimate(
     signals: Signals, advantages_K: torch.Tensor, returns_K: torch.Tensor, *, whitens: bool = False
 ) -> Estimate:
-    """`whitens`: the estimator's paper whitens over the step."""
+    """`whitens`: whether the estimator's paper whitens over the step."""
     dtype, wanted = signals.rewards_K.dtype, signals.whitening
-    if signals.taken_off_K is not None:
-        advantages_K = advantages_K - return_to_go(signals.taken_off_K, signals.sequence_K, 1.0)
+    if signals.kl_penalty_K is not None:
+        advantages_K = advantages_K - return_to_go(signals.kl_penalty_K, signals.sequence_K, 1.0)
     if wanted.over == "step" or (wanted.over == "own" and whitens):
-        advantages_K = whitened(advantages_K, biased=wanted.biased, divide=wanted.divide, whole=signals.whole)
+        advantages_K = whiten(advantages_K, biased=wanted.biased, divide=wanted.divide, reduce=signals.reduce)
     return Estimate(advantages_K.to(dtype), returns_K.to(dtype))
 
 

@@ -1,7 +1,7 @@
-"""Rollout correction: the engine that drew the tokens and the trainer that scores them disagree a little.
+"""Rollout correction for the difference between the log-probs of engine and trainer.
 
-Truncated importance sampling after IMPALA (arXiv 1802.01561), or leaving out what disagrees too much. Any engine.
-Shapes: K tokens of the step, S sequences. With d = log p_trainer - log p_engine, bounded at +-20, the ratio is e^d.
+Truncated importance sampling (IMPALA, arXiv 1802.01561), or rejection of tokens and sequences that differ too much.
+Shapes: K tokens of the step, S sequences. With d = log p_trainer - log p_engine, clamped to +-20, the ratio is e^d.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.algorithms.reduce import EVERYTHING, WholeStep, log_ratio, sequence_mean, sum_by
+from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, log_ratio, sequence_mean, sum_by
 from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
 CHOICES = ("none", "token", "sequence")
-# What `mask` judges, as a band says it.
+# `mask` as `Band.over`.
 MASKS = {"token": "token", "sequence": "mean"}
-# Probabilities of a coin are kept this far from 0 and 1.
+# Probabilities are clamped this far from 0 and 1.
 COIN_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
 class Band:
-    """What may be learned from: the statistic `by` of a token, or `over` its sequence, from `low` to `high`.
+    """An accepted range: the statistic `by` of a token, or `over` its sequence, from `low` to `high`.
 
     With d as above, p the engine's probability and q the trainer's: `ratio` e^d (of a sequence: e to the sum, the mean
     or the largest of its d), `k2` d^2 / 2, `k3` e^d - d - 1, `binary_kl` the divergence of the coin (q, 1 - q) from
@@ -40,7 +40,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Corrected:
-    """Importance weights, what is kept (0/1), and what the step reports. All constants to the loss."""
+    """Importance weights, the mask of kept tokens (0/1), and metrics. All are constants in the loss."""
 
     weights_K: torch.Tensor
     keep_K: torch.Tensor
@@ -49,7 +49,7 @@ class Corrected:
 
 def correct(
     trainer_K: torch.Tensor,
-    engine_K: torch.Tensor,
+    rollout_logprobs_K: torch.Tensor,
     sequence_K: torch.Tensor,
     sequences: int,
     *,
@@ -62,15 +62,15 @@ def correct(
     normalize: bool = False,
     reject: Sequence[Band] = (),
     rejected: str = "left_out",
-    whole: WholeStep = EVERYTHING,
+    reduce: StepReduce = SINGLE_PROCESS,
 ) -> Corrected:
-    """Weights by ratio, from `floor` to `cap`, and a mask of what lies outside of every band.
+    """Importance weights, clamped to [floor, cap], and a mask of tokens outside the accepted ranges.
 
-    `weight`: `token` takes a token's own ratio, `sequence` the product of its sequence's ratios for all its tokens;
-    `normalize` divides them by their mean over the step, over tokens or over sequences. `mask`: `token` judges a token
-    by its own ratio, `sequence` a whole sequence by the geometric mean of its ratios, in [low, high]. `reject` are
-    further bands, all of which must hold. The mask does not change the weights of others: a sequence's product is over
-    all its tokens. What is `rejected` is `left_out` of the means too, or counts in them with the weight `zero`.
+    `weight`: `token` is the ratio of the token, `sequence` the product of the ratios of its sequence; `normalize`
+    divides them by their mean over the tokens or sequences of the step. `mask`: `token` checks the ratio of a token,
+    `sequence` the geometric mean of the ratios of its sequence, in [low, high]. `reject` are further ranges, which must
+    all hold. The mask does not change the weights of other tokens. A `rejected` token is `left_out` of the means, or
+    counts in them with weight `zero`.
     """
     if rejected not in ("left_out", "zero"):
         raise Refusal.at(
@@ -79,43 +79,44 @@ def correct(
             "left_out or zero",
             code="unknown-name",
         )
-    log_ratio_K = _log_ratio(trainer_K, engine_K, whole)
-    importance_K = _importance(weight, log_ratio_K, sequence_K, sequences)
+    log_ratio_K = _log_ratio(trainer_K, rollout_logprobs_K, reduce)
+    is_weights_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     most = math.inf if cap is None or weight == "none" else cap
-    weights_K = importance_K
+    weights_K = is_weights_K
     if weight != "none":
-        weights_K = importance_K.clamp(floor, most)
+        weights_K = is_weights_K.clamp(floor, most)
         if normalize:
-            weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences, whole)
+            weights_K = weights_K / _mean_weight(weight, weights_K, sequence_K, sequences, reduce)
     bands = [*reject, *([Band(MASKS[mask], "ratio", high, low)] if mask in MASKS else [])]
     if mask not in CHOICES:
         raise _unknown("algorithm.rollout_correction.mask", mask)
     keep_K = torch.ones_like(log_ratio_K)
     for band in bands:
-        keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, engine_K, sequence_K, sequences)
+        keep_K = keep_K * _inside(band, log_ratio_K, trainer_K, rollout_logprobs_K, sequence_K, sequences)
     metrics = {
-        **_disagreement(log_ratio_K, whole),
-        "rollout_corr/weight_mean": whole.mean(weights_K),
-        **_effective_share(weights_K, whole),
-        "rollout_corr/capped_share": whole.mean(importance_K > most),
-        "rollout_corr/masked_share": whole.mean(keep_K == 0),
-        "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences, whole),
+        **_disagreement(log_ratio_K, reduce),
+        "rollout_corr/weight_mean": reduce.mean(weights_K),
+        **_effective_share(weights_K, reduce),
+        "rollout_corr/capped_share": reduce.mean(is_weights_K > most),
+        "rollout_corr/masked_share": reduce.mean(keep_K == 0),
+        "rollout_corr/masked_sequence_share": _masked_sequences(keep_K, sequence_K, sequences, reduce),
     }
     if rejected == "zero":
         return Corrected(weights_K * keep_K, torch.ones_like(keep_K), metrics)
     return Corrected(weights_K, keep_K, metrics)
 
 
-def logprob_difference(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep) -> tuple[float, float]:
-    """The mean of |d| over the step, and k3, which estimates KL(engine, trainer). A token without a number makes both
-    NaN."""
-    log_ratio_K = log_ratio(trainer_K, engine_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return whole.mean(log_ratio_K.abs()), whole.mean(log_ratio_K.exp() - log_ratio_K - 1)
+def logprob_difference(
+    trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce: StepReduce
+) -> tuple[float, float]:
+    """The mean of |d| over the step, and k3, which estimates KL(engine, trainer). Both are NaN if a log-prob is NaN."""
+    log_ratio_K = log_ratio(trainer_K, rollout_logprobs_K).detach().double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return reduce.mean(log_ratio_K.abs()), reduce.mean(log_ratio_K.exp() - log_ratio_K - 1)
 
 
-def _log_ratio(trainer_K: torch.Tensor, engine_K: torch.Tensor, whole: WholeStep) -> torch.Tensor:
-    difference_K = log_ratio(trainer_K, engine_K).detach()
-    unknown, tokens = whole.count(int(difference_K.isnan().sum())), whole.count(len(difference_K))
+def _log_ratio(trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce: StepReduce) -> torch.Tensor:
+    difference_K = log_ratio(trainer_K, rollout_logprobs_K).detach()
+    unknown, tokens = reduce.count(int(difference_K.isnan().sum())), reduce.count(len(difference_K))
     if unknown:
         raise Refusal.at(
             "rollout log-probabilities",
@@ -138,16 +139,16 @@ def _importance(weight: str, log_ratio_K: torch.Tensor, sequence_K: torch.Tensor
 
 
 def _mean_weight(
-    weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: WholeStep
+    weight: str, weights_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, reduce: StepReduce
 ) -> float:
-    """Over all tokens, or over the sequences that have one. A step without weight is left as it is."""
+    """The mean over tokens, or over sequences that have a token; 1 if all weights are 0."""
     if weight == "token":
-        mean = whole.mean(weights_K)
+        mean = reduce.mean(weights_K)
     else:
         ones_K = torch.ones_like(weights_K)
         lengths_S = sum_by(ones_K, sequence_K, sequences)
         weights_S = sum_by(weights_K, sequence_K, sequences)[lengths_S > 0] / lengths_S[lengths_S > 0]
-        mean = whole.mean(weights_S)
+        mean = reduce.mean(weights_S)
     return mean if mean > 1e-8 else 1.0
 
 
@@ -155,31 +156,33 @@ def _inside(
     band: Band,
     log_ratio_K: torch.Tensor,
     trainer_K: torch.Tensor,
-    engine_K: torch.Tensor,
+    rollout_logprobs_K: torch.Tensor,
     sequence_K: torch.Tensor,
     sequences: int,
 ) -> torch.Tensor:
-    """1 where the band holds. Bounds of ratios are compared as logarithms: a product of many would overflow."""
-    judged_K = _statistic(band.by, log_ratio_K, trainer_K, engine_K)
+    """1 where the range holds. Ratios are compared as logarithms, because products of many overflow."""
+    statistic_K = _statistic(band.by, log_ratio_K, trainer_K, rollout_logprobs_K)
     if band.over != "token":
-        judged_K = _over(band.over, judged_K, sequence_K, sequences)
+        statistic_K = _over(band.over, statistic_K, sequence_K, sequences)
     low, high = band.low, band.high
     if band.by == "ratio":
         low, high = None if not low else math.log(low), math.log(high)
-    inside_K = judged_K <= high
+    inside_K = statistic_K <= high
     if low is not None:
-        inside_K &= judged_K >= low
+        inside_K &= statistic_K >= low
     return inside_K.to(log_ratio_K.dtype)
 
 
-def _statistic(by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, engine_K: torch.Tensor) -> torch.Tensor:
+def _statistic(
+    by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor
+) -> torch.Tensor:
     if by == "ratio":
         return log_ratio_K
     if by == "k2":
         return 0.5 * log_ratio_K.square()
     if by == "k3":
         return log_ratio_K.exp() - log_ratio_K - 1
-    p_K, q_K = (logprobs_K.exp().clamp(COIN_FLOOR, 1 - COIN_FLOOR) for logprobs_K in (engine_K, trainer_K))
+    p_K, q_K = (logprobs_K.exp().clamp(COIN_FLOOR, 1 - COIN_FLOOR) for logprobs_K in (rollout_logprobs_K, trainer_K))
     if by == "binary_kl":
         return p_K * (p_K / q_K).log() + (1 - p_K) * ((1 - p_K) / (1 - q_K)).log()
     if by == "tv":
@@ -192,42 +195,43 @@ def _statistic(by: str, log_ratio_K: torch.Tensor, trainer_K: torch.Tensor, engi
     )
 
 
-def _over(over: str, judged_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
+def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
     if over == "mean":
-        return sequence_mean(judged_K, torch.ones_like(judged_K), sequence_K, sequences)
+        return sequence_mean(statistic_K, torch.ones_like(statistic_K), sequence_K, sequences)
     if over == "sum":
-        return sum_by(judged_K, sequence_K, sequences)[sequence_K]
+        return sum_by(statistic_K, sequence_K, sequences)[sequence_K]
     if over == "max":
-        largest_S = judged_K.new_zeros(sequences).scatter_reduce(0, sequence_K, judged_K, "amax", include_self=False)
+        largest_S = statistic_K.new_zeros(sequences).scatter_reduce(
+            0, sequence_K, statistic_K, "amax", include_self=False
+        )
         return largest_S[sequence_K]
     raise Refusal.at(
         "algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max", code="unknown-name"
     )
 
 
-def _disagreement(log_ratio_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
+def _disagreement(log_ratio_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
     """`kl` estimates KL(engine, trainer) by k1, `k3` the same by k3: both are 0 when they agree."""
     ratio_K = log_ratio_K.double().exp()
     return {
-        "rollout_corr/ratio_mean": whole.mean(ratio_K),
-        "rollout_corr/ratio_max": max(whole.greatest(ratio_K), 0.0),
-        "rollout_corr/kl": whole.mean(-log_ratio_K),
-        "rollout_corr/k3": whole.mean(ratio_K - log_ratio_K.double() - 1),
+        "rollout_corr/ratio_mean": reduce.mean(ratio_K),
+        "rollout_corr/ratio_max": max(reduce.max(ratio_K), 0.0),
+        "rollout_corr/kl": reduce.mean(-log_ratio_K),
+        "rollout_corr/k3": reduce.mean(ratio_K - log_ratio_K.double() - 1),
     }
 
 
-def _effective_share(weights_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
-    """Effective sample size over the number of tokens: 1 when all weigh alike. Undefined, and left out, where no token
-    has a weight."""
-    squares, mean = whole.mean(weights_K.double().square()), whole.mean(weights_K)
+def _effective_share(weights_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
+    """Effective sample size over the number of tokens: 1 if all weights are equal. Omitted if all weights are 0."""
+    squares, mean = reduce.mean(weights_K.double().square()), reduce.mean(weights_K)
     return {"rollout_corr/effective_share": mean**2 / squares} if squares > 0 else {}
 
 
-def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, whole: WholeStep) -> float:
-    """Of the sequences that have tokens, the share that keeps none."""
+def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, reduce: StepReduce) -> float:
+    """The share of sequences with tokens that keep none."""
     present_S = sum_by(torch.ones_like(keep_K), sequence_K, sequences) > 0
     lost_S = present_S & (sum_by(keep_K, sequence_K, sequences) == 0)
-    return whole.count(int(lost_S.sum())) / max(whole.count(int(present_S.sum())), 1)
+    return reduce.count(int(lost_S.sum())) / max(reduce.count(int(present_S.sum())), 1)
 
 
 def _unknown(key: str, name: str) -> Refusal:

@@ -1,6 +1,6 @@
-"""KTO (arXiv 2402.01306): single responses with a verdict, held against a divergence that mismatched pairs estimate.
+"""KTO (arXiv 2402.01306): single responses with binary labels, and a KL estimate from mismatched pairs.
 
-Shapes: N rows of a micro-batch. A row's log-ratio is log p - log p_ref summed over its response.
+Shapes: N rows of a micro-batch. The log-ratio of a row is log p - log p_ref, summed over its response.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.algorithms.reduce import LEAST_SUM, floored, log_ratio
+from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio
 from lockstep.types import Sums
 
 MOST_DESIRABLE = 4 / 3
@@ -29,14 +29,14 @@ def kto_loss(
 ) -> Sums:
     """desirable (1 - sigmoid(beta (lr - kl))) for the good rows, undesirable (1 - sigmoid(beta (kl - lr))) for others.
 
-    Log-ratios come from `row_logratios` or `row_means`, and `kl` is `kl_estimate` of the whole update. Metrics are sums
-    over rows: the counts `desirable` and `undesirable`, their rewards beta lr, and `accuracy` where the log-ratio is on
-    the verdict's side of `kl` (on it: 0.5).
+    Log-ratios come from `row_logratios` or `row_means`, and `kl` is `kl_estimate` of the update. Metrics are sums over
+    rows: the counts `desirable` and `undesirable`, their rewards beta lr, and `accuracy`: whether the log-ratio is on
+    the side of `kl` that the label says (equal: 0.5).
     """
     above_N = logratios_N - kl
     toward_N = torch.where(desirable_N, above_N, -above_N)
     weights_N = torch.full_like(logratios_N, undesirable).masked_fill(desirable_N, desirable)
-    # 1 - sigmoid(x) as sigmoid(-x) keeps its digits for large x.
+    # sigmoid(-x) is more precise than 1 - sigmoid(x) for large x.
     loss_N = weights_N * torch.sigmoid(-beta * toward_N)
     rewards_N, toward_N = beta * logratios_N.detach(), toward_N.detach()
     good_N = desirable_N.to(rewards_N.dtype)
@@ -51,43 +51,42 @@ def kto_loss(
 
 
 def row_logratios(policy_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
-    """log p - log p_ref of each row, 0 where both find its response impossible; see `stable`."""
+    """log p - log p_ref of each row; 0 if the response is impossible under both (`floor_logprobs`)."""
     return log_ratio(policy_N, reference_N, LEAST_SUM)
 
 
 def row_means(policy_N: torch.Tensor, lengths_N: torch.Tensor) -> torch.Tensor:
-    """What stands for the log-ratio where there is no reference: the mean log-probability of the row's tokens."""
-    return floored(policy_N, LEAST_SUM) / lengths_N
+    """The mean log-prob of the tokens of each row, which replaces the log-ratio without a reference."""
+    return floor_logprobs(policy_N, LEAST_SUM) / lengths_N
 
 
 def kl_estimate(logratios: torch.Tensor) -> float:
-    """The mean log-ratio of mismatched pairs, at least 0. No gradient goes through it."""
+    """The mean log-ratio of mismatched pairs, at least 0 and detached."""
     if not len(logratios):
-        raise ValueError("the divergence is a mean over mismatched pairs, and there are none")
+        raise ValueError("the KL estimate is a mean over mismatched pairs, and there are none")
     return max(float(logratios.detach().double().mean()), 0.0)
 
 
-def mismatched(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
-    """For each row the row whose completion stands in as the mismatched one.
+def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
+    """For each row, the row that provides the mismatched completion.
 
-    It is the next row (around the end, never the row itself) with another prompt and another completion; where there
-    is none, the next with another completion. A plain shift by one would take a matched pair for a mismatched one
-    where neighbours share a prompt, and in a batch of one.
+    It is the next row (cyclic, never the row itself) with another prompt and another completion; if there is none, the
+    next with another completion. A shift by one would use a matched pair if neighbours share a prompt.
     """
     prompt, completion = _runs(prompts), _runs(completions)
-    return [_stand_in(row, prompt, completion) for row in range(len(completions))]
+    return [_partner(row, prompt, completion) for row in range(len(completions))]
 
 
 def recommended_weights(desirable: int, undesirable: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """The paper's range for the desirable rows' weight while the other is 1, and for the undesirable rows' likewise."""
     if not desirable or not undesirable:
-        raise ValueError("weights balance two kinds of rows, and one of them has none")
+        raise ValueError("weights balance two kinds of rows, and one kind has no rows")
     scarce = undesirable / desirable
     return (scarce, MOST_DESIRABLE * scarce), (1 / (MOST_DESIRABLE * scarce), 1 / scarce)
 
 
 def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> str | None:
-    """A sentence on weights that leave one kind of rows too heavy by the paper's rule; None when they do not."""
+    """A warning if the weights of the two kinds of rows violate the paper's rule; else None."""
     if not desirable or not undesirable:
         kind = "desirable" if desirable else "undesirable"
         return f"All {desirable + undesirable:,} rows are {kind}; KTO learns from rows of both kinds."
@@ -107,15 +106,15 @@ def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Rows by what they hold: a number for each, and from each of twice round the rows where its run of equals ends."""
+    """Equal rows have equal `numbers`; `ends`, over two cycles of the rows, are the ends of runs of equal rows."""
 
     numbers: list[int]
     ends: list[int]
 
 
-def _runs(held: Sequence[Sequence[int]]) -> _Runs:
-    known: dict[tuple[int, ...], int] = {}
-    numbers = [known.setdefault(tuple(tokens), len(known)) for tokens in held]
+def _runs(rows: Sequence[Sequence[int]]) -> _Runs:
+    seen: dict[tuple[int, ...], int] = {}
+    numbers = [seen.setdefault(tuple(tokens), len(seen)) for tokens in rows]
     twice = numbers + numbers
     ends = [len(twice)] * len(twice)
     for index in range(len(twice) - 2, -1, -1):
@@ -123,7 +122,7 @@ def _runs(held: Sequence[Sequence[int]]) -> _Runs:
     return _Runs(numbers, ends)
 
 
-def _stand_in(row: int, prompt: _Runs, completion: _Runs) -> int:
+def _partner(row: int, prompt: _Runs, completion: _Runs) -> int:
     found = _next_other(row, [prompt, completion])
     if found is None:
         found = _next_other(row, [completion])
@@ -133,7 +132,7 @@ def _stand_in(row: int, prompt: _Runs, completion: _Runs) -> int:
 
 
 def _next_other(row: int, differing: Sequence[_Runs]) -> int | None:
-    """The next row that differs in all of these; runs of rows that do not are stepped over at once."""
+    """The next row that differs in all of these; runs of equal rows are skipped at once."""
     count = len(differing[0].numbers)
     index = row + 1
     while index < row + count:
@@ -145,7 +144,7 @@ def _next_other(row: int, differing: Sequence[_Runs]) -> int | None:
 
 
 def _up(weight: float) -> str:
-    """Two digits that are still inside a range that begins here."""
+    """Rounded up to two digits."""
     return f"{math.ceil(weight * 100 - 1e-6) / 100:g}"
 
 

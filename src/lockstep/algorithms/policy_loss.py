@@ -1,12 +1,12 @@
-"""Policy losses of online RL as weighted sums over tokens, minimised.
+"""Policy losses of online RL as weighted sums over tokens.
 
-Shapes: K tokens of a micro-batch of whole sequences. With d = log p - log p_old (bounded at +-20 everywhere; a token
-beyond has no gradient), r = e^d and the advantage A, each function gives a loss at each token; the caller's weights
-hold masks, aggregation and importance weights, and the one division is the step's.
+Shapes: K tokens of a micro-batch of complete sequences. With d = log p - log p_old (clamped to +-20; tokens beyond have
+no gradient), r = e^d and the advantage A, each function computes one loss per token. `weights_K` contains mask,
+aggregation and importance weights; the step divides once.
 
-A token of weight 0 is left out of everything, the means of its sequence included, whatever its numbers are. An
-impossible token (log p = -inf) has ratio 1 where it was impossible before, and never a gradient; see `stable`.
-Metrics are sums over the other tokens: `ppo_kl` of -d, `pg_clipfrac` of tokens whose gradient a bound has changed.
+Tokens of weight 0 have no effect, not even on the means of their sequence. An impossible token (log p = -inf) has no
+gradient, and ratio 1 if it was impossible before; see `floor_logprobs`. Metrics are sums over tokens of other weight:
+`ppo_kl` of -d, `pg_clipfrac` of tokens whose gradient a bound changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.reduce import floored, log_rest, sequence_mean, sum_by
+from lockstep.algorithms.reduce import floor_logprobs, log_rest, sequence_mean, sum_by
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
@@ -26,14 +26,14 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What the losses see. `held_K` (0/1) marks the tokens that `clip_cov` and `kl_cov` hold back, over the update."""
+    """The inputs of a loss. `selected_K` (0/1) marks the tokens that `clip_cov` or `kl_cov` selected in the update."""
 
     logprobs_K: torch.Tensor
     old_K: torch.Tensor
     advantages_K: torch.Tensor
     weights_K: torch.Tensor
     sequence_K: torch.Tensor
-    held_K: torch.Tensor | None = None
+    selected_K: torch.Tensor | None = None
 
     @property
     def counted_K(self) -> torch.Tensor:
@@ -57,10 +57,10 @@ def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -
 
 
 def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
-    """GSPO in its token form (arXiv 2507.18071): clipped as PPO, with one ratio for a whole sequence.
+    """GSPO in its token form (arXiv 2507.18071): clipped as PPO, with one ratio per sequence.
 
     The log ratio is the mean of d over the sequence's counted tokens, bounded at 10, with the gradient of the token's
-    own log-probability. The paper's objective is this with `seq_mean_token_mean`.
+    log-prob. The paper's objective is this with `seq_mean_token_mean`.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)
@@ -108,27 +108,29 @@ def geo_mean(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 
 
 def clip_cov(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
-    """Clip-Cov (arXiv 2505.22617): PPO's clip, and no loss at the held tokens; see `covariance.clip_cov_held`."""
-    held_K = _held(tokens)
+    """Clip-Cov (arXiv 2505.22617): PPO's clip, and no loss at the selected tokens; see `token_selection`."""
+    selected_K = _selected(tokens)
     tokens = _counted(tokens)
     loss_K, clipped_K = _clipped(_log_ratio(tokens).exp(), tokens.advantages_K, low, high)
-    return _sums(tokens, torch.where(held_K, 0.0, loss_K), pg_clipfrac=clipped_K & ~held_K, pg_heldfrac=held_K)
+    return _sums(
+        tokens, torch.where(selected_K, 0.0, loss_K), pg_clipfrac=clipped_K & ~selected_K, pg_heldfrac=selected_K
+    )
 
 
 def kl_cov(tokens: PolicyTokens, *, weight: float) -> Sums:
-    """KL-Cov (arXiv 2505.22617): -A r without a clip, plus weight |d| at the held tokens; see `covariance`."""
-    held_K = _held(tokens)
+    """KL-Cov (arXiv 2505.22617): -A r without a clip, plus weight |d| at the selected tokens; see `token_selection`."""
+    selected_K = _selected(tokens)
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)
-    loss_K = -tokens.advantages_K * d_K.exp() + torch.where(held_K, weight * d_K.abs(), 0.0)
-    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(held_K), pg_heldfrac=held_K)
+    loss_K = -tokens.advantages_K * d_K.exp() + torch.where(selected_K, weight * d_K.abs(), 0.0)
+    return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(selected_K), pg_heldfrac=selected_K)
 
 
 def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
     """DPPO with the total variation of a coin (arXiv 2602.04879): -min(r, cap) A log p, the weight a constant.
 
-    A token has no loss where it has moved too far the way its advantage pushes: A > 0 and p - p_old > `high`, or A < 0
-    and p - p_old < -`low`. Bounds are on the probability, not on the ratio: rare tokens are free to move.
+    A token has no loss if it moved too far in the direction of its advantage: A > 0 and p - p_old > `high`, or A < 0
+    and p - p_old < -`low`. Bounds are on the probability, not on the ratio: rare tokens may move far.
     """
     tokens = _counted(tokens)
     moved_K = tokens.logprobs_K.detach().exp() - tokens.old_K.exp()
@@ -165,8 +167,8 @@ def dro(tokens: PolicyTokens, *, beta: float) -> Sums:
 def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
     """The policy gradient of samples from the old policy: -min(w, cap) A log p, the weight w a constant.
 
-    `of`: `token` is the token's own ratio (IMPALA's truncation, arXiv 1802.01561), `sequence` the product of all of its
-    sequence's, whose logarithm is bounded at +-20. With old log-probabilities of the engine it is verl's `reinforce`.
+    `of`: `token` is the ratio of the token (IMPALA's truncation, arXiv 1802.01561), `sequence` the product over its
+    sequence, whose logarithm is clamped to +-20. With the engine's log-probs as old log-probs it is verl's `reinforce`.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens).detach()
@@ -182,17 +184,19 @@ def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
 
 
 def policy_gradient(tokens: PolicyTokens) -> Sums:
-    """-A log p (Williams 1992): no ratio, so it is right only for tokens that the current policy drew."""
+    """-A log p (Williams 1992): without a ratio, so the tokens must come from the current policy."""
     tokens = _counted(tokens)
     loss_K = -tokens.advantages_K * tokens.logprobs_K
     return _sums(tokens, loss_K, pg_clipfrac=torch.zeros_like(tokens.counted_K))
 
 
-def own_loss(tokens: PolicyTokens, *, function: Callable[[PolicyTokens], torch.Tensor]) -> Sums:
-    """A loss at each token by a function of the user's, with the caller's weights and the one division of all."""
+def user_loss(tokens: PolicyTokens, *, function: Callable[[PolicyTokens], torch.Tensor]) -> Sums:
+    """Applies masks and weights to the losses per token that `function` returns."""
     tokens = _counted(tokens)
     return _sums(tokens, torch.where(tokens.counted_K, function(tokens), 0.0))
 
+
+own_loss = user_loss  # the earlier name, for plug-ins
 
 LOSSES: dict[str, Callable[..., Sums]] = {
     "clip": clip,
@@ -211,13 +215,12 @@ LOSSES: dict[str, Callable[..., Sums]] = {
 
 
 def _counted(tokens: PolicyTokens) -> PolicyTokens:
-    """The same tokens with zeros where the weight is 0, and no infinities elsewhere: the sum or its gradient would be
-    NaN."""
+    """Zeros at tokens of weight 0 and no infinities elsewhere, which would make the sum or its gradient NaN."""
     kept_K = tokens.counted_K
     return replace(
         tokens,
-        logprobs_K=floored(torch.where(kept_K, tokens.logprobs_K, 0.0)),
-        old_K=floored(torch.where(kept_K, tokens.old_K, 0.0)),
+        logprobs_K=floor_logprobs(torch.where(kept_K, tokens.logprobs_K, 0.0)),
+        old_K=floor_logprobs(torch.where(kept_K, tokens.old_K, 0.0)),
         advantages_K=torch.where(kept_K, tokens.advantages_K, 0.0),
     )
 
@@ -234,14 +237,14 @@ def _sequence_mean(tokens: PolicyTokens, values_K: torch.Tensor) -> torch.Tensor
 def _clipped(
     ratio_K: torch.Tensor, advantages_K: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's pessimistic loss, and where the bound decided it."""
+    """PPO's pessimistic loss, and the tokens at which the clip is active."""
     free_K = -advantages_K * ratio_K
     bound_K = -advantages_K * ratio_K.clamp(1 - low, 1 + high)
     return torch.maximum(free_K, bound_K), bound_K > free_K
 
 
 def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
-    """-min(r, cap) A log p with a constant weight, and nothing at the tokens beyond their bound."""
+    """-min(r, cap) A log p with a constant weight; 0 at the tokens beyond their bound."""
     ratio_K = _log_ratio(tokens).exp().detach()
     loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
     return _sums(
@@ -252,18 +255,16 @@ def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
     )
 
 
-def _held(tokens: PolicyTokens) -> torch.Tensor:
-    if tokens.held_K is None:
+def _selected(tokens: PolicyTokens) -> torch.Tensor:
+    if tokens.selected_K is None:
         raise Refusal.at(
-            "algorithm.loss",
-            "a covariance loss needs the tokens held back, and the update has none",
-            code="missing-input",
+            "algorithm.loss", "a covariance loss needs selected tokens, and the update has none", code="missing-input"
         )
-    return tokens.held_K > 0
+    return tokens.selected_K > 0
 
 
-def _sums(tokens: PolicyTokens, loss_K: torch.Tensor, **happened_K: torch.Tensor) -> Sums:
+def _sums(tokens: PolicyTokens, loss_K: torch.Tensor, **flags_K: torch.Tensor) -> Sums:
     counted_K = tokens.counted_K
-    metrics = {name: (flag_K & counted_K).sum().to(loss_K.dtype) for name, flag_K in happened_K.items()}
+    metrics = {name: (flag_K & counted_K).sum().to(loss_K.dtype) for name, flag_K in flags_K.items()}
     metrics["ppo_kl"] = -_log_ratio(tokens).detach().sum()
     return Sums(loss=(tokens.weights_K * loss_K).sum(), metrics=metrics)

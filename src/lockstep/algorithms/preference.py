@@ -9,22 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from lockstep.algorithms.reduce import LEAST_SUM, floored, log_ratio, log_rest
+from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio, log_rest
 from lockstep.errors import Refusal
 from lockstep.types import Sums
 
-# The loss of a pair, by name, from the scores of its two responses.
-#
-# Shapes: P pairs. A score is a response's log-ratio log p - log p_ref (or what a divergence makes of it), or log p
-# where the loss has no reference. h is the chosen score less the rejected one.
+# Shapes: P pairs. The score of a response is its log-ratio log p - log p_ref (or f-DPO's function of it), or log p for
+# losses without a reference; summed over its tokens, or their mean. h is the chosen score minus the rejected one.
 
-# Largest exponent of a ratio: e^40 squared is still a number of float32. Beyond it a response has no gradient.
+# Maximum exponent of a ratio: e^40 squared is finite in float32. Beyond it a response has no gradient.
 EXPONENT_BOUND = 40.0
 
 
 @dataclass(frozen=True)
 class Partners:
-    """Of each pair, the scores that the losses by rank hold against its own: constants, see `transport`."""
+    """For each pair, the scores that the ranked losses (AOT) compare with; constants."""
 
     chosen_P: torch.Tensor
     rejected_P: torch.Tensor
@@ -62,7 +60,7 @@ def robust(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, lab
 def exo_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """EXO for a pair (arXiv 2402.00856, equation 16): KL(q, p), q = sigmoid(+-beta h), p = (1 - e, e).
 
-    q_w (log q_w - log(1 - e)) + q_l (log q_l - log e); `label_smoothing` e is over 0, or p would forbid the rejected.
+    q_w (log q_w - log(1 - e)) + q_l (log q_l - log e); `label_smoothing` e must be above 0.
     """
     logits_P = beta * (chosen_P - rejected_P)
     won_P = logits_P.sigmoid() * (logsigmoid(logits_P) - math.log1p(-label_smoothing))
@@ -71,7 +69,7 @@ def exo_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float, l
 
 
 def nca_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """NCA for a pair (arXiv 2402.05369): each reward against zero, so that the chosen one's likelihood does not fall.
+    """NCA for a pair (arXiv 2402.05369): each reward against zero; the chosen likelihood does not fall.
 
     With the rewards w, l = beta times the scores: -log sigmoid(w) - (log sigmoid(-w) + log sigmoid(-l)) / 2.
     """
@@ -88,7 +86,7 @@ def bco_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 
 
 def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """SPPO (arXiv 2405.00675, equation 4.7) with the verdict taken as certain, P = 1 for the chosen, 0 for the other.
+    """SPPO (arXiv 2405.00675, equation 4.7) with certain labels: P = 1 for the chosen, 0 for the rejected.
 
     (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2; the paper's eta is 1 / `beta`.
     """
@@ -98,7 +96,7 @@ def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) 
 def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-zero (arXiv 2408.06266, equation 7): 1 - sigmoid(beta chosen) + sigmoid(beta rejected).
 
-    The chosen response becomes likelier, the rejected less likely: for chosen ones better than the model's own.
+    Raises the chosen response and lowers the rejected: for chosen responses better than the model's.
     """
     return (-beta * chosen_P).sigmoid() + (beta * rejected_P).sigmoid()
 
@@ -106,7 +104,7 @@ def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 def apo_down(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-down (arXiv 2408.06266, equation 8): sigmoid(beta chosen) + 1 - sigmoid(beta h).
 
-    Both become less likely, the rejected one more so: for chosen ones worse than the model's own.
+    Lowers both, the rejected one more: for chosen responses worse than the model's.
     """
     return (beta * chosen_P).sigmoid() + (-beta * (chosen_P - rejected_P)).sigmoid()
 
@@ -131,8 +129,8 @@ def simpo(
 def orpo(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """The odds-ratio term of ORPO (arXiv 2403.07691) on mean log-probabilities m; its likelihood term is `nll` = 1.
 
-    -beta log sigmoid(log odds chosen - log odds rejected), log odds = m - log(1 - e^m). A response is taken to be at
-    most so certain as `log_rest` can tell apart from certainty.
+    -beta log sigmoid(log odds chosen - log odds rejected), log odds = m - log(1 - e^m). `log_rest` limits the
+    certainty of a response.
     """
     log_odds_P = (chosen_P - log_rest(chosen_P)) - (rejected_P - log_rest(rejected_P))
     return -beta * logsigmoid(log_odds_P)
@@ -143,7 +141,7 @@ def aot(
 ) -> torch.Tensor:
     """AOT on pairs (arXiv 2406.05882): DPO's loss of sorted margins, the policy's i-th against the reference's i-th.
 
-    A pair's own margin is compared with the reference's margin of the same rank, in place of its own.
+    The margin of a pair is compared with the reference's margin of the same rank, not of the same pair.
     """
     return _smoothed(beta * (chosen_P - rejected_P - partners.chosen_P + partners.rejected_P), label_smoothing)
 
@@ -153,8 +151,8 @@ def aot_unpaired(
 ) -> torch.Tensor:
     """AOT without pairs (arXiv 2406.05882): the i-th smallest chosen score against the i-th smallest rejected one.
 
-    The two may stand in different micro-batches, so each is seen with the other as a constant: where the chosen one
-    stands the loss has its value and its slope, where the rejected one stands its slope alone.
+    The two may be in different micro-batches, so each is compared with the other as a constant: the chosen one has
+    the value and the gradient of the loss, the rejected one the gradient only.
     """
     loss_P = _smoothed(beta * (chosen_P - partners.rejected_P), label_smoothing)
     opposite_P = _smoothed(beta * (partners.chosen_P - rejected_P), label_smoothing)
@@ -178,18 +176,18 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     # CPO (arXiv 2401.08417) is DPO's loss without the reference; its likelihood term is `nll` = 1.
     "cpo": sigmoid,
 }
-# These compare a pair with others of its update.
+# These losses compare a pair with other pairs of its update.
 RANKED: dict[str, Callable[..., torch.Tensor]] = {"aot": aot, "aot_unpaired": aot_unpaired}
 REFERENCE_FREE = ("simpo", "orpo", "cpo")
 ALWAYS_MEANS = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "cpo", "aot", "aot_unpaired")
-# Losses of h alone, in which a divergence other than the reverse KL has its meaning.
+# Losses that depend on h only, which support divergences other than the reverse KL.
 DIVERGENT = ("sigmoid", "ipo", "hinge", "robust", "exo_pair", "discopop")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
 
 def divergent_scores(ratios_P: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
-    """f-DPO (arXiv 2309.16240): f'(e^u) of the log-ratio u takes its place, f being the divergence from the reference.
+    """f-DPO (arXiv 2309.16240): f'(e^u) replaces the log-ratio u, where f is the divergence from the reference.
 
     `reverse_kl` u (DPO itself), `forward_kl` 1 - e^-u, `js` log 2 + log sigmoid(u), `alpha` (1 - e^(-alpha u)) / alpha,
     which is forward KL at alpha = 1 and tends to reverse KL at 0. Constants that cancel in h are as in TRL.
@@ -206,23 +204,20 @@ def _smoothed(logits_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     return -(1 - label_smoothing) * logsigmoid(logits_P) - label_smoothing * logsigmoid(-logits_P)
 
 
-# Which responses of an update the losses by rank (AOT, arXiv 2406.05882) hold against each other.
-#
-# Shapes: P pairs of the whole update. Ranks are taken over all of it, from the log-probabilities before the update,
-# so that the size of micro-batches and the number of devices cannot change them. (TRL sorts within a device's micro-
-# batch.)
+# Ranked losses (AOT, arXiv 2406.05882). Ranks are over all P pairs of the update, from the log-probs before it, so they
+# do not depend on micro-batches or devices. (TRL sorts within the micro-batch of a device.)
 
 
-def paired(
+def paired_partners(
     chosen_P: torch.Tensor,
     rejected_P: torch.Tensor,
     reference_chosen_P: torch.Tensor,
     reference_rejected_P: torch.Tensor,
 ) -> Partners:
-    """For `aot`: how far the reference's margin of the same rank is from the pair's own, by its two log-probabilities.
+    """For `aot`: the difference between the reference's log-probs of the pair of the same rank and of this pair.
 
-    With d the log-probability of the policy and r that of the reference, the loss sees scores d - r; taking off
-    r_partner - r leaves d - r_partner.
+    With d the log-prob of the policy and r that of the reference, scores are d - r; subtracting r_partner - r gives
+    d - r_partner.
     """
     partner_P = _of_same_rank(chosen_P - rejected_P, reference_chosen_P - reference_rejected_P)
     return Partners(
@@ -230,30 +225,24 @@ def paired(
     )
 
 
-def unpaired(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Partners:
-    """For `aot_unpaired`: of each chosen score the rejected one of the same rank, and the other way round."""
+def unpaired_partners(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Partners:
+    """For `aot_unpaired`: for each chosen score the rejected one of the same rank, and vice versa."""
     return Partners(chosen_P[_of_same_rank(rejected_P, chosen_P)], rejected_P[_of_same_rank(chosen_P, rejected_P)])
 
 
 def _of_same_rank(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tensor:
-    """Where the other value of each value's rank stands; of equal ones the earlier counts as smaller."""
+    """The index of the other value of the same rank; of equal values the earlier one is smaller."""
     order_P, other_order_P = values_P.argsort(stable=True), others_P.argsort(stable=True)
     partner_P = torch.empty_like(order_P)
     partner_P[order_P] = other_order_P
     return partner_P
 
 
-# Losses of a pair of responses, the chosen and the rejected, as sums over pairs.
-#
-# Shapes: P pairs of a micro-batch. A response's score is its log-ratio log p - log p_ref, or log p where the loss has
-# no reference; summed over its tokens, or their mean. The losses themselves are in `pair_losses`.
-
-
 @dataclass(frozen=True)
 class Pairs:
-    """Log-probabilities summed over each response, the responses' tokens, and the reference's sums if there is one.
+    """Summed log-probs and lengths of the responses, and the sums of the reference if there is one.
 
-    `likelihood_P` is the chosen response's sum for the term `nll`, where the other sums weigh tokens (LD-DPO).
+    `likelihood_P` is the unweighted sum of the chosen response for `nll`, if the other sums weight tokens (LD-DPO).
     """
 
     chosen_P: torch.Tensor
@@ -281,21 +270,19 @@ def preference_loss(
 ) -> Sums:
     """The loss `kind` of each pair, plus `nll` times the chosen response's mean negative log-likelihood (RPO's term).
 
-    `average` divides every score by its response's length; `simpo` and `orpo` always do. `nll` is a mean over each
-    response's own tokens (arXiv 2404.19733), not over all the tokens of the batch. `divergence` is f-DPO's choice,
-    made of the whole response's ratio before any mean. The losses by rank need their `partners` of the whole update.
+    `average` divides every score by its response's length; `simpo` and `orpo` always do. `nll` is a mean over the
+    tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is that of f-DPO, applied
+    to the ratio of the full response before any mean. The ranked losses need their `partners` over the update.
 
-    Metrics are sums over pairs: `chosen` and `rejected` implicit rewards (beta times the score that the loss sees),
-    `margin` their difference, `accuracy` where it is positive (a tie is 0.5), and `nll`, unweighted, if it is asked.
+    Metrics are sums over pairs: `chosen` and `rejected` implicit rewards (beta times the score),
+    `margin` their difference, `accuracy` where it is positive (a tie is 0.5), and `nll`, unweighted, if it is used.
     """
     settings = _settings(kind, beta, label_smoothing, gamma, discopop_tau, divergence)
     chosen_P, rejected_P = _scores(pairs, kind, average, divergence, alpha)
     if kind in RANKED:
         if partners is None:
             raise Refusal.at(
-                "preference.loss",
-                f"{kind} sorts the pairs of a whole update, and has no order of them",
-                code="missing-input",
+                "preference.loss", f"{kind} sorts the pairs of an update, and got no order", code="missing-input"
             )
         loss_P = RANKED[kind](chosen_P, rejected_P, partners, **settings)
     else:
@@ -309,7 +296,7 @@ def preference_loss(
     }
     if nll > 0:
         likelihood_P = pairs.chosen_P if pairs.likelihood_P is None else pairs.likelihood_P
-        nll_P = -floored(likelihood_P, LEAST_SUM) / pairs.chosen_length_P
+        nll_P = -floor_logprobs(likelihood_P, LEAST_SUM) / pairs.chosen_length_P
         loss_P = loss_P + nll * nll_P
         metrics["nll"] = nll_P.detach().sum()
     return Sums(loss=loss_P.sum(), metrics=metrics)
@@ -318,8 +305,8 @@ def preference_loss(
 def shared_length_weights(sequence_K: torch.Tensor, lengths_S: torch.Tensor, ld_alpha: float) -> torch.Tensor:
     """LD-DPO (arXiv 2409.06411): `ld_alpha` at the tokens past the shorter response of a pair, 1 at those before.
 
-    Sequences come in pairs, one after the other. The longer response's surplus then pulls the less the smaller
-    `ld_alpha` is: at 1 this is DPO, at 0 both responses are cut to the same length.
+    Sequences come in pairs. A smaller `ld_alpha` reduces the effect of the surplus of the longer response: 1 is DPO, at
+    0 both responses are truncated to the same length.
     """
     shared_S = lengths_S.view(-1, 2).amin(1).repeat_interleave(2)
     starts_S = lengths_S.cumsum(0) - lengths_S
@@ -330,7 +317,7 @@ def shared_length_weights(sequence_K: torch.Tensor, lengths_S: torch.Tensor, ld_
 def _settings(
     kind: str, beta: float, label_smoothing: float, gamma: float, discopop_tau: float, divergence: str
 ) -> dict[str, float]:
-    """What the loss takes. A setting that it would not look at is refused, not ignored."""
+    """The settings of the loss. Settings that the loss does not use are an error."""
     if kind not in LOSSES and kind not in RANKED:
         raise Refusal.at(
             "preference.loss", f"{kind!r} is not known", f"one of {', '.join([*LOSSES, *RANKED])}", code="unknown-name"
@@ -346,8 +333,8 @@ def _settings(
     if kind == "exo_pair" and not label_smoothing:
         raise Refusal.at(
             "preference.label_smoothing",
-            "exo_pair takes the logarithm of it",
-            "set it, to 0.001 say",
+            "exo_pair takes its logarithm",
+            "set it, for example to 0.001",
             code="out-of-range",
         )
     if kind == "simpo":
@@ -367,7 +354,7 @@ def _settings(
 
 
 def _scores(pairs: Pairs, kind: str, average: bool, divergence: str, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen_P, rejected_P = floored(pairs.chosen_P, LEAST_SUM), floored(pairs.rejected_P, LEAST_SUM)
+    chosen_P, rejected_P = floor_logprobs(pairs.chosen_P, LEAST_SUM), floor_logprobs(pairs.rejected_P, LEAST_SUM)
     if kind not in REFERENCE_FREE:
         if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
             remedy = f"choose one of {', '.join(REFERENCE_FREE)}, or give the reference's log-probabilities"

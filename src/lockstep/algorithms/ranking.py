@@ -1,6 +1,6 @@
-"""The loss of a reward model: scores of ranked responses, as a sum in which each ranking weighs 1.
+"""The loss of a reward model on ranked responses, as a sum in which each ranking has weight 1.
 
-Shapes: S scored responses, ranking after ranking, the best of each first; R rankings; P pairs of a better and a worse
+Shapes: S scored responses, ranking after ranking, best first; R rankings; P pairs of a better and a worse
 response of one ranking; n responses of the longest ranking.
 """
 
@@ -22,7 +22,7 @@ def pair_loss(
 ) -> torch.Tensor:
     """-log sigmoid(chosen - rejected - margin) (Bradley-Terry), or log(1 + exp(rejected - chosen + margin)).
 
-    The two are one function written in two ways, for recipes that name either.
+    The two are the same function; recipes may use either name.
     """
     if kind == "sigmoid":
         return -logsigmoid(chosen_P - rejected_P - margin_P)
@@ -43,18 +43,18 @@ def ranking_loss(
     """The loss of rankings of two or more responses; `ranking_S` (int64, non-decreasing) is a response's ranking.
 
     - `pairs`: the mean of `pair_loss` over a ranking's pairs (as InstructGPT, arXiv 2203.02155).
-    - `plackett_luce`: -log of the ranking's likelihood over its n - 1 choices; `kind` plays no part. The margin is
-      taken off the best score, so that for a pair it is the sigmoid loss.
+    - `plackett_luce`: -log of the ranking's likelihood over its n - 1 choices; `kind` is ignored. The margin is
+      subtracted from the best score, so for a pair it is the sigmoid loss.
 
     `centre` adds centre (2 mean score)^2, for a pair (chosen + rejected)^2 (arXiv 2312.09244).
 
-    Metrics are sums over rankings: `accuracy` (share of pairs in order, a tie 0.5) and `margin` (better less worse)
+    Metrics are sums over rankings: `accuracy` (share of pairs in order, a tie 0.5) and `margin` (better minus worse)
     are means over a ranking's pairs; `chosen` and `rejected` are the best's and the worst's score.
     """
     count, margins_R = len(margins_R), margins_R.to(scores_S.dtype)
     sizes_R = sum_by(torch.ones_like(ranking_S), ranking_S, count)
     if count and int(sizes_R.min()) < 2:
-        raise ValueError(f"ranking {int(sizes_R.argmin())} has fewer than two responses, and nothing to compare")
+        raise ValueError(f"ranking {int(sizes_R.argmin())} has fewer than two responses")
     better_P, worse_P = _pairs(ranking_S, sizes_R)
     of_P = ranking_S[better_P]
     share_P = 1 / (sizes_R * (sizes_R - 1) / 2).to(scores_S.dtype)[of_P]
@@ -81,7 +81,7 @@ def ranking_loss(
 
 
 def _pairs(ranking_S: torch.Tensor, sizes_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of each pair's better and worse response. One look at the vector for each distance in a ranking."""
+    """Indices of the better and worse response of each pair, computed per distance in the ranking."""
     longest = int(sizes_R.max()) if len(sizes_R) else 0
     better = [(ranking_S[:-distance] == ranking_S[distance:]).nonzero()[:, 0] for distance in range(1, longest)]
     worse = [positions + distance for distance, positions in enumerate(better, start=1)]
@@ -100,7 +100,7 @@ def _plackett_luce(
     scores_Rn = scores_S.new_zeros(count, longest).index_put((ranking_S, rank_S), lowered_S)
     rank_n = torch.arange(longest, device=scores_S.device)
     real_Rn = rank_n < sizes_R[:, None]
-    # A padded position only sees itself: its term is 0, and no row of the sum is empty.
+    # A padded position sees only itself: its term is 0, and no row of the sum is empty.
     itself_nn = rank_n[:, None] == rank_n
     seen_Rnn = itself_nn | ((rank_n >= rank_n[:, None]) & real_Rn[:, None, :])
     left_Rn = torch.where(seen_Rnn, scores_Rn[:, None, :], float("-inf")).logsumexp(-1)

@@ -6,36 +6,31 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.algorithms.reduce import floored
+from lockstep.algorithms.reduce import floor_logprobs
 from lockstep.types import Sums
-
-# Supervised losses as sums over tokens. K is the number of trained tokens in a micro-batch.
 
 
 def nll(logprobs_K: torch.Tensor) -> Sums:
-    """Negative log-likelihood of the trained tokens: the cross entropy of next-token prediction.
+    """Negative log-likelihood of the K target tokens of a micro-batch: the cross entropy of next-token prediction.
 
-    A sum, not a mean: the step divides once by the trained tokens of the whole update. This is the per-token
-    mean over the update, as in transformers with `num_items_in_batch`; a mean of per-row means differs from it.
-    A token that the model finds impossible costs 10,000 nats; see `stable`.
+    A sum, not a mean: the step divides once by the target tokens of the update. This is the per-token mean over the
+    update, as in transformers with `num_items_in_batch`. An impossible token costs 10,000 nats; see `floor_logprobs`.
     """
-    return Sums(loss=-floored(logprobs_K).sum())
+    return Sums(loss=-floor_logprobs(logprobs_K).sum())
 
 
-# The loss of a process reward model: at each judged position the wanted distribution over a few tokens.
-#
-# Shapes: L judged positions, W judging tokens, the first of them the good one.
+# Process reward models. Shapes: L labelled positions, W label tokens, of which the first is the good one.
 
 
 def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
-    """Cross entropy to the labels, with the model's distribution restricted to the judging tokens.
+    """Cross entropy to the labels, with the model's distribution restricted to the label tokens.
 
-    A label is a distribution: one-hot when the verdict is hard. Metrics are sums over positions: `positive` the
-    probability of the good word, `label_positive` the wanted one, and `accuracy` where the likeliest word is the
-    label's. Ties are shared: of two tokens, a label of 0.5 or equal log-probabilities count 0.5. Where the model finds
-    all the tokens impossible they are equally likely; see `stable`.
+    A label is a distribution, one-hot for hard labels. Metrics are sums over positions: `positive` is the probability
+    of the good token, `label_positive` its target, and `accuracy` whether the most likely token is that of the label.
+    Ties are shared: of two tokens, a label of 0.5 or equal log-probs count 0.5. If all label tokens are impossible,
+    they are equally likely; see `floor_logprobs`.
     """
-    restricted_LW = torch.log_softmax(floored(logprobs_LW), dim=-1)
+    restricted_LW = torch.log_softmax(floor_logprobs(logprobs_LW), dim=-1)
     loss = -(labels_LW * restricted_LW).sum()
     agreement_LW = _likeliest(restricted_LW.detach()) * _likeliest(labels_LW)
     metrics = {
@@ -47,17 +42,14 @@ def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
 
 
 def good_probability(logprobs_LW: torch.Tensor) -> torch.Tensor:
-    """The probability of the good token at each position, among the judging ones."""
-    return torch.softmax(floored(logprobs_LW), dim=-1)[:, 0]
+    """The probability of the good token at each position, among the label tokens."""
+    return torch.softmax(floor_logprobs(logprobs_LW), dim=-1)[:, 0]
 
 
 def _likeliest(values_LW: torch.Tensor) -> torch.Tensor:
-    """1 at the largest value of each position, shared by equals."""
+    """1 at the largest value of each position, divided among ties."""
     largest_LW = (values_LW == values_LW.amax(dim=-1, keepdim=True)).to(values_LW.dtype)
     return largest_LW / largest_LW.sum(dim=-1, keepdim=True)
-
-
-# The critic's loss as a weighted sum over tokens.
 
 
 def value_loss(
@@ -68,11 +60,11 @@ def value_loss(
     *,
     clip: float | None,
 ) -> Sums:
-    """Half the squared error to the return, the worse of the value and of the value held near the old one.
+    """The critic's loss: half the squared error to the return, with the value clipped around the old one.
 
     PPO's clipped value loss, as in the code of the paper (arXiv 1707.06347): 0.5 max((v - R)^2,
-    (clip(v, old +- clip) - R)^2). `clip` None is the plain half square. A token of weight 0 is left out whatever its
-    numbers are. Metrics are sums over the other tokens: `vf_clipfrac` where the bound decided, `vpred` the values.
+    (clip(v, old +- clip) - R)^2). `clip` None is the plain half square. Tokens of weight 0 have no effect.
+    Metrics are sums over the other tokens: `vf_clipfrac` counts active clips, `vpred` is the sum of values.
     """
     counted_K = weights_K > 0
     values_K = torch.where(counted_K, values_K, 0.0)
@@ -92,21 +84,21 @@ def value_loss(
     return Sums(loss=0.5 * (weights_K * square_K).sum(), metrics=metrics)
 
 
-# The loss that keeps the experts of a mixture busy alike (Switch Transformer, Fedus et al. 2021, equations 4 to 6).
+# The load-balancing loss of MoE routers (Switch Transformer, Fedus et al. 2021, equations 4 to 6).
 
 
 class Routed(NamedTuple):
-    """Of some tokens, added up over layers: how often each expert was chosen, the routers' probabilities, and how many
-    choices there were (tokens x layers)."""
+    """Sums over tokens and layers: how often each expert was chosen, its router probabilities, and the number of
+    routings (tokens x layers)."""
 
     chosen_E: torch.Tensor
     probs_E: torch.Tensor
     rows: torch.Tensor
 
 
-def routed(logits: tuple[torch.Tensor, ...], experts: int, weights_T: torch.Tensor) -> Routed:
-    """Sums of the routers' logits, one tensor of [tokens, experts] a layer. `experts` are chosen of a token, and
-    `weights_T` says how many sequences have it: 0 of padding."""
+def count_routed(logits: tuple[torch.Tensor, ...], experts: int, weights_T: torch.Tensor) -> Routed:
+    """Sums over the router logits, one tensor [tokens, experts] per layer. Each token is routed to `experts` experts;
+    `weights_T` is the number of sequences that contain the token (0 for padding)."""
     weights_T = weights_T.float()
     chosen_E = torch.zeros(logits[0].shape[-1], device=logits[0].device)
     probs_E = torch.zeros_like(chosen_E)
@@ -119,9 +111,9 @@ def routed(logits: tuple[torch.Tensor, ...], experts: int, weights_T: torch.Tens
 
 
 def load_balance(chosen_E: torch.Tensor, probs_E: torch.Tensor, rows: float) -> torch.Tensor:
-    """E * sum_e f_e * P_e: f_e is the part of the tokens that expert e was chosen for, P_e its mean probability.
+    """E * sum_e f_e * P_e: f_e is the share of tokens routed to expert e, P_e its mean probability.
 
-    Both are means over the same `rows`; with `probs_E` of a part of them this is that part of the sum. The gradient
-    goes through the probabilities alone.
+    Both are means over the same `rows`; with `probs_E` of a micro-batch this is its part of the sum. Only the
+    probabilities have a gradient.
     """
     return len(probs_E) * (chosen_E / rows * (probs_E / rows)).sum()

@@ -6,19 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.algorithms.reduce import floored
+from lockstep.algorithms.reduce import floor_logprobs
 from lockstep.errors import Refusal
 
-# Which tokens Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617) hold back in an update.
+# Token selection of Clip-Cov and KL-Cov (Cui et al. 2025, arXiv 2505.22617). The covariance of a token is
+# (A - mean A)(log p - mean log p), with means over the kept tokens of the update.
 #
-# The covariance of a token is (A - mean A)(log p - mean log p), the means over the kept tokens of the update.
-#
-# Deviation: the paper's code chooses in each micro-batch, by the current log-probabilities, and Clip-Cov passes over
-# tokens that PPO already clips. Here the choice is made once for the whole update, from the log-probabilities before
-# it, so that the size of micro-batches and the number of devices cannot change it; no token is clipped at that point.
+# Deviation: the paper's code selects in each micro-batch by the current log-probs, and Clip-Cov skips tokens that PPO
+# clips. Here tokens are selected once per update from the log-probs before it, so the selection does not depend on
+# micro-batches or devices, and no token is clipped yet.
 
 
-def clip_cov_held(
+def select_clip_cov(
     old_K: torch.Tensor,
     advantages_K: torch.Tensor,
     keep_K: torch.Tensor,
@@ -30,8 +29,7 @@ def clip_cov_held(
 ) -> torch.Tensor:
     """1 at randomly chosen tokens whose covariance is in [low, high]: `share` of all kept tokens, at least one.
 
-    Fewer when the band holds fewer, none when it is empty or `share` is 0. The choice is drawn on the generator's
-    device; with generators of one seed every rank draws the same.
+    Fewer if the band has fewer tokens, none if it is empty or `share` is 0. All ranks draw the same with one seed.
     """
     covariance_K = _covariance(old_K, advantages_K, keep_K)
     band = torch.nonzero((keep_K > 0) & (covariance_K >= low) & (covariance_K <= high)).flatten()
@@ -39,7 +37,7 @@ def clip_cov_held(
     return _marked(old_K, band[order[: _count(share, keep_K)]])
 
 
-def kl_cov_held(
+def select_kl_cov(
     old_K: torch.Tensor,
     advantages_K: torch.Tensor,
     keep_K: torch.Tensor,
@@ -49,7 +47,7 @@ def kl_cov_held(
 ) -> torch.Tensor:
     """1 at the tokens of highest covariance: `share` of all kept tokens, at least one unless `share` is 0.
 
-    Of equal covariances the earlier token is taken; nothing is drawn.
+    Of equal covariances the earlier token is taken. Nothing is random.
     """
     kept = torch.nonzero(keep_K > 0).flatten()
     covariance = _covariance(old_K, advantages_K, keep_K)[kept]
@@ -57,16 +55,16 @@ def kl_cov_held(
     return _marked(old_K, kept[order[: _count(share, keep_K)]])
 
 
-# By the loss that holds tokens back.
-HELD: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": clip_cov_held, "kl_cov": kl_cov_held}
+# Selection functions by loss.
+SELECTORS: dict[str, Callable[..., torch.Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 
 
 def _covariance(old_K: torch.Tensor, advantages_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:
-    return _centred(advantages_K, keep_K) * _centred(floored(old_K), keep_K)
+    return _centred(advantages_K, keep_K) * _centred(floor_logprobs(old_K), keep_K)
 
 
 def _centred(values_K: torch.Tensor, keep_K: torch.Tensor) -> torch.Tensor:
-    """In float64, less the mean of the kept; 0 elsewhere."""
+    """Minus the mean of the kept tokens, in float64; 0 at other tokens."""
     kept_K = keep_K > 0
     values_K = torch.where(kept_K, values_K.double(), 0.0)
     return torch.where(kept_K, values_K - values_K.sum() / kept_K.sum().clamp(min=1), 0.0)
@@ -77,27 +75,25 @@ def _count(share: float, keep_K: torch.Tensor) -> int:
 
 
 def _marked(like_K: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    held_K = torch.zeros_like(like_K)
-    held_K[chosen] = 1
-    return held_K
+    selected_K = torch.zeros_like(like_K)
+    selected_K[chosen] = 1
+    return selected_K
 
 
-# Policy filtration (PF-PPO, arXiv 2409.06957): responses whose reward can be relied on are learned from more often.
-#
-# Shapes: S responses of a step. The paper draws the step's responses anew from themselves, with replacement, by
-# weights of their rewards. Here a response keeps its place and counts as often as it was drawn, which is the same
-# sum; verl shuffles the copies over the updates of a step.
+# Policy filtration (PF-PPO, arXiv 2409.06957): the paper resamples the S responses of a step with replacement, weighted
+# by reward. Here a response stays in its update and counts as often as it was drawn, which gives the same sum; verl
+# shuffles the copies over the updates of a step.
 
 METHODS = ("none", "pow", "max_min", "max_random")
-# Nothing is impossible to draw, as in verl.
+# Minimum sampling weight, as in verl.
 LEAST = 1e-8
 
 
-def drawn_times(scores_S: torch.Tensor, method: str, power: float, generator: torch.Generator) -> torch.Tensor:
+def draw_repeats(scores_S: torch.Tensor, method: str, power: float, generator: torch.Generator) -> torch.Tensor:
     """How often each response is drawn: S draws with replacement, by weight.
 
-    `pow` weighs |s|^power, `max_min` the step's best and worst scores 1 and others 0, `max_random` the best ones 0.4
-    and others 0.1. Drawn on the generator's device: with generators of one seed every rank draws the same.
+    Weights: `pow` |s|^power; `max_min` 1 for the best and worst scores of the step, else 0; `max_random` 0.4 for the
+    best, else 0.1. With the same seed every rank draws the same.
     """
     scores_S = scores_S.double()
     if method == "pow":

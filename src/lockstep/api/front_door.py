@@ -15,7 +15,8 @@ from lockstep.data.encode.chat_template import with_template
 from lockstep.device.base import Device
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES, load_config, load_policy, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.load import load_config, load_policy, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
@@ -99,7 +100,7 @@ def load(
         kernel=chosen.adamw,
         spared=biases_and_norms(policy.stored),
     )
-    policy.digits.into(optimizer.masters_held())
+    policy.digits.into(optimizer.local_masters())
     scale = LossScale(_FIRST_SCALE) if dtype == "fp16" else None
     learner = Learner(policy, optimizer, torch_device, World(), scale)
     return Handle(settings, tokenizer, learner, frozen, chosen, data, lr, batch_tokens, seed)

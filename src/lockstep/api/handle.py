@@ -41,19 +41,20 @@ from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.kernels.sampling import Truncation
-from lockstep.model.export import export_model
 from lockstep.model.export_check import probe_of
+from lockstep.model.export_folder import export_model
 from lockstep.model.policy import Policy, Scoring
+from lockstep.model.resolve import folders_of
 from lockstep.model.weights import restore_weights, trained_weights
 from lockstep.recipe.keys_data import Data
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.schema import Model
 from lockstep.rollout.engine import end_ids
 from lockstep.rollout.engine_check import check_engine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.folder import RunFolder
-from lockstep.train.models import over_targets
+from lockstep.train.models import score_targets
 from lockstep.train.step import Learner
 from lockstep.types import Completion, Example, Origin, Request, Sampling
 
@@ -212,7 +213,7 @@ class Handle:
             for scoring, numbers in by_scoring(data):
                 update = self._arranged([data[number] for number in numbers])
                 with _scored_as(policy, scoring):
-                    flat = over_targets(
+                    flat = score_targets(
                         policy, update, self._learner.world, self._learner.device, lambda scores: scores.logprobs_K
                     )
                 vectors = iter(flat.split(update.lengths_S.tolist()))
@@ -317,7 +318,7 @@ class Handle:
         )
         tensors = {
             checkpoints.MODEL: trained_weights(self._policy.stored),
-            checkpoints.OPTIMIZER: self._learner.optimizer.tensors(),
+            checkpoints.OPTIMIZER: self._learner.optimizer.full_state(),
         }
         Path(folder).mkdir(parents=True, exist_ok=True)
         return checkpoints.save(Path(folder), state, tensors)
@@ -357,7 +358,12 @@ class Handle:
         """Writes a Hugging Face folder with a merged adapter, or with `adapter` only a PEFT folder."""
         out = Path(folder)
         weights = trained_weights(self._policy.stored)
-        how: dict[str, Any] = {"where": "the handle", "end_tokens": self._stop_ids, "files": self._files}
+        how: dict[str, Any] = {
+            "where": "the handle",
+            "folders": folders_of(self.settings),
+            "end_tokens": self._stop_ids,
+            "files": self._files,
+        }
         probe = probe_of(self._policy, self._learner.device)
         verified = export_model(self.settings, weights, out, adapter=adapter, probe=probe, **how)
         if not verified.done:

@@ -191,7 +191,7 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
     if loss == "nll":
         _refuse_unread(loss, settings, ())
         return Chosen(lambda logprobs: nll(logprobs), per or "token", loss)
-    if loss in LOSSES and LOSSES[loss].held is None:
+    if loss in LOSSES and LOSSES[loss].selection_keys is None:
         return Chosen(_of_response(loss, settings), per or "token", loss)
     if loss in pair_losses.LOSSES:
         return Chosen(_of_pair(loss, settings), per or "example", loss)
@@ -209,7 +209,7 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
             "use lockstep.train with algorithm.loss",
             code="unsupported-combination",
         )
-    names = ["nll", *(name for name, row in LOSSES.items() if row.held is None), *pair_losses.LOSSES]
+    names = ["nll", *(name for name, row in LOSSES.items() if row.selection_keys is None), *pair_losses.LOSSES]
     raise Refusal.at(
         f"loss {loss!r}", "does not exist", f"give a function, or one of {', '.join(names)}", code="unknown-name"
     )

@@ -12,8 +12,15 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from lockstep.commands.options import refuse_long_answers, refuse_options
-from lockstep.commands.without_recipe import BY_NAME, NamedColumns, load_generator, opened_scorer, read_option_questions
+from lockstep.commands.without_recipe import (
+    BY_NAME,
+    NamedColumns,
+    load_generator,
+    opened_scorer,
+    read_option_questions,
+    refuse_long_answers,
+    refuse_options,
+)
 from lockstep.data.encode.prompt_rows import REWARD_FIELDS
 from lockstep.data.sources.read import RowSet, read_rows
 from lockstep.data.updates import even_groups, row_sizes
@@ -22,8 +29,7 @@ from lockstep.device.select import explain
 from lockstep.errors import Problem, Refusal
 from lockstep.evaluate.validation import GROUP, answer_metrics, measure
 from lockstep.methods import METHODS
-from lockstep.model.heads import load_value_model
-from lockstep.model.load import load_config, load_policy, load_tokenizer
+from lockstep.model.load import load_config, load_policy, load_tokenizer, load_value_model
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
@@ -36,8 +42,8 @@ from lockstep.reward.process_model import PROCESS, read_judging
 from lockstep.reward.row_rewards import RuleJudge, read_by_rewards
 from lockstep.reward.rules import any_isolated, rule_for, rule_named
 from lockstep.reward.scorer import Scorer
+from lockstep.rollout.collect import Examiner, encode_questions, validation_keys
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.questions import Examiner, encode_questions, validation_keys
 from lockstep.run.console import Console
 from lockstep.run.folder import refuse_unwritable
 from lockstep.run.sample_log import sample_line
@@ -109,8 +115,8 @@ def score_rows(
     metrics = measure(items, method.objective(recipe), models)
     del metrics["loss"]  # depends on settings that the user did not choose
     if out is not None:
-        assert method.scores is not None
-        lines = [line for group in even_groups(items, GROUP) for line in method.scores(group, models)]
+        assert method.score_rows is not None
+        lines = [line for group in even_groups(items, GROUP) for line in method.score_rows(group, models)]
         if world.main:
             out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return {"rows": float(len(items)), **metrics}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from lockstep.errors import Refusal, first_line, unwritten
 from lockstep.model.export_check import Verification
-from lockstep.model.merged_adapter import merge_adapter
-from lockstep.model.resolve import ADAPTER, ask_hub, base_of, hub_errors, looks_like_hub, model_folder
+from lockstep.model.export_folder import merge_adapter
+from lockstep.model.lora import CONFIG
+from lockstep.model.resolve import ask_hub, base_of, hub_errors, looks_like_hub, model_folder
 from lockstep.recipe import Recipe, load_recipe
 from lockstep.recipe.measure import best_measure
 from lockstep.run import checkpoint as checkpoints
@@ -84,7 +85,7 @@ def export_to(source: Path, out: Path | None, order: ExportOrder) -> list[str]:
 
 
 def _written(source: Path, out: Path, order: ExportOrder) -> str:
-    if (source / ADAPTER).is_file():
+    if (source / CONFIG).is_file():
         return _merged(source, out, order)
     if order.base is not None:
         raise Refusal.at(

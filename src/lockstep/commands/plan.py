@@ -30,9 +30,8 @@ from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.servers.adapter import ServerNeeds
-from lockstep.rollout.servers.collective_transport import by_collective
-from lockstep.rollout.servers.memory_transport import by_memory
 from lockstep.rollout.servers.server_process import server_adapter_of
+from lockstep.rollout.servers.weight_transports import by_collective, by_memory
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 

@@ -13,7 +13,7 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console
 from lockstep.run.output import visible
 from lockstep.run.screen import Screen, shown
-from lockstep.types import Example, Item, Judged, Ranking, ScoredExample, Steps
+from lockstep.types import Example, Item, LabeledResponse, Ranking, ScoredExample, StepLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,9 +88,9 @@ def role_of(item: Item, number: int) -> str:
         margin = f", margin {item.margin:g}" if item.margin and not number else ""
         names = ("chosen", "rejected") if len(item.examples) == 2 else [f"rank {i + 1}" for i in range(99)]
         return f", {names[number]}{margin}"
-    if isinstance(item, Judged):
+    if isinstance(item, LabeledResponse):
         return ", desirable" if item.desirable else ", undesirable"
-    if isinstance(item, Steps):
+    if isinstance(item, StepLabels):
         return f", labels {' '.join(f'{label[0]:g}' for label in item.labels)}"
     return ""
 
@@ -102,7 +102,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool)
     marked = (
         set(example.positions)
         if isinstance(example, ScoredExample)
-        else {position + 1 for position, _ in example.asked()}
+        else {position + 1 for position, _ in example.scored_tokens()}
     )
     while start < len(example):
         end = start

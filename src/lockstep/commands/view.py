@@ -17,8 +17,8 @@ def view_runs(folder: Path, port: int = 0, open_browser: bool = False) -> None:
             folder, why, "give the folder with your runs (run.folder of their recipes), or one run", code="not-a-folder"
         )
     viewer = RunViewer(folder, port)
-    found = viewer.data.runs.found()
-    write(f"{len(found.runs):,} runs in {folder}" if len(found.runs) != 1 else f"1 run in {folder}")
+    scan = viewer.data.runs.scan()
+    write(f"{len(scan.runs):,} runs in {folder}" if len(scan.runs) != 1 else f"1 run in {folder}")
     write(viewer.link)
     write("Local only; Ctrl-C stops the server.")
     if open_browser:

@@ -1,4 +1,4 @@
-"""Generator, questions and rewards for commands that have options instead of a recipe."""
+"""Generator, questions and rewards for commands that have options instead of a recipe, and checks of the options."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.commands.options import as_options
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.prompt_rows import REWARD_FIELDS, find_question_columns, read_questions
 from lockstep.data.sources.read import RowSet
 from lockstep.device.base import Device
-from lockstep.errors import Problem, Refusal
-from lockstep.functions import located
+from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.functions import locate
 from lockstep.masking import comparable
 from lockstep.model.fingerprint import model_files
+from lockstep.model.load import load_config
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_data import Data, Source
@@ -27,13 +28,63 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.reward.rules import DEFAULT_RULES, RULES
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine, refuse_moving_positions
 from lockstep.run.console import Console
 from lockstep.run.files import checksum
 from lockstep.types import Failure, Prompt, Question, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def refuse_options(dtype: str, n: int, temperature: float) -> None:
+    if dtype not in DTYPES:
+        raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}", code="unknown-name")
+    if n > 1 and not temperature:
+        raise Refusal.at(
+            "--n", f"{n} greedy answers would be identical", "set --temperature too", code="identical-samples"
+        )
+
+
+def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
+    """The refusal with recipe keys replaced by command options."""
+
+    def renamed(text: str) -> str:
+        for key, option in options.items():
+            text = text.replace(key, option)
+        return text
+
+    return Refusal(
+        [Problem(renamed(p.where), renamed(p.why), renamed(p.remedy), code=p.code) for p in refusal.problems]
+    )
+
+
+def refuse_judge(folder: str, model: str) -> None:
+    """Rejects a reward model, whose layers would generate noise."""
+    if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
+        why = "is a reward model: it scores answers and does not generate"
+        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
+
+
+def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
+    """Prompts that leave no room for an answer in the model's context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    problems: list[Problem] = []
+    for prompt in prompts:
+        length = len(prompt.ids)
+        if context and length + max_new_tokens > context:
+            why = f"{length} tokens plus a response of {max_new_tokens} exceed the model's context of {context}"
+            less = f"set --max-new-tokens to {context - length} or less, or " if length < context else ""
+            problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it", code="over-context"))
+    return problems
+
+
+def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
+    """Rejects, before loading the model, answers that exceed the context or would move cached positions."""
+    config = load_config(folder)
+    refuse_all(over_context(prompts, max_new_tokens, config), "rows")
+    longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
+    refuse_moving_positions(config.get_text_config(), longest, config.model_type, "--max-new-tokens")
 
 
 def load_generator(
@@ -108,7 +159,7 @@ def identity_of(reward: Reward) -> dict[str, Any]:
 
 
 def _function(function_path: str) -> dict[str, str]:
-    file, name = located(function_path, "--reward-function")
+    file, name = locate(function_path, "--reward-function")
     return {"name": name, "file": checksum(file)}
 
 
@@ -155,7 +206,7 @@ def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
     raise Refusal.at(
         REWARD_OPTIONS.get(f"reward.{failure.part}", f"reward {failure.part}"),
         f"{len(failed)} of {len(made)} responses could not be scored, more than --max-failures {most:g}; the first, "
-        f"for {first.prompt.question.origin}: {failure.told}; response: {first.text[:200]!r}",
+        f"for {first.prompt.question.origin}: {failure.message}; response: {first.text[:200]!r}",
         f"fix the reward, or raise --max-failures; finished chunks stay in {folder}",
         code="reward-failed",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -26,7 +27,7 @@ Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Found:
+class PeerCheckpoint:
     """A checkpoint: its kind, its reader, and the folder of its config and tokenizer, if there is one."""
 
     kind: str
@@ -37,17 +38,17 @@ class Found:
 
 def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
     """Write the weights of a checkpoint to `out`, with the config and tokenizer of `model` or of the checkpoint."""
-    found = find_checkpoint(path)
-    source = model or found.model
+    checkpoint = find_checkpoint(path)
+    source = model or checkpoint.model
     if source is None or not (source / "config.json").is_file():
         raise Refusal.at(
-            found.folder,
+            checkpoint.folder,
             "has weights but no config.json",
             "name the trained model, for its config and tokenizer: --model DIR",
             code="missing-file",
         )
-    weights = found.read(found.folder)
-    check_weights(weights, source, found.folder)
+    weights = checkpoint.read(checkpoint.folder)
+    check_weights(weights, source, checkpoint.folder)
     if out.exists() and any(out.iterdir()):
         raise Refusal.at(out, "is not empty", "name a new folder", code="not-empty")
     out.mkdir(parents=True, exist_ok=True)
@@ -62,20 +63,20 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
 
     save_torch_state_dict(stored, out)
     count = sum(tensor.numel() for tensor in weights.values())
-    return f"wrote {out}: {count:,} parameters of {found.kind}, config and tokenizer of {source}"
+    return f"wrote {out}: {count:,} parameters of {checkpoint.kind}, config and tokenizer of {source}"
 
 
-def find_checkpoint(path: Path) -> Found:
+def find_checkpoint(path: Path) -> PeerCheckpoint:
     """The checkpoint in a folder, or in the subfolders where the trainers save it."""
     for folder in (path, path / "actor", path / "_actor", *_tagged(path), *_tagged(path / "_actor")):
         names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         if any(_SHARD.match(name) for name in names):
             inside = folder / "huggingface"
-            return Found("FSDP shards of verl", folder, read_fsdp, inside if inside.is_dir() else folder)
+            return PeerCheckpoint("FSDP shards of verl", folder, read_fsdp, inside if inside.is_dir() else folder)
         if any(_ZERO3.match(name) for name in names):
-            return Found("DeepSpeed ZeRO 3", folder, read_zero3, None)
+            return PeerCheckpoint("DeepSpeed ZeRO 3", folder, read_zero3, None)
         if any(_MP.match(name) for name in names):
-            return Found("DeepSpeed", folder, read_deepspeed, None)
+            return PeerCheckpoint("DeepSpeed", folder, read_deepspeed, None)
         if "dist_ckpt" in names or any(name.endswith(".distcp") or name.startswith("iter_") for name in names):
             raise Refusal.at(
                 folder,
@@ -108,8 +109,9 @@ def _tagged(path: Path) -> list[Path]:
 
 
 def read_fsdp(folder: Path) -> Weights:
-    files = {int(found[2]): file for file in folder.iterdir() if (found := _SHARD.match(file.name))}
-    world = {int(found[1]) for file in folder.iterdir() if (found := _SHARD.match(file.name))}
+    shard_files = [(match, file) for file in folder.iterdir() if (match := _SHARD.match(file.name))]
+    files = {int(match[2]): file for match, file in shard_files}
+    world = {int(match[1]) for match, _ in shard_files}
     if len(world) != 1 or set(files) != set(range(next(iter(world)))):
         have = ", ".join(file.name for file in files.values())
         raise Refusal.at(
@@ -125,7 +127,7 @@ def read_fsdp(folder: Path) -> Weights:
         ]
     )
     try:
-        return {name: _whole([shard[name] for shard in shards], name, folder) for name in names}
+        return {name: _joined([shard[name] for shard in shards], name, folder) for name in names}
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise Refusal.at(
             folder,
@@ -135,7 +137,7 @@ def read_fsdp(folder: Path) -> Weights:
         ) from error
 
 
-def _whole(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
+def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
     """One tensor from the shards of all ranks."""
     first = parts[0]
     placements = getattr(first, "placements", None)
@@ -205,7 +207,7 @@ def read_zero3(folder: Path) -> Weights:
     weights: Weights = {}
     at = 0
     for name, shape in shapes.items():
-        count = _product(shape)
+        count = math.prod(shape)
         run = -(-count // len(flat))
         if at + run > len(flat[0]):
             raise Refusal.at(
@@ -233,13 +235,6 @@ def _flat(state: Any, file: Path) -> torch.Tensor:
         return torch.cat([group.flatten() for group in state["optimizer_state_dict"]["fp32_flat_groups"]])
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Refusal.at(file, "holds no fp32_flat_groups", "is it of ZeRO 3?", code="damaged-checkpoint") from error
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
@@ -278,5 +273,5 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _stored_dtype(model: Path) -> torch.dtype | None:
     """The dtype of the config, in which the weights are stored."""
     config = json.loads((model / "config.json").read_text())
-    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -39,61 +39,61 @@ class ParsedOverrides:
 
 
 def parse_overrides(
-    words: Sequence[str], wheres: Sequence[str] = (), defaults: Mapping[str, Any] = {}
+    words: Sequence[str], locations: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> ParsedOverrides:
-    """`wheres` has the place of each word. References to keys that are not set read `defaults`."""
-    found = ParsedOverrides()
+    """`locations` has the place of each word. References to keys that are not set read `defaults`."""
+    parsed = ParsedOverrides()
     position = 0
     while position < len(words):
-        word, where = words[position], wheres[position] if position < len(wheres) else ""
+        word, where = words[position], locations[position] if position < len(locations) else ""
         position += 1
         if word.startswith("-"):
-            position += _option(word, words[position:], where, found)
+            position += _option(word, words[position:], where, parsed)
         else:
-            _override(word, where, found)
-    for key, given in list(found.given.items()):
+            _override(word, where, parsed)
+    for key, given in list(parsed.given.items()):
         try:
-            found.given[key] = Setting(_resolved(given.value, found.given, defaults, (key,)), given.where)
+            parsed.given[key] = Setting(_resolved(given.value, parsed.given, defaults, (key,)), given.where)
         except KeyError as missing:
             why = f"refers to {missing.args[0]}, which has no plain value"
-            found.problems.append(
+            parsed.problems.append(
                 Problem(_place(given.where, key), why, "write the value itself", code="unresolved-reference")
             )
-    return found
+    return parsed
 
 
-def _option(word: str, rest: Sequence[str], where: str, found: ParsedOverrides) -> int:
+def _option(word: str, rest: Sequence[str], where: str, parsed: ParsedOverrides) -> int:
     """One of Hydra's options; returns the number of further words that it uses."""
     name, equals, value = word.partition("=")
     used = 0
     if not equals and rest:
         value, used = rest[0], 1
     if name in ("--config-name", "-cn"):
-        found.config = value
+        parsed.config = value
     elif name not in ("--config-path", "-cp", "--config-dir", "-cd"):  # these do not change a setting
         why = "is an option of Hydra's that changes no setting"
-        found.problems.append(Problem(_place(where, word), why, "remove it", code="unused-key"))
+        parsed.problems.append(Problem(_place(where, word), why, "remove it", code="unused-key"))
         return 0
     return used
 
 
-def _override(word: str, where: str, found: ParsedOverrides) -> None:
+def _override(word: str, where: str, parsed: ParsedOverrides) -> None:
     key, equals, text = word.partition("=")
     removes = key.startswith("~")
     key = key.lstrip("+~")
     if not _KEY.match(key):
         why, remedy = "is not an override", "write key=value, +key=value, ++key=value or ~key"
-        found.problems.append(Problem(_place(where, word), why, remedy, code="invalid-syntax"))
+        parsed.problems.append(Problem(_place(where, word), why, remedy, code="invalid-syntax"))
     elif removes:
-        for name in [name for name in found.given if name == key or name.startswith(key + ".")]:
-            del found.given[name]
+        for name in [name for name in parsed.given if name == key or name.startswith(key + ".")]:
+            del parsed.given[name]
     elif not equals:
-        found.problems.append(Problem(_place(where, word), "has no value", f"write {word}=VALUE", code="not-set"))
+        parsed.problems.append(Problem(_place(where, word), "has no value", f"write {word}=VALUE", code="not-set"))
     else:
         try:
             value = parse_value(text)
         except ValueError as error:
-            found.problems.append(
+            parsed.problems.append(
                 Problem(
                     _place(where, key), f"{text!r} cannot be read: {error}", "quote the value", code="invalid-syntax"
                 )
@@ -101,10 +101,10 @@ def _override(word: str, where: str, found: ParsedOverrides) -> None:
             return
         if isinstance(value, dict) and value:
             for name, inner in value.items():
-                found.given[f"{key}.{name}"] = Setting(inner, where)
+                parsed.given[f"{key}.{name}"] = Setting(inner, where)
         else:
-            found.given.pop(key, None)  # the last one wins, also in the order of the keys
-            found.given[key] = Setting(value, where)
+            parsed.given.pop(key, None)  # the last one wins, also in the order of the keys
+            parsed.given[key] = Setting(value, where)
 
 
 def _place(where: str, word: str) -> str:
@@ -206,7 +206,7 @@ def _resolved(value: Any, given: Mapping[str, Setting], defaults: Mapping[str, A
     only = _REFERENCE.fullmatch(value)
     if only:
         return of(only[1])
-    text = _REFERENCE.sub(lambda found: str(of(found[1])), value)
+    text = _REFERENCE.sub(lambda match: str(of(match[1])), value)
     if "${" in text:
         raise KeyError(text)
     return text
@@ -244,23 +244,23 @@ class ParsedFlags:
     problems: list[Problem] = field(default_factory=list)
 
 
-def parse_flags(words: Sequence[str], known: Mapping[str, Flag], wheres: Sequence[str] = ()) -> ParsedFlags:
-    """`known` has the flags by their written name, `wheres` the place of each word."""
-    found = ParsedFlags()
+def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequence[str] = ()) -> ParsedFlags:
+    """`flags` has the flags by their written name, `locations` the place of each word."""
+    parsed = ParsedFlags()
     position = 0
     while position < len(words):
-        word, where = words[position], wheres[position] if position < len(wheres) else ""
+        word, where = words[position], locations[position] if position < len(locations) else ""
         position += 1
         if not is_flag(word):
             why = "is neither a flag nor the value of a flag"
-            found.problems.append(
+            parsed.problems.append(
                 Problem(_place(where, word), why, "remove it, or quote it with its flag's value", code="invalid-syntax")
             )
             continue
         name, equals, text = word.lstrip("-").partition("=")
-        flag, why_not = _which(name, known)
+        flag, why_not = _which(name, flags)
         if flag is None:
-            found.problems.append(Problem(_place(where, word), *why_not, code="unknown-key"))
+            parsed.problems.append(Problem(_place(where, word), *why_not, code="unknown-key"))
             while position < len(words) and not is_flag(words[position]):
                 position += 1
             continue
@@ -271,11 +271,11 @@ def parse_flags(words: Sequence[str], known: Mapping[str, Flag], wheres: Sequenc
                 values.append(words[position])
                 position += 1
         try:
-            found.given.pop(flag.name, None)
-            found.given[flag.name] = Setting(_read(flag, values, bool(equals)), where)
+            parsed.given.pop(flag.name, None)
+            parsed.given[flag.name] = Setting(_read(flag, values, bool(equals)), where)
         except ValueError as error:
-            found.problems.append(Problem(_place(where, word), str(error), "correct the value", code="invalid-value"))
-    return found
+            parsed.problems.append(Problem(_place(where, word), str(error), "correct the value", code="invalid-value"))
+    return parsed
 
 
 def is_flag(word: str) -> bool:
@@ -288,15 +288,16 @@ def is_dotted(words: Sequence[str]) -> bool:
     return any(is_flag(word) and "." in word.partition("=")[0] for word in words)
 
 
-def _which(name: str, known: Mapping[str, Flag]) -> tuple[Flag | None, tuple[str, str]]:
-    if name in known:
-        return known[name], ("", "")
-    begun = sorted(full for full in known if full.startswith(name)) if name else []
-    if len(begun) == 1:
-        return known[begun[0]], ("", "")
-    if begun:
-        return None, (f"may be any of {', '.join('--' + full for full in begun)}", "write the flag in full")
-    near = nearest_name(name, list(known))
+def _which(name: str, flags: Mapping[str, Flag]) -> tuple[Flag | None, tuple[str, str]]:
+    if name in flags:
+        return flags[name], ("", "")
+    matches = sorted(flag_name for flag_name in flags if flag_name.startswith(name)) if name else []
+    if len(matches) == 1:
+        return flags[matches[0]], ("", "")
+    if matches:
+        names = ", ".join(f"--{flag_name}" for flag_name in matches)
+        return None, (f"may be any of {names}", "write the flag in full")
+    near = nearest_name(name, list(flags))
     return None, ("there is no such flag", f"did you mean --{near}?" if near else "remove it")
 
 

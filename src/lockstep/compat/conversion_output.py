@@ -73,28 +73,28 @@ def _folded(text: str, indent: str) -> list[str]:
 # Recipe --------------------------------------------------------------------------------------------------------------
 
 
-def own_defaults(method: str) -> dict[str, Any]:
+def lockstep_defaults(method: str) -> dict[str, Any]:
     """lockstep's defaults for a method, by dotted key."""
     return _schema_defaults(Recipe, "") | _flat(method_defaults(method), "")
 
 
 def _schema_defaults(model: Any, prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         inner = sections_of(info.annotation)
         default = None if info.is_required() else info.get_default(call_default_factory=True)
         if inner == [info.annotation] or isinstance(default, BaseModel):
-            found |= _schema_defaults(inner[0], f"{prefix}{name}.")
+            defaults |= _schema_defaults(inner[0], f"{prefix}{name}.")
         elif not info.is_required():
-            found[prefix + name] = default
-    return found
+            defaults[prefix + name] = default
+    return defaults
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def recipe_values(done: Conversion) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def program_name(peer: str, program: str, tables: Mapping[str, Any]) -> str:
             f"{peer} {name}", "does not train", f"use: {tables['not_training'][name]}", code="not-training"
         )
     if name not in tables["programs"]:
-        known = [*tables["programs"], *tables.get("inference", ())]
-        raise Refusal.at(f"{peer} {name}", "is not supported", f"use one of {', '.join(known)}", code="unknown-name")
+        programs = [*tables["programs"], *tables.get("inference", ())]
+        raise Refusal.at(f"{peer} {name}", "is not supported", f"use one of {', '.join(programs)}", code="unknown-name")
     return name
 
 

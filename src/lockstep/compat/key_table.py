@@ -60,8 +60,8 @@ def load_tables(peer: str) -> dict[str, Any]:
     import yaml
 
     text = (FOLDER / f"{peer}.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return found
+    tables: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tables
 
 
 @cache
@@ -288,12 +288,12 @@ def convert(
     settings: Settings,
     rows: Sequence[KeyRow],
     rules: Iterable[KeyRule],
-    own_defaults: Callable[[str], Mapping[str, Any]],
+    lockstep_defaults: Callable[[str], Mapping[str, Any]],
 ) -> Conversion:
     """Apply the rows, then the rules, and collect the outcome of every key that the command sets.
 
-    `own_defaults` returns lockstep's defaults for a method. A default of the other trainer that equals lockstep's is
-    left out of the recipe.
+    `lockstep_defaults` returns lockstep's defaults for a method. A default of the other trainer that is the same in
+    lockstep is left out of the recipe.
     """
     done = Conversion(settings, {row.key: row for row in rows})
     by_key = {key: row_of(rows, key) for key in settings.given}
@@ -309,7 +309,7 @@ def convert(
             except Unreadable as bad:
                 done.refuse(bad.key, bad.why, "write the value itself", "invalid-value")
     if "method" in done.recipe:
-        _leave_out_defaults(done, own_defaults(str(done.recipe["method"].value)))
+        _leave_out_defaults(done, lockstep_defaults(str(done.recipe["method"].value)))
     done.outcomes = [_outcome(key, row, done) for key, row in by_key.items()]
     return done
 
@@ -349,9 +349,9 @@ def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
     return any(value == nothing and isinstance(value, bool) == isinstance(nothing, bool) for nothing in off)
 
 
-def _leave_out_defaults(done: Conversion, own: Mapping[str, Any]) -> None:
+def _leave_out_defaults(done: Conversion, defaults: Mapping[str, Any]) -> None:
     for key, written in list(done.recipe.items()):
-        if key != "method" and not done.is_set(*written.sources) and key in own and own[key] == written.value:
+        if key != "method" and not done.is_set(*written.sources) and key in defaults and defaults[key] == written.value:
             del done.recipe[key]
 
 
@@ -366,13 +366,12 @@ def _outcome(key: str, row: KeyRow | None, done: Conversion) -> KeyOutcome:
 
 
 def _nearest(key: str, rows: Sequence[KeyRow]) -> str:
-    known = [row.key for row in rows if "*" not in row.key]
-    near = nearest_name(key, known)
+    near = nearest_name(key, [row.key for row in rows if "*" not in row.key])
     return f"did you mean {near}?" if near else "remove it, or look it up in the table of keys"
 
 
-def nearest_name(name: str, known: Sequence[str]) -> str | None:
-    """The most similar known name, or one with the same last part."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+def nearest_name(name: str, names: Sequence[str]) -> str | None:
+    """The most similar of the names, or one with the same last part."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     leaf = name.rsplit(".", 1)[-1]
-    return next(iter([*near, *(other for other in known if other.rsplit(".", 1)[-1] == leaf)]), None)
+    return next(iter([*near, *(other for other in names if other.rsplit(".", 1)[-1] == leaf)]), None)

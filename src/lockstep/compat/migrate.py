@@ -48,17 +48,17 @@ def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal.at(path, f"cannot be read: {error}", code="unreadable") from error
-    found, problems, remarks = migrated(text, words)
+    commands, problems, remarks = migrated(text, words)
     for remark in remarks:
         write(remark, error=True)
-    for number, one in enumerate(found, 1):
-        write(report(one.done), error=True)
+    for number, command in enumerate(commands, 1):
+        write(report(command.done), error=True)
         try:
-            checked(one.done)
+            checked(command.done)
         except Refusal as refusal:
             problems += refusal.problems
             continue
-        recipe = recipe_yaml(one.done, f"{path.name} line {one.training.line}")
+        recipe = recipe_yaml(command.done, f"{path.name} line {command.training.line}")
         if out is None:
             write(recipe, end="")
         else:
@@ -74,7 +74,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
     given = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     given |= {word.partition("=")[0]: word.partition("=")[2] for word in words if _VARIABLE.match(word)}
     script = read_script(text, given, [word for word in words if not _VARIABLE.match(word)])
-    found: list[Migrated] = []
+    commands: list[Migrated] = []
     problems = _cut_off(script, text)
     for command in script.commands:
         training = training_of(command)
@@ -85,12 +85,12 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
         if unknown:
             continue
         try:
-            found.append(Migrated(training, _converted(training)))
+            commands.append(Migrated(training, _converted(training)))
         except Refusal as refusal:
             problems += [
                 Problem(f"line {training.line}: {p.where}", p.why, p.remedy, code=p.code) for p in refusal.problems
             ]
-    if not found and not problems:
+    if not commands and not problems:
         problems.append(
             Problem(
                 "the script",
@@ -99,7 +99,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
                 code="not-training",
             )
         )
-    return found, problems, script.remarks
+    return commands, problems, script.remarks
 
 
 def _converted(training: TrainingCommand) -> Conversion:
@@ -165,8 +165,8 @@ def training_of(words: Sequence[Word]) -> TrainingCommand | None:
     """The training command in a command of a script, or None."""
     inner = _string_command(words)
     if inner is not None:
-        found = [training for command in inner.commands if (training := training_of(command)) is not None]
-        return found[0] if found else None
+        trainings = [training for command in inner.commands if (training := training_of(command)) is not None]
+        return trainings[0] if trainings else None
     for place, word in enumerate(words):
         before = words[place - 1].text if place else ""
         file = _FILE.search(word.text)

@@ -26,8 +26,8 @@ MARK = "\x00"
 """Encloses the name of an unknown value."""
 
 _OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: lambda a, b: int(a / b), ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: lambda a, b: _quotient(a, b),
+    ast.Mod: lambda a, b: a - b * _quotient(a, b), ast.Pow: operator.pow,
     ast.LShift: operator.lshift, ast.RShift: operator.rshift,
 }  # fmt: skip
 
@@ -169,8 +169,8 @@ class _Shell:
     def _simple(self, words: Sequence[RawWord], raw: RawCommand) -> None:
         declares = words[0].text in _DECLARES
         rest = list(words[1:] if declares else words)
-        while rest and (found := _ASSIGNMENT.match(rest[0].text)):
-            self._assign(rest.pop(0), found)
+        while rest and (match := _ASSIGNMENT.match(rest[0].text)):
+            self._assign(rest.pop(0), match)
         if declares or not rest:
             return
         if rest[0].text == "read" and raw.heredoc is not None:
@@ -187,13 +187,13 @@ class _Shell:
             if expanded:
                 self.script.commands.append(expanded)
 
-    def _assign(self, word: RawWord, found: re.Match[str]) -> None:
-        name, adds = found[1], bool(found[2])
+    def _assign(self, word: RawWord, match: re.Match[str]) -> None:
+        name, adds = match[1], bool(match[2])
         if word.array is not None:
             values = [text for item in word.array for text in self.expand(item)]
             self.arrays[name] = [*self.arrays.get(name, []), *values] if adds else values
             return
-        value = " ".join(self.expand(RawWord(word.text[found.end() :], word.line), split=False))
+        value = " ".join(self.expand(RawWord(word.text[match.end() :], word.line), split=False))
         if name in self.given and (self.branches or MARK in value):
             # The caller decides about an unknown branch and the output of a program.
             self.variables[name] = self.given[name]
@@ -265,8 +265,8 @@ class _Shell:
             return self.arguments
         if inner.startswith("${@:") and (some := self._some(inner[2:-1])) is not None:
             return some
-        found = re.fullmatch(r"\$\{(\w+)\[@\]\}", inner)
-        return self.arrays.get(found[1]) if found else None
+        match = re.fullmatch(r"\$\{(\w+)\[@\]\}", inner)
+        return self.arrays.get(match[1]) if match else None
 
     def _item(self, name: str, index: str, inner: str) -> str:
         """`${NAME[0]}` and `${NAME[@]}`."""
@@ -281,19 +281,19 @@ class _Shell:
 
     def _some(self, inner: str) -> list[str] | None:
         """`@:2` and `@:2:1`: arguments from the second on, and their number."""
-        found = re.fullmatch(r"[@*]:\s*([1-9]\d*)(?::\s*(\d+))?", inner)
-        if found is None:
+        match = re.fullmatch(r"[@*]:\s*([1-9]\d*)(?::\s*(\d+))?", inner)
+        if match is None:
             return None
-        rest = self.arguments[int(found[1]) - 1 :]
-        return rest if found[2] is None else rest[: int(found[2])]
+        rest = self.arguments[int(match[1]) - 1 :]
+        return rest if match[2] is None else rest[: int(match[2])]
 
     def _length(self, name: str) -> str:
         """`${#X}` and `${#X[@]}`."""
         listed = re.fullmatch(r"(\w+)\[[@*]\]", name)
         if listed and listed[1] in self.arrays:
             return str(len(self.arrays[listed[1]]))
-        known = self._known(name) if re.fullmatch(r"\w+", name) else None
-        return f"{MARK}#{name}{MARK}" if known is None or MARK in known else str(len(known))
+        value = self._lookup(name) if re.fullmatch(r"\w+", name) else None
+        return f"{MARK}#{name}{MARK}" if value is None or MARK in value else str(len(value))
 
     def _in_quotes(self, text: str) -> str:
         out, i = "", 0
@@ -333,28 +333,29 @@ class _Shell:
             return self._length(inner[1:])
         if (some := self._some(inner)) is not None:
             return " ".join(some)
-        found = _BRACED.match(inner)
-        if found is None or found[1] or (found[2] in ("@", "*") and found[4]):
+        match = _BRACED.match(inner)
+        if match is None or match[1] or (match[2] in ("@", "*") and match[4]):
             return f"{MARK}{inner}{MARK}"
-        name, index, sign, rest = found[2], found[3], found[4] or "", found[5]
+        name, index, sign, rest = match[2], match[3], match[4] or "", match[5]
         if index is not None:
             return self._item(name, index[1:-1], inner)
-        known = self._known(name)
+        value = self._lookup(name)
         if sign in (":-", "-", ":=", "="):
-            if known or (known is not None and not sign.startswith(":")):
-                return known
+            if value or (value is not None and not sign.startswith(":")):
+                return value
             default = self._in_quotes(rest.strip('"'))
             if "=" in sign:
                 self.variables[name] = default
             return default
         if sign in (":+", "+"):
-            return self._in_quotes(rest) if known else ""
+            is_set = bool(value) if sign == ":+" else value is not None
+            return self._in_quotes(rest) if is_set else ""
         if sign in (":?", "?") or not sign:
             return self._value(name)
-        changed = None if known is None else cut(known, sign + rest, self._in_quotes)
-        return changed if changed is not None else f"{MARK}{inner if known is not None else name}{MARK}"
+        changed = None if value is None else cut(value, sign + rest, self._in_quotes)
+        return changed if changed is not None else f"{MARK}{inner if value is not None else name}{MARK}"
 
-    def _known(self, name: str) -> str | None:
+    def _lookup(self, name: str) -> str | None:
         if name in ("@", "*"):
             return " ".join(self.arguments)
         if name == "#":
@@ -369,8 +370,8 @@ class _Shell:
         return self.given.get(name)
 
     def _value(self, name: str) -> str:
-        known = self._known(name)
-        return f"{MARK}{name}{MARK}" if known is None else known
+        value = self._lookup(name)
+        return f"{MARK}{name}{MARK}" if value is None else value
 
     def _output(self, command: str) -> str:
         if command.strip() == "pwd":
@@ -387,10 +388,10 @@ class _Shell:
 
     def _path(self, command: str) -> str | None:
         """`basename PATH [SUFFIX]` and `dirname PATH`."""
-        found = commands_of(command)
-        if len(found) != 1 or found[0].words[0].text not in ("basename", "dirname"):
+        commands = commands_of(command)
+        if len(commands) != 1 or commands[0].words[0].text not in ("basename", "dirname"):
             return None
-        words = [text for word in found[0].words for text in self.expand(word)]
+        words = [text for word in commands[0].words for text in self.expand(word)]
         if len(words) < 2 or any(MARK in word for word in words):
             return None
         path = PurePosixPath(words[1])
@@ -401,16 +402,20 @@ class _Shell:
     def _sum(self, text: str) -> str:
         """`$((a * 2))`: integer arithmetic with variables."""
 
-        def number(found: re.Match[str]) -> str:
-            return self._value(found[1])
-
-        filled = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", number, text)
+        filled = self._in_quotes(text)
+        if MARK not in filled:  # in arithmetic a variable needs no $
+            filled = re.sub(r"[A-Za-z_]\w*", lambda match: self._value(match[0]), filled)
         if MARK in filled:
             return filled
         try:
             return str(_computed(ast.parse(filled.strip().replace("/", "//").replace("////", "//"), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
             return f"{MARK}$(({text})){MARK}"
+
+
+def _quotient(a: int, b: int) -> int:
+    """A shell rounds towards zero, Python down."""
+    return a // b if (a < 0) == (b < 0) else -(-a // b)
 
 
 def _computed(node: ast.expr) -> int:
@@ -425,5 +430,5 @@ def _computed(node: ast.expr) -> int:
     raise ValueError("not integer arithmetic")
 
 
-def _end(found: int, text: str) -> int:
-    return found if found >= 0 else len(text)
+def _end(position: int, text: str) -> int:
+    return position if position >= 0 else len(text)

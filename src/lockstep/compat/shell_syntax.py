@@ -49,7 +49,7 @@ def commands_of(script: str) -> list[RawCommand]:
 class _Reader:
     def __init__(self, text: str):
         self.text, self.at, self.line = text, 0, 1
-        self.found: list[RawCommand] = []
+        self.result: list[RawCommand] = []
         self.current = RawCommand()
         self.waiting: list[tuple[RawCommand, str, bool, bool]] = []
         self.pattern = False
@@ -59,7 +59,7 @@ class _Reader:
         while self.at < len(self.text):
             self._next()
         self._end()
-        return self.found
+        return self.result
 
     def _next(self) -> None:
         sign = self.text[self.at]
@@ -114,17 +114,17 @@ class _Reader:
 
     def _redirected(self) -> bool:
         """Skips a redirection: `2>&1`, `> file`."""
-        found = _REDIRECTION.match(self.text, self.at)
-        if not found:
+        match = _REDIRECTION.match(self.text, self.at)
+        if not match:
             return False
-        self._skip(found.end() - self.at)
+        self._skip(match.end() - self.at)
         if self.at < len(self.text) and self.text[self.at] not in " \t\n" + _ENDS:
             self._word()
         return True
 
     def _end(self) -> None:
         if self.current.words:
-            self.found.append(self.current)
+            self.result.append(self.current)
         self.current = RawCommand()
 
     def _heredocs(self) -> None:
@@ -213,7 +213,7 @@ def closing(text: str, start: int) -> int:
         if sign == "\\":
             i += 1
         elif sign == "'":
-            i = _found(text, "'", i + 1)
+            i = _position(text, "'", i + 1)
         elif sign == '"':
             i = closing_quote(text, i + 1)
         elif sign == opens:
@@ -237,7 +237,7 @@ def closing_quote(text: str, start: int) -> int:
     return i
 
 
-def _found(text: str, sign: str, start: int) -> int:
+def _position(text: str, sign: str, start: int) -> int:
     at = text.find(sign, start)
     return at if at >= 0 else len(text)
 
@@ -273,7 +273,7 @@ def holds(words: Sequence[str], mark: str) -> bool | None:
         return None
     left, sign, right = inside
     if sign in _COUNTS:
-        return _COUNTS[sign](int(left), int(right)) if _whole(left) and _whole(right) else None
+        return _COUNTS[sign](int(left), int(right)) if _is_integer(left) and _is_integer(right) else None
     if sign in ("=", "==", "!="):
         # [[ ]] reads the right side as a pattern.
         same = fnmatch.fnmatchcase(left, right) if words[0] == "[[" else left == right
@@ -281,7 +281,7 @@ def holds(words: Sequence[str], mark: str) -> bool | None:
     return None
 
 
-def _whole(text: str) -> bool:
+def _is_integer(text: str) -> bool:
     return text.lstrip("-").isdigit()
 
 
@@ -292,7 +292,7 @@ def cut(value: str, how: str, filled: Callable[[str], str]) -> str | None:
     """The value of `${X%/}`, `${X##*/}`, `${X//./_}`, `${X:0:3}` ...; `how` follows the name. None if unsupported."""
     if how[0] in "#%":
         twice = how[:2] in ("##", "%%")
-        return _without(value, filled(how[2 if twice else 1 :]), at_end=how[0] == "%", longest=twice)
+        return _without(value, _glob(filled(how[2 if twice else 1 :])), at_end=how[0] == "%", longest=twice)
     if how[0] == "/":
         return _replaced(value, how[1:], filled)
     if how[0] == ":":
@@ -302,6 +302,15 @@ def cut(value: str, how: str, filled: Callable[[str], str]) -> str | None:
     if how in ("^", ","):
         return (value[:1].upper() if how == "^" else value[:1].lower()) + value[1:]
     return None
+
+
+def _glob(pattern: str) -> str:
+    """The pattern for fnmatch, which has no quotes and no backslash: `\\*` and `"*"` are the character itself."""
+
+    def literal(text: str) -> str:
+        return re.sub(r"[*?[]", r"[\g<0>]", text)
+
+    return re.sub(r"\\(.)|\"([^\"]*)\"|'([^']*)'", lambda m: literal(m[1] or m[2] or m[3] or ""), pattern)
 
 
 def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
@@ -317,11 +326,12 @@ def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
 def _replaced(value: str, how: str, filled: Callable[[str], str]) -> str:
     """`pattern/text` replaces once, `/pattern/text` all, `#pattern/text` at the start, `%pattern/text` at the end."""
     mode, how = (how[0], how[1:]) if how[:1] in ("/", "#", "%") else ("", how)
-    pattern, _, text = how.partition("/")
-    found = fnmatch.translate(filled(pattern)).removeprefix("(?s:").rsplit(")", 1)[0]
-    found = {"#": f"^(?:{found})", "%": f"(?:{found})$"}.get(mode, found)
+    parts = re.match(r"((?:\\.|[^/\\])*)/?(.*)", how, re.DOTALL)
+    pattern, text = (parts[1], parts[2]) if parts else (how, "")
+    regex = fnmatch.translate(_glob(filled(pattern))).removeprefix("(?s:").rsplit(")", 1)[0]
+    regex = {"#": f"^(?:{regex})", "%": f"(?:{regex})$"}.get(mode, regex)
     replacement = filled(text)
-    return re.sub(found, lambda _: replacement, value, count=0 if mode == "/" else 1, flags=re.DOTALL)
+    return re.sub(regex, lambda _: replacement, value, count=0 if mode == "/" else 1, flags=re.DOTALL)
 
 
 def _part(value: str, how: str) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from lockstep.data.batching import packed_tokens
-from lockstep.types import Example, Item, Judged, Origin, Prompt, Question, Ranking, ScoredExample, Steps
+from lockstep.types import Example, Item, LabeledResponse, Origin, Prompt, Question, Ranking, ScoredExample, StepLabels
 
 T = TypeVar("T")
 Arrays = dict[str, np.ndarray]
@@ -158,7 +158,7 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
         "sequences": _offsets(len(group) for group in sequences),
         "starts": _offsets(len(example) for example in examples),
         "tokens": np.concatenate([np.asarray(example.ids, dtype=np.int32) for example in examples]),
-        "trained": np.frombuffer(b"".join(bytes(example.trained) for example in examples), dtype=np.uint8),
+        "trained": np.frombuffer(b"".join(bytes(example.loss_mask) for example in examples), dtype=np.uint8),
         "line": np.array([_packed_tokens(group) for group in sequences], dtype=np.int64),
         "digests": np.array([digest_of(*(one.ids for one in group)) for group in sequences], dtype=np.uint64),
         **extra,
@@ -177,7 +177,8 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
 def _are_all_of(examples: Sequence[Example], tokens: np.ndarray, rows: Sequence[int], origin_of: OriginOf) -> bool:
     """Whether the examples can be rebuilt from the tokens and the row numbers."""
     plain = all(
-        type(one.ids) is array and type(one.trained) is bytes and len(one.ids) == len(one.trained) for one in examples
+        type(one.ids) is array and type(one.loss_mask) is bytes and len(one.ids) == len(one.loss_mask)
+        for one in examples
     )
     return (
         plain
@@ -220,15 +221,15 @@ def _ranking(arrays: Arrays, index: int, examples: list[Example]) -> Ranking:
     return Ranking(tuple(examples), float(arrays["margin"][index]))
 
 
-def _judged_columns(items: Sequence[Judged]) -> Arrays:
+def _judged_columns(items: Sequence[LabeledResponse]) -> Arrays:
     return {"desirable": np.array([item.desirable for item in items], dtype=np.uint8)}
 
 
-def _judged(arrays: Arrays, index: int, examples: list[Example]) -> Judged:
-    return Judged(examples[0], bool(arrays["desirable"][index]))
+def _judged(arrays: Arrays, index: int, examples: list[Example]) -> LabeledResponse:
+    return LabeledResponse(examples[0], bool(arrays["desirable"][index]))
 
 
-def _steps_columns(items: Sequence[Steps]) -> Arrays:
+def _steps_columns(items: Sequence[StepLabels]) -> Arrays:
     """One label per step; a label has a number for each label token."""
     numbers = [number for item in items for label in item.labels for number in label]
     return {
@@ -237,11 +238,11 @@ def _steps_columns(items: Sequence[Steps]) -> Arrays:
     }
 
 
-def _steps(arrays: Arrays, index: int, examples: list[ScoredExample]) -> Steps:
+def _steps(arrays: Arrays, index: int, examples: list[ScoredExample]) -> StepLabels:
     begin, end = arrays["label_starts"][index : index + 2]
     width = len(examples[0].token_ids)
     numbers = arrays["labels"][begin:end].reshape(-1, width).tolist()
-    return Steps(examples[0], tuple(tuple(label) for label in numbers))
+    return StepLabels(examples[0], tuple(tuple(label) for label in numbers))
 
 
 def _prompt_columns(items: Sequence[Prompt]) -> Arrays | None:
@@ -275,8 +276,8 @@ _KINDS: dict[str, _ItemKind[Any]] = {
         ScoredExample, lambda item: (item,), lambda items: {}, lambda arrays, index, examples: examples[0]
     ),
     "ranking": _ItemKind(Ranking, lambda item: item.examples, _ranking_columns, _ranking),
-    "judged": _ItemKind(Judged, lambda item: item.examples, _judged_columns, _judged),
-    "steps": _ItemKind(Steps, lambda item: item.examples, _steps_columns, _steps),
+    "judged": _ItemKind(LabeledResponse, lambda item: item.examples, _judged_columns, _judged),
+    "steps": _ItemKind(StepLabels, lambda item: item.examples, _steps_columns, _steps),
     "prompt": _ItemKind(Prompt, _prompt_sequence, _prompt_columns, _prompt),
 }
 

@@ -118,7 +118,7 @@ def micro_batch(
     batch = _packed(examples, shares or [0] * len(examples)) if packed else _padded(examples, pad_id)
     if starts is not None:
         batch = replace(batch, index_K=_counted(starts, examples))
-    return batch if places is None else replace(batch, place_K=_counted(places, examples))
+    return batch if places is None else replace(batch, local_index_K=_counted(places, examples))
 
 
 def _counted(starts: Sequence[int], examples: Sequence[Example]) -> torch.Tensor:
@@ -153,7 +153,7 @@ def _packed(examples: Sequence[Example], shares: Sequence[int]) -> MicroBatch:
     batch = _assemble(
         _joined(ids)[None], _joined(positions)[None], examples, True, _joined(predictors), _joined(targets)
     )
-    return replace(batch, line_E=_joined(packed)) if any(shares) else batch
+    return replace(batch, packed_index_E=_joined(packed)) if any(shares) else batch
 
 
 def _padded(examples: Sequence[Example], pad_id: int) -> MicroBatch:
@@ -177,10 +177,10 @@ def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
 def _numbers(example: Example) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The token ids, the predicting positions, and the target ids at them."""
     ids = np.asarray(example.ids, dtype=np.int64)
-    if type(example).asked is not Example.asked:
-        pairs = np.asarray(example.asked(), dtype=np.int64).reshape(-1, 2)
+    if type(example).scored_tokens is not Example.scored_tokens:
+        pairs = np.asarray(example.scored_tokens(), dtype=np.int64).reshape(-1, 2)
         return ids, pairs[:, 0], pairs[:, 1]
-    trained = example.trained
+    trained = example.loss_mask
     flags = np.frombuffer(trained, dtype=np.uint8) if isinstance(trained, bytes) else np.asarray(trained)
     positions = np.flatnonzero(flags[1:])
     return ids, positions, ids[positions + 1]
@@ -218,12 +218,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 def own_part(batch: MicroBatch) -> MicroBatch:
     """The part of a micro-batch that this rank runs: all of it, or its slice with context parallelism."""
-    return batch if batch.context is None else batch.context.own(batch)
+    return batch if batch.context is None else batch.context.local_part(batch)
 
 
 def of_all(batch: MicroBatch, output: Any) -> Any:
     """Gather the output for this rank's targets to the output for all targets of the micro-batch."""
-    return output if batch.context is None else batch.context.answers(output)
+    return output if batch.context is None else batch.context.gather_outputs(output)
 
 
 def run_on(module: nn.Module, batch: MicroBatch, device: torch.device) -> Any:
@@ -293,7 +293,7 @@ def common_prompt(group: Sequence[Example]) -> int:
 
 
 def _untrained(example: Example) -> int:
-    return example.trained.index(1) if 1 in example.trained else len(example) - 1
+    return example.loss_mask.index(1) if 1 in example.loss_mask else len(example) - 1
 
 
 _Numbered = tuple[int, Outline]

@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeVar
 
+from lockstep.launch.supervisor import die_with_parent
+
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 
@@ -117,6 +119,7 @@ def _serve(
     """Main function of a worker: sends every result. It ends when the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
     for reader in readers:
         reader.close()
     gc.freeze()

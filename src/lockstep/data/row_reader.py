@@ -79,7 +79,7 @@ class RowReader(Protocol[T]):
     """Converts the rows of one source to items within the token limit. A row may give several; None is a dropped one.
 
     The result depends on the row alone, because rows are read in parts, by several processes, or from the cache. A
-    reader that counts something for `found` has a `tally` (`data/encode_parts.py`).
+    reader that counts something for `found` has a `tally` (`data/dataset.py`).
     """
 
     @property

@@ -30,7 +30,7 @@ class Update(Generic[T]):
     items: Sequence[T]
     examples: Sequence[Example]
     batches: list[MicroBatch]
-    spread = False
+    local_only = False
 
     @property
     def targets(self) -> int:

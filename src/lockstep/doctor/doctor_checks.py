@@ -19,7 +19,7 @@ Text = str | Callable[[MachineFacts], str]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A problem of the row, and its remedy. `unknown`: neither known to work nor known to fail."""
+    """A problem of the row, and its remedy. `unknown`: no source states whether it works."""
 
     row: str
     verdict: Literal["unknown", "warning", "broken"]

@@ -81,7 +81,7 @@ class Fact:
     value: str | None
     findings: tuple[Diagnosis, ...] = ()
     missing: str = ""
-    """What an absent one needs, if it is known."""
+    """What an absent engine needs, or empty."""
 
     @property
     def shown(self) -> str:
@@ -89,10 +89,10 @@ class Fact:
 
     @property
     def verdict(self) -> Verdict:
-        found = {finding.verdict for finding in self.findings}
+        verdicts = {finding.verdict for finding in self.findings}
         order: tuple[Verdict, ...] = ("broken", "warning", "unknown")
         for worst in order:
-            if worst in found:
+            if worst in verdicts:
                 return worst
         return "ok" if self.value is not None else "absent"
 

@@ -69,5 +69,5 @@ def packages_in(machine: Machine, python: str) -> dict[str, str]:
     answer = machine.run(python, "-c", look, *names)
     if answer is None or answer.status != 0:
         return {}
-    found: dict[str, str] = json.loads(answer.text.splitlines()[-1])
-    return found
+    versions: dict[str, str] = json.loads(answer.text.splitlines()[-1])
+    return versions

@@ -51,11 +51,11 @@ class Machine:
     @property
     def variables(self) -> Mapping[str, str]:
         """The user's variables, without the one that lockstep sets to delay the import of torch_npu."""
-        found = dict(os.environ)
+        variables = dict(os.environ)
         started_with = self.read("/proc/self/environ")
         if started_with is not None and f"\0{AUTOLOAD}=" not in f"\0{started_with}":
-            found.pop(AUTOLOAD, None)
-        return found
+            variables.pop(AUTOLOAD, None)
+        return variables
 
     def run(self, *command: str) -> CommandOutput | None:
         """None if there is no such command."""
@@ -106,8 +106,8 @@ class Machine:
             name = metadata.distribution(package).metadata["Name"].replace("-", "_")
         except metadata.PackageNotFoundError:
             return None
-        found = self.matching(f"{glob.escape(str(folder))}/{name}-*.dist-info/RECORD")
-        return self.modified(found[0]) if found else None
+        records = self.matching(f"{glob.escape(str(folder))}/{name}-*.dist-info/RECORD")
+        return self.modified(records[0]) if records else None
 
     def disk(self) -> Disk:
         usage = shutil.disk_usage(Path.cwd())

@@ -88,7 +88,7 @@ class Extension:
 def find_extensions(machine: Machine) -> tuple[Extension, ...]:
     root = machine.variables.get("TORCH_EXTENSIONS_DIR") or f"{machine.home()}/.cache/torch_extensions"
     torch_installed = machine.installed("torch")
-    found: dict[str, Extension] = {}
+    extensions: dict[str, Extension] = {}
     # With TORCH_EXTENSIONS_DIR the builds are directly in it, otherwise in one folder per Python version.
     for pattern in (f"{root}/*/lock", f"{root}/*/*/lock", f"{root}/*/*.so", f"{root}/*/*/*.so"):
         for path in machine.matching(pattern):
@@ -96,12 +96,12 @@ def find_extensions(machine: Machine) -> tuple[Extension, ...]:
             folder = str(written_path.parent)
             written = machine.modified(path)
             stale = written is not None and torch_installed is not None and written < torch_installed
-            before = found.get(folder, Extension(folder, False, False))
+            before = extensions.get(folder, Extension(folder, False, False))
             is_lock = written_path.name == "lock"
-            found[folder] = Extension(
+            extensions[folder] = Extension(
                 folder, before.locked or is_lock, before.older_than_torch or (stale and not is_lock)
             )
-    return tuple(found.values())
+    return tuple(extensions.values())
 
 
 # Variables that are shown if they are set, by prefix or by name.
@@ -167,8 +167,8 @@ def query_npu_smi(machine: Machine) -> NpuSmi:
 
 
 def driver_in(text: str) -> str | None:
-    found = re.search(r"\bVersion:\s*([\w.-]+)", text)
-    return found.group(1) if found else None
+    match = re.search(r"\bVersion:\s*([\w.-]+)", text)
+    return match.group(1) if match else None
 
 
 def chips_in(text: str) -> tuple[Chip, ...]:
@@ -225,15 +225,15 @@ def find_toolkit(machine: Machine) -> Installation | None:
         # The folder on Arm has two names.
         for name in (machine.architecture, machine.architecture.replace("aarch64", "arm64")):
             text = machine.read(f"{folder}/{name}-linux/ascend_toolkit_install.info")
-            if text is not None and (found := installation_in(text, folder)) is not None:
-                return found
+            if text is not None and (toolkit := installation_in(text, folder)) is not None:
+                return toolkit
         text = machine.read(f"{folder}/version.cfg")
         if text is not None and (version := running_version(text)) is not None:
             return Installation(version, folder)
         for file in ("version.info", "runtime/version.info", "compiler/version.info"):
             text = machine.read(f"{folder}/{file}")
-            if text is not None and (found := installation_in(text, folder)) is not None:
-                return found
+            if text is not None and (toolkit := installation_in(text, folder)) is not None:
+                return toolkit
     return None
 
 
@@ -251,7 +251,7 @@ def find_driver(machine: Machine) -> Installation | None:
 
 
 def find_firmware(machine: Machine) -> Installation | None:
-    """Firmware has its own version number, which differs from the release of its package."""
+    """The version number of firmware differs from the release of its package."""
     text = machine.read(FIRMWARE)
     return installation_in(text, FIRMWARE, ("version",)) if text is not None else None
 
@@ -272,15 +272,15 @@ def installation_in(
 
 def branch(inner: str | None) -> str | None:
     """V100R001C23 of V100R001C23SPC002B210: the part in compatibility lists."""
-    found = re.match(r"V\d+R\d+C\d+", inner or "")
-    return found.group(0) if found else None
+    match = re.match(r"V\d+R\d+C\d+", inner or "")
+    return match.group(0) if match else None
 
 
 def running_version(text: str) -> str | None:
     """8.2.RC2 of `toolkit_running_version=[8.2.0.2.220:8.2.RC2]`; of several the last."""
     for state in ("running", "installed"):
-        found = re.search(rf"^\s*toolkit_{state}_version=(.*)$", text, re.MULTILINE)
-        versions = re.findall(r"\[[^:\]]*:([^\]]+)\]", found.group(1)) if found else []
+        match = re.search(rf"^\s*toolkit_{state}_version=(.*)$", text, re.MULTILINE)
+        versions = re.findall(r"\[[^:\]]*:([^\]]+)\]", match.group(1)) if match else []
         if versions:
             return str(versions[-1])
     return None
@@ -371,7 +371,7 @@ def _compiler(machine: Machine) -> str | None:
 
 
 def choose_device(facts: MachineFacts) -> tuple[str, str]:
-    """The device that `device: auto` selects, as far as it is known without importing torch, and why."""
+    """The device that `device: auto` selects, and why. Determined without importing torch."""
     if facts.npu_count and "torch_npu" in facts.packages:
         return "npu", f"auto: torch_npu, and Ascend devices: {facts.npu_count}"
     if facts.has_gpu and "+cpu" not in facts.packages.get("torch", "+cpu"):

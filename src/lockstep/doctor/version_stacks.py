@@ -20,8 +20,8 @@ _RANK = {"dev": -3, "alpha": -2, "beta": -2, "b": -2, "a": -2, "t": -2, "rc": -1
 
 def release(version: str) -> str:
     """2.13.0 of 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: packages that belong together share this part."""
-    found = re.match(r"\d+(\.\d+){0,2}", version)
-    return found.group(0) if found else version
+    match = re.match(r"\d+(\.\d+){0,2}", version)
+    return match.group(0) if match else version
 
 
 def order(version: str) -> tuple[int, ...]:
@@ -138,8 +138,8 @@ def _stack(name: str, entry: dict[str, Any]) -> Stack:
 
 def fitting(facts: MachineFacts, device: str) -> Stack | None:
     """The stack whose pinned versions are all installed; of several, the one with the most pins."""
-    found = [stack for stack in known_stacks().values() if stack.device == device and _fits(stack, facts)]
-    return max(found, key=lambda stack: len(stack.packages) + len(stack.cann), default=None)
+    stacks = [stack for stack in known_stacks().values() if stack.device == device and _fits(stack, facts)]
+    return max(stacks, key=lambda stack: len(stack.packages) + len(stack.cann), default=None)
 
 
 def _fits(stack: Stack, facts: MachineFacts) -> bool:
@@ -164,7 +164,7 @@ def canns_for(installed: str) -> tuple[str, ...]:
     named = [listed] if listed is not None else []
     for stack in known_stacks().values():
         pin = stack.packages.get("torch_npu", "")
-        # A pinned release includes its candidates and nightly builds, but not post-releases with their own entry.
+        # A pinned release includes its candidates and nightly builds, but not post-releases with a separate entry.
         if pin and (pin.lstrip("=>") == version or (listed is None and satisfies(version, pin))):
             named += stack.cann
     return tuple(dict.fromkeys(named))

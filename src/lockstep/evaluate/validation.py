@@ -17,16 +17,14 @@ from lockstep.model.policy import evaluating
 from lockstep.parallel.world import World
 from lockstep.types import FAILED, Failure, Item, Question, Rollout
 
-# Answers to questions, judged and counted.
-
 
 def answer_metrics(
     answers: Sequence[Rollout], answer_of: Callable[[Question, str], str | None], n: int
 ) -> dict[str, float]:
-    """Mean score, and for several answers a question pass@k and maj@k; by data source where there are several.
+    """Mean score, and for several answers per question pass@k and maj@k; per data source if there are several.
 
-    An answer is right when its rule, or without a rule its whole reward, gives 1; rewards without a rule that are not
-    0 or 1 call nothing right or wrong. Answers that could not be scored are counted in `val/failed` and left out.
+    An answer is correct if its rule, or without a rule its total reward, is 1. Without a rule, rewards other than 0 and
+    1 give no accuracy. Failed answers are counted in `val/failed` and excluded.
     """
     scored = [answer for answer in answers if not isinstance(answer.score, Failure)]
     sources = sorted({answer.prompt.question.data_source for answer in answers})
@@ -84,12 +82,12 @@ def _over_samples(
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Chance that k of n answers, drawn without replacement, hold a right one (Chen et al. 2021, arXiv 2107.03374)."""
+    """Probability that k of n answers include a correct one (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def _majority(group: Sequence[Rollout], answer_of: Callable[[Question, str], str | None]) -> bool:
-    """Whether the most frequent final answer is right; of equally frequent ones the first counts."""
+    """Whether the most frequent final answer is correct; of ties the first counts."""
     finals = [answer_of(a.prompt.question, a.text) for a in group]
     given = [final for final in finals if final is not None]
     if not given:
@@ -98,14 +96,12 @@ def _majority(group: Sequence[Rollout], answer_of: Callable[[Question, str], str
     return _right(group[finals.index(most)])
 
 
-# Validation on rows: an objective's loss and metrics without an update.
-
-# Rows planned into micro-batches together: enough to pack well, few enough to plan quickly.
+# Rows that are packed into micro-batches together.
 GROUP = 512
 
 
 class Measured(MethodModels, Protocol):
-    """A model in use, and those that its objective asks."""
+    """The models that validation needs."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -119,7 +115,7 @@ class Measured(MethodModels, Protocol):
 
 @torch.no_grad()
 def measure(items: Sequence[Item], objective: Objective, models: Measured) -> dict[str, float]:
-    """The mean loss over all rows as `loss`, and the other metrics of the objective."""
+    """The mean loss over all rows as `loss`, and the metrics of the objective, without an update."""
     total, divisor = 0.0, 0.0
     sums: dict[str, float] = {}
     for group in even_groups(items, GROUP):

@@ -21,7 +21,7 @@ from triton.errors import TritonError
 from lockstep.device.base import first_sentence
 from lockstep.kernels.attention.layout import DecodePass, KVCache
 from lockstep.kernels.attention.masks import SHAPE, WINDOW
-from lockstep.kernels.attention.paged import PrefillPass, cached_attention
+from lockstep.kernels.attention.paged import PrefillPass, paged_attention
 from lockstep.kernels.decode_triton import Norms, add_norm_, heads_of_line, place_heads_, swiglu_
 from lockstep.kernels.fused_modules import KernelForward, drawn, epsilon_of, is_rms_norm, is_silu_gated
 from lockstep.kernels.norm_triton import WIDEST, rms_norm
@@ -113,7 +113,7 @@ class Layer:
         """Add the layer's output to the residual stream in place; returns the sum normalised by the `after` norm."""
         module: Any = self.module
         heads = heads_of_line(self.place(normed_TW, angles, step), self.heads, self.groups)
-        attn_out = cached_attention(*heads, step, self.index, scale=self.scale, window=self.window)
+        attn_out = paged_attention(*heads, step, self.index, scale=self.scale, window=self.window, stored=True)
         out: Any = module.self_attn.o_proj
         normed = _add_norm(
             stream_TW, linear(attn_out.flatten(1), out.weight, out.bias), module.post_attention_layernorm

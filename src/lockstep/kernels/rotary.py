@@ -104,7 +104,7 @@ def sequences(
     moving: Sequence[OwnPositions],
     lengths: Sequence[int],
     shape: torch.Size,
-    line_E: torch.Tensor | None,
+    packed_index_E: torch.Tensor | None,
     packed: bool,
     own_T: torch.Tensor | None = None,
 ) -> Iterator[None]:
@@ -114,7 +114,7 @@ def sequences(
     """
     moved = [rope for rope in moving if rope.fixed is not None and max(lengths) > rope.fixed]
     for rope in moved:
-        lengths_NT = _lengths(lengths, rope, shape, line_E, packed)
+        lengths_NT = _lengths(lengths, rope, shape, packed_index_E, packed)
         rope.lengths_NT = lengths_NT if own_T is None else lengths_NT[:, own_T.to(lengths_NT.device)]
     try:
         yield
@@ -124,7 +124,7 @@ def sequences(
 
 
 def _lengths(
-    lengths: Sequence[int], rope: OwnPositions, shape: torch.Size, line_E: torch.Tensor | None, packed: bool
+    lengths: Sequence[int], rope: OwnPositions, shape: torch.Size, packed_index_E: torch.Tensor | None, packed: bool
 ) -> torch.Tensor:
     assert rope.fixed is not None
     # All sequences within the fixed length have the same positions. So do all beyond it, unless they are dynamic.
@@ -136,9 +136,9 @@ def _lengths(
     if not packed:
         return lengths_S[:, None].expand(shape).to(device)
     lengths_E = lengths_S.repeat_interleave(torch.tensor(lengths))
-    if line_E is None:
+    if packed_index_E is None:
         return lengths_E[None].to(device)
-    packed_E = line_E.cpu()
+    packed_E = packed_index_E.cpu()
     lengths_T = torch.zeros(shape[-1], dtype=torch.long).scatter_(0, packed_E, lengths_E)
     if not torch.equal(lengths_T[packed_E], lengths_E):
         raise NotImplementedError("sequences of different lengths share a prefix whose positions depend on the length")

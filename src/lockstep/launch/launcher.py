@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.process_setup import share
 from lockstep.errors import STALLED, Problem, Refusal, refuse_all
-from lockstep.launch.restarts import status_of, with_restarts
+from lockstep.launch.restarts import LAUNCHER, status_of, with_restarts
 from lockstep.launch.supervisor import die_with_parent
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from lockstep.recipe.keys_parallel import Parallel
 
 
-# Environment variable with the PID of the launcher.
-LAUNCHER = "LOCKSTEP_LAUNCHER"
 # Time after Ctrl-C for the ranks to finish their step and write a checkpoint; then they are killed.
 PATIENCE_SECONDS = 600
 # Interval at which a rank checks that its launcher is alive.

@@ -19,9 +19,9 @@ from lockstep.errors import Refusal, first_line, missing_extra
 from lockstep.launch.ray_rank import RankOutput, RankPlace, RankProcess
 from lockstep.launch.restarts import worst
 from lockstep.masking import variables
-from lockstep.parallel.context import refuse_ranks
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, log_wait, say
 from lockstep.parallel.sharding import grid_of, refuse_offload
+from lockstep.parallel.world import refuse_ranks
 from lockstep.recipe.keys_parallel import Parallel
 
 if TYPE_CHECKING:

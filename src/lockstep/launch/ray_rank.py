@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lockstep.errors import Problem
-from lockstep.launch.launcher import LAUNCHER
-from lockstep.launch.restarts import status_of
+from lockstep.launch.restarts import LAUNCHER, status_of
 
 # Time to drain the pipes of an ended process; a child of it may keep them open.
 _DRAIN_SECONDS = 2.0

@@ -9,6 +9,8 @@ from signal import SIGHUP, SIGINT, SIGTERM
 
 from lockstep.errors import STALLED
 
+# Environment variable of a rank: the PID of its launcher.
+LAUNCHER = "LOCKSTEP_LAUNCHER"
 # Configuration errors: a restart would fail again.
 _REFUSED = 2
 # A requested end.

@@ -9,6 +9,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -44,6 +45,37 @@ def wake_without_parent() -> None:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
+
+
+# Set-up of the worker, before it runs user code.
+
+
+def worker_socket(descriptor: int) -> socket.socket:
+    """The worker's connection to the run. Ctrl-C is ignored. Children of the function do not inherit the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)
+    return socket.socket(fileno=descriptor)
+
+
+def exit_if_forked(worker: int) -> None:
+    """Exit in a process that the function forked and that returned from it; `worker` is the PID of the worker."""
+    if os.getpid() != worker:
+        os._exit(0)
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Limit the address space to the current mapping plus `memory_bytes`.
+
+    Libraries reserve far more addresses than they use memory; limiting those would prevent imports. No limit without
+    /proc.
+    """
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return
+    mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = mapped + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 # The process tree of a worker, including processes that left its group, session or parent. Two traces are combined: the

@@ -1,8 +1,6 @@
-"""The offline methods: one literal row each. For `train` and all above it.
+"""The table of offline methods. A new method is a row with a reader and an objective.
 
-A new method is a row, a reader and an objective; the loop stays as it is.
-
-The online methods are named sets of defaults over one loop's keys: see `recipe/methods.py`.
+Online methods are named sets of recipe defaults (`recipe/methods.py`).
 """
 
 from __future__ import annotations
@@ -10,29 +8,29 @@ from __future__ import annotations
 from lockstep.methods import distill, kto, pairs, prm, rm, sft
 from lockstep.methods.base import Method
 
-_PAIRS = Method(reader=pairs.reader, objective=pairs.Pairwise, scores=pairs.scores)
+_PAIRS = Method(reader=pairs.reader, objective=pairs.Pairwise, score_rows=pairs.scores)
 
 METHODS: dict[str, Method] = {
-    "sft": Method(reader=sft.reader, objective=sft.Supervised, alike=True),
+    "sft": Method(reader=sft.reader, objective=sft.Supervised, uniform_gradient=True),
     "rm": Method(
         reader=rm.reader,
         objective=rm.Ranked,
         model="value",
-        use=("use it", "reward.model: {run}/export"),
-        scores=rm.scores,
+        usage=("use it", "reward.model: {run}/export"),
+        score_rows=rm.scores,
     ),
     "prm": Method(
         reader=prm.reader,
         objective=prm.Stepwise,
-        use=("judge with it", "lockstep eval {run} STEPS"),
+        usage=("judge with it", "lockstep eval {run} STEPS"),
         files=prm.files,
-        scores=prm.scores,
+        score_rows=prm.scores,
     ),
     "dpo": _PAIRS,
     "ipo": _PAIRS,
     "simpo": _PAIRS,
     "orpo": _PAIRS,
     "cpo": _PAIRS,
-    "kto": Method(reader=kto.reader, objective=kto.JudgedResponses, check=kto.check),
+    "kto": Method(reader=kto.reader, objective=kto.KtoObjective, check=kto.check),
     "distill": Method(reader=sft.reader, objective=distill.Distilled),
 }

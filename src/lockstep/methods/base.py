@@ -1,4 +1,4 @@
-"""What an offline method is: how it reads its rows, and what it minimises over an update."""
+"""The interface of offline methods: the reader of rows and the objective."""
 
 from __future__ import annotations
 
@@ -37,60 +37,60 @@ class Reader(Protocol[T]):
 
 
 class MethodModels(Protocol):
-    """The models of a run, as far as a method asks them something before its update. Answers cover all targets."""
+    """The models of a run, as a method uses them. Vectors cover all targets of the update."""
 
     def arrange(self, items: Sequence[T]) -> Update[T]: ...
 
     def logprobs(self, update: Update[Any]) -> torch.Tensor:
-        """The policy's log-probabilities, as it is now."""
+        """The current log-probs of the policy."""
 
     def reference_logprobs(self, update: Update[Any]) -> torch.Tensor: ...
 
     def scores(self, update: Update[Any]) -> torch.Tensor:
-        """A reward model's scores."""
+        """The scores of a reward model."""
 
     def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
-        """The update's micro-batches, each with what the teacher says of its targets."""
+        """The micro-batches of the update with the teacher's distributions."""
 
     @property
     def reference(self) -> object | None:
-        """A frozen model of its own."""
+        """A separate frozen reference model."""
 
     @property
     def longest(self) -> int:
-        """The longest sequence in tokens that the run allows."""
+        """The maximum sequence length in tokens."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One update: its micro-batches, the loss of one of them (a sum), and what the update's sum is divided by. At a
-    trained token stand `answers` targets."""
+    """One update: its micro-batches, the loss of a micro-batch (a sum), and the divisor of the update. A trained
+    position has `targets_per_token` targets."""
 
     batches: Sequence[MicroBatch]
     loss: Loss
     divisor: float
-    answers: int = 1
+    targets_per_token: int = 1
 
 
 class Objective(Protocol):
     def task(self, update: Update[Any], models: MethodModels) -> Task: ...
 
     def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
-        """Metrics of an update, from the sums of what the loss counted beside it."""
+        """Metrics of an update, from the sums of the loss function."""
 
-    def start(self) -> float | None:
-        """The loss while policy and reference are the same; None where no such number exists."""
+    def initial_loss(self) -> float | None:
+        """The loss if policy and reference are equal; None if it is not constant."""
 
 
 class Plain:
-    """What most objectives say: the means of what was counted, some under longer names."""
+    """An objective that reports means; `names` renames some of them."""
 
     names: ClassVar[Mapping[str, str]] = {}
 
     def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
         return {self.names.get(name, name): value / divisor for name, value in sums.items()}
 
-    def start(self) -> float | None:
+    def initial_loss(self) -> float | None:
         return None
 
 
@@ -99,14 +99,14 @@ class Method:
     reader: Callable[[Recipe], Reader[Any]]
     objective: Callable[[Recipe], Objective]
     model: Literal["policy", "value"] = "policy"
-    """What is trained: a language model, or its decoder with one number for a token."""
-    alike: bool = False
-    """Whether the loss is a multiple of the sum of the targets' log-probabilities, so that all have one gradient."""
-    use: tuple[str, str] = ("talk to it", "lockstep generate {run} --chat")
-    """What one does with the model that came out, and how."""
+    """The trained model: a language model, or a decoder with a scalar head."""
+    uniform_gradient: bool = False
+    """Whether the loss is a multiple of the sum of the log-probs, so that all targets have the same gradient."""
+    usage: tuple[str, str] = ("talk to it", "lockstep generate {run} --chat")
+    """How to use the trained model: description and command."""
     files: Callable[[Recipe], dict[str, str]] = lambda recipe: {}
-    """Text files that an exported model needs besides its own, by name."""
-    scores: Callable[[Sequence[Any], MethodModels], list[dict[str, Any]]] | None = None
-    """A line for each row, with what the model says of it: for `lockstep eval`."""
+    """Additional text files of an exported model, by name."""
+    score_rows: Callable[[Sequence[Any], MethodModels], list[dict[str, Any]]] | None = None
+    """The scores of each row as a JSON line, for `lockstep eval`."""
     check: Callable[[Recipe, Dataset[Any], str], tuple[list[Problem], list[str]]] = lambda recipe, rows, key: ([], [])
-    """Problems of all rows together, and what is worth saying of them."""
+    """Problems and notes of a data set."""

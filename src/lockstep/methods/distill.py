@@ -1,4 +1,4 @@
-"""Knowledge distillation: the teacher's distribution over each trained token, mixed with the token itself."""
+"""Knowledge distillation: divergence from the teacher at each target token, mixed with the likelihood."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KTO: single responses with a verdict, against what the policy says of responses to other prompts."""
+"""KTO: single responses with binary labels, and a KL estimate from responses to other prompts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from functools import partial
 
 import torch
 
-from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched, row_logratios, row_means
+from lockstep.algorithms.kto import imbalance_note, kl_estimate, kto_loss, mismatched_rows, row_logratios, row_means
 from lockstep.algorithms.reduce import sum_by
 from lockstep.data.dataset import Dataset, load_rows
-from lockstep.data.encode.kto_rows import JudgedRows
+from lockstep.data.encode.kto_rows import LabeledRows
 from lockstep.data.updates import Update
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Reader, Task
 from lockstep.recipe import Recipe
-from lockstep.types import Example, Judged, MicroBatch, Sums
+from lockstep.types import Example, LabeledResponse, MicroBatch, Sums
 
 
-def reader(recipe: Recipe) -> Reader[Judged]:
-    return partial(load_rows, Dataset, JudgedRows)
+def reader(recipe: Recipe) -> Reader[LabeledResponse]:
+    return partial(load_rows, Dataset, LabeledRows)
 
 
-def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem], list[str]]:
-    """Rows of both kinds, and never an update of one: its mismatched pair would be the pair itself."""
+def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[list[Problem], list[str]]:
+    """The data needs rows of both kinds, and every update at least two rows for mismatched pairs."""
     problems, settings = [], recipe.preference
     verdicts = [item.desirable for item in rows.items]
     good, bad = sum(verdicts), len(verdicts) - sum(verdicts)
@@ -38,14 +38,7 @@ def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem
         return problems, []
     if not (good and bad):
         only = "desirable" if good else "undesirable"
-        problems.append(
-            Problem(
-                key,
-                f"every row is {only}: there is nothing to tell apart",
-                "add rows of both kinds",
-                code="one-class-only",
-            )
-        )
+        problems.append(Problem(key, f"every row is {only}", "add rows of both kinds", code="one-class-only"))
         return problems, []
     if recipe.run.steps is None and len(verdicts) * (recipe.run.epochs or 1) % recipe.batch.rows_per_update == 1:
         problems.append(
@@ -60,16 +53,16 @@ def check(recipe: Recipe, rows: Dataset[Judged], key: str) -> tuple[list[Problem
     return problems, [note] if note else []
 
 
-class JudgedResponses:
+class KtoObjective:
     def __init__(self, recipe: Recipe):
         settings = recipe.preference
         self.free = settings.reference_free
         self.keys = settings.model_dump(include={"beta", "desirable", "undesirable"})
 
-    def task(self, update: Update[Judged], models: MethodModels) -> Task:
-        strangers, cut = _strangers(update.items, models.longest)
-        logratios = self._logratios(models.arrange(strangers), models)
-        # Without a reference the baseline is the policy's own mean, which is below zero: only a divergence is clamped.
+    def task(self, update: Update[LabeledResponse], models: MethodModels) -> Task:
+        mismatched, cut = _mismatched_examples(update.items, models.longest)
+        logratios = self._logratios(models.arrange(mismatched), models)
+        # Without a reference the baseline is the mean log-prob of the policy, which is negative and not clamped.
         kl = float(logratios.mean()) if self.free else kl_estimate(logratios)
         reference_S = None if self.free else _by_sequence(models.reference_logprobs(update), update)
         desirable_S = torch.tensor([item.desirable for item in update.items])
@@ -77,13 +70,13 @@ class JudgedResponses:
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             policy = scores.logprobs_K
             sequences, local_K = update.sequences_of(batch)
-            own = sum_by(policy, local_K.to(policy.device), len(sequences))
+            sums_S = sum_by(policy, local_K.to(policy.device), len(sequences))
             if reference_S is None:
-                ratios = row_means(own, update.lengths_S[sequences].to(policy.device))
+                ratios = row_means(sums_S, update.lengths_S[sequences].to(policy.device))
             else:
-                ratios = row_logratios(own, reference_S[sequences].to(policy.device))
+                ratios = row_logratios(sums_S, reference_S[sequences].to(policy.device))
             sums = kto_loss(ratios, desirable_S[sequences].to(policy.device), kl=kl, **self.keys)
-            # Each row brings its share of what belongs to the whole update.
+            # Each row adds its share of the values of the update.
             share = policy.new_tensor(len(sequences))
             sums.metrics |= {"kl": share * kl, "kl_cut": share * cut / len(update.items)}
             return sums
@@ -91,24 +84,24 @@ class JudgedResponses:
         return Task(update.batches, loss, len(update.items))
 
     def _logratios(self, update: Update[Example], models: MethodModels) -> torch.Tensor:
-        own = _by_sequence(models.logprobs(update), update)
+        policy_S = _by_sequence(models.logprobs(update), update)
         if self.free:
-            return row_means(own, update.lengths_S)
-        return row_logratios(own, _by_sequence(models.reference_logprobs(update), update))
+            return row_means(policy_S, update.lengths_S)
+        return row_logratios(policy_S, _by_sequence(models.reference_logprobs(update), update))
 
     def report(self, sums: Mapping[str, float], divisor: float) -> dict[str, float]:
         good, bad = sums["desirable"], sums["undesirable"]
-        found = {"label_accuracy": sums["accuracy"] / divisor, "kl": sums["kl"] / divisor}
+        metrics = {"label_accuracy": sums["accuracy"] / divisor, "kl": sums["kl"] / divisor}
         if good:
-            found["chosen"] = sums["reward_desirable"] / good
+            metrics["chosen"] = sums["reward_desirable"] / good
         if bad:
-            found["rejected"] = sums["reward_undesirable"] / bad
+            metrics["rejected"] = sums["reward_undesirable"] / bad
         if good and bad:
-            found["margin"] = found["chosen"] - found["rejected"]
-        return found | ({"kl_cut": sums["kl_cut"]} if sums["kl_cut"] else {})
+            metrics["margin"] = metrics["chosen"] - metrics["rejected"]
+        return metrics | ({"kl_cut": sums["kl_cut"]} if sums["kl_cut"] else {})
 
-    def start(self) -> float | None:
-        """Each row starts at half its weight, so it is a number only where the weights are one."""
+    def initial_loss(self) -> float | None:
+        """Each row starts at half its weight, so the loss is constant only for equal weights."""
         return (
             0.5 * self.keys["desirable"]
             if self.keys["desirable"] == self.keys["undesirable"] and not self.free
@@ -116,17 +109,17 @@ class JudgedResponses:
         )
 
 
-def _by_sequence(values_K: torch.Tensor, update: Update[Judged] | Update[Example]) -> torch.Tensor:
+def _by_sequence(values_K: torch.Tensor, update: Update[LabeledResponse] | Update[Example]) -> torch.Tensor:
     return sum_by(values_K, update.sequence_K, len(update.examples))
 
 
-def _strangers(items: Sequence[Judged], longest: int) -> tuple[list[Example], int]:
-    """Each prompt with the response to another one, and how many of these had to be cut to fit."""
-    firsts = [next(i for i, trained in enumerate(item.example.trained) if trained) for item in items]
+def _mismatched_examples(items: Sequence[LabeledResponse], longest: int) -> tuple[list[Example], int]:
+    """Each prompt with the response to another prompt, and the number of truncated ones."""
+    firsts = [next(i for i, mask in enumerate(item.example.loss_mask) if mask) for item in items]
     prompts = [list(item.example.ids[:first]) for item, first in zip(items, firsts, strict=True)]
     responses = [list(item.example.ids[first:]) for item, first in zip(items, firsts, strict=True)]
     try:
-        partners = mismatched(prompts, responses)
+        partners = mismatched_rows(prompts, responses)
     except ValueError as error:
         where = ", ".join(str(item.origin) for item in items[:2])
         raise Refusal.at(
@@ -136,7 +129,7 @@ def _strangers(items: Sequence[Judged], longest: int) -> tuple[list[Example], in
     for item, prompt, partner in zip(items, prompts, partners, strict=True):
         room = longest - len(prompt)
         response = responses[partner][:room]
-        trained = items[partner].example.trained[firsts[partner] :][:room]
+        loss_mask = items[partner].example.loss_mask[firsts[partner] :][:room]
         cut += len(response) < len(responses[partner])
-        examples.append(Example([*prompt, *response], [*[0] * len(prompt), *trained], item.origin))
+        examples.append(Example([*prompt, *response], [*[0] * len(prompt), *loss_mask], item.origin))
     return examples, cut

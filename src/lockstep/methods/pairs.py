@@ -33,7 +33,7 @@ def reader(recipe: Recipe) -> Reader[Ranking]:
 
 
 def scores(items: Sequence[Ranking], models: MethodModels) -> list[dict[str, Any]]:
-    """Of each response its log-prob over the reference's, summed; without a reference, averaged."""
+    """The summed log-ratio of each response; without a reference, the mean log-prob."""
     update = models.arrange(items)
     scores_S = _sums(update, models.logprobs(update))
     if models.reference is not None:
@@ -66,30 +66,30 @@ class Pairwise(Plain):
             reference_S = _sums(update, _weighed(models.reference_logprobs(update), weights_K))
         if self.kind in RANKED:
             assert reference_S is not None
-            # Their order is over the whole update: one more pass tells it before the first micro-batch.
+            # Ranks are over the update, so the policy is scored before the first micro-batch.
             partners = _partners(self.kind, _sums(update, _weighed(models.logprobs(update), weights_K)), reference_S)
 
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             policy = scores.logprobs_K
             sequences, local_K = update.sequences_of(batch)
-            # A micro-batch holds its pairs whole, the chosen response before the rejected one.
+            # A micro-batch has complete pairs, the chosen response first.
             local_K = local_K.to(policy.device)
             plain_S = sum_by(policy, local_K, len(sequences))
             weighed_S = plain_S
             if self.ld_alpha != 1:
                 weighed_S = sum_by(_weighed(policy, weights_K[batch.index_K].to(policy)), local_K, len(sequences))
             lengths = _two(update.lengths_S[sequences].to(policy.device))
-            known = (None, None) if reference_S is None else _two(reference_S[sequences].to(policy.device))
-            pairs = replace(Pairs(*_two(weighed_S), *lengths, *known), likelihood_P=_two(plain_S)[0])
-            own = None if partners is None else _of(partners, sequences[0::2] // 2, policy.device)
-            return preference_loss(pairs, kind=self.kind, partners=own, **self.keys)
+            reference = (None, None) if reference_S is None else _two(reference_S[sequences].to(policy.device))
+            pairs = replace(Pairs(*_two(weighed_S), *lengths, *reference), likelihood_P=_two(plain_S)[0])
+            batch_partners = None if partners is None else _select(partners, sequences[0::2] // 2, policy.device)
+            return preference_loss(pairs, kind=self.kind, partners=batch_partners, **self.keys)
 
         return Task(update.batches, loss, len(update.items))
 
     def _weights(self, update: Update[Ranking]) -> torch.Tensor:
         return shared_length_weights(update.sequence_K, update.lengths_S, self.ld_alpha)
 
-    def start(self) -> float | None:
+    def initial_loss(self) -> float | None:
         nothing, one = torch.zeros(1), torch.ones(1)
         if self.free:
             return None
@@ -100,16 +100,16 @@ class Pairwise(Plain):
 
 def _partners(kind: str, policy_S: torch.Tensor, reference_S: torch.Tensor) -> Partners:
     if kind == "aot":
-        return transport.paired(*_two(policy_S), *_two(reference_S))
-    return transport.unpaired(*_two(policy_S - reference_S))
+        return transport.paired_partners(*_two(policy_S), *_two(reference_S))
+    return transport.unpaired_partners(*_two(policy_S - reference_S))
 
 
 def _weighed(values_K: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
-    """Nothing is left of a token of weight 0, also where the model finds it impossible."""
+    """A token of weight 0 gives 0, even if its log-prob is -inf."""
     return torch.where(weights_K > 0, values_K * weights_K, 0.0)
 
 
-def _of(partners: Partners, pairs: torch.Tensor, device: torch.device) -> Partners:
+def _select(partners: Partners, pairs: torch.Tensor, device: torch.device) -> Partners:
     return Partners(partners.chosen_P[pairs].to(device), partners.rejected_P[pairs].to(device))
 
 

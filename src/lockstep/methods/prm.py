@@ -1,4 +1,4 @@
-"""Process reward models: a verdict on each step of a solution, as the probability of a word after it."""
+"""Process reward models: a score for each step of a solution, as the probability of a label token after it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lockstep.kernels.logprob import Scores
 from lockstep.methods.base import MethodModels, Plain, Reader, Task
 from lockstep.recipe import Recipe
 from lockstep.reward.process_model import PROCESS
-from lockstep.types import MicroBatch, Steps, Sums
+from lockstep.types import MicroBatch, StepLabels, Sums
 
 
-def reader(recipe: Recipe) -> Reader[Steps]:
+def reader(recipe: Recipe) -> Reader[StepLabels]:
     return partial(load_rows, Dataset, partial(StepRows, placeholder=recipe.prm.placeholder, tokens=recipe.prm.tokens))
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """The words that it judges with, which whoever uses the model must know."""
+    """The label tokens, which users of the model need."""
     return {PROCESS: json.dumps(recipe.prm.model_dump(), ensure_ascii=False, indent=2)}
 
 
-def scores(items: Sequence[Steps], models: MethodModels) -> list[dict[str, Any]]:
-    """The probability that each step is good, beside its label."""
+def scores(items: Sequence[StepLabels], models: MethodModels) -> list[dict[str, Any]]:
+    """The probability that each step is good, and its label."""
     lines = []
     logprobs_K = models.logprobs(models.arrange(items))
     for item, share in zip(items, logprobs_K.split([item.example.targets for item in items]), strict=True):
@@ -43,15 +43,15 @@ class Stepwise(Plain):
     names: ClassVar = {"accuracy": "step_accuracy"}
 
     def __init__(self, recipe: Recipe):
-        self.judging = len(recipe.prm.tokens)
+        self.label_tokens = len(recipe.prm.tokens)
 
-    def task(self, update: Update[Steps], models: MethodModels) -> Task:
-        # The targets are every judging token at every position, so the labels in order stand beside them one for one.
+    def task(self, update: Update[StepLabels], models: MethodModels) -> Task:
+        # The targets are all label tokens at all positions, in the order of the labels.
         labels_K = torch.tensor([p for item in update.items for label in item.labels for p in label])
 
         def loss(scores: Scores, batch: MicroBatch) -> Sums:
             logprobs = scores.logprobs_K
             labels = labels_K[batch.index_K].to(logprobs.device)
-            return step_loss(logprobs.view(-1, self.judging), labels.view(-1, self.judging))
+            return step_loss(logprobs.view(-1, self.label_tokens), labels.view(-1, self.label_tokens))
 
-        return Task(update.batches, loss, update.targets / self.judging, self.judging)
+        return Task(update.batches, loss, update.targets / self.label_tokens, self.label_tokens)

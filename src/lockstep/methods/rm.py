@@ -1,4 +1,4 @@
-"""Reward models: one score for a whole text, learned from ranked responses."""
+"""Reward models: one score per text, trained on ranked responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Ranked:
         margins_R = torch.tensor([item.margin for item in update.items])
 
         def loss(scores_S: torch.Tensor, batch: MicroBatch) -> Sums:
-            # One answer a sequence: the targets are the sequences.
+            # One target per sequence.
             rankings, local_S = torch.unique_consecutive(update.item_S[batch.index_K], return_inverse=True)
             device = scores_S.device
             sums = ranking_loss(
@@ -65,5 +65,5 @@ class Ranked:
             **({"score_std": deviation} if count > 1 else {}),
         }
 
-    def start(self) -> float | None:
+    def initial_loss(self) -> float | None:
         return None

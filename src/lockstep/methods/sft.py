@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the log-likelihood of the trained tokens."""
+"""Supervised fine-tuning: the log-likelihood of the target tokens."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Decoder:
         self.model, self.kernel = model, kernel
         # Read now, because sharding renames the class of a layer.
         self._layers = decoder_layers(model)
-        self.tells_routers = False
+        self.records_router_logits = False
         """Whether a pass stores the router logits of its experts in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
@@ -77,18 +77,20 @@ class Decoder:
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """The hidden states of the last layer."""
         decoder: Any = inner_decoder(self.model)
-        own_T = None if batch.context is None else batch.context.own_T
+        own_T = None if batch.context is None else batch.context.local_T
         assert self.attentions
-        lines = sequences(self.moving, batch.lengths, batch.input_ids_NT.shape, batch.line_E, batch.packed, own_T)
+        lines = sequences(
+            self.moving, batch.lengths, batch.input_ids_NT.shape, batch.packed_index_E, batch.packed, own_T
+        )
         with lines, self._activations.waiting_on_host() if self._activations else nullcontext():
             output = decoder(
                 input_ids=batch.input_ids_NT,
                 position_ids=batch.position_ids_NT,
                 use_cache=False,
                 layout=layout_of(batch, self.kernel),
-                **({"output_router_logits": True} if self.tells_routers else {}),
+                **({"output_router_logits": True} if self.records_router_logits else {}),
             )
-        if self.tells_routers:
+        if self.records_router_logits:
             self.router_logits = tuple(output.router_logits)
         return output.last_hidden_state
 
@@ -117,7 +119,7 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
     if batch.context is not None:
         return batch.context.layout(device, kernel)
     if batch.packed:
-        return make_layout(batch.lengths, device, kernel, batch.line_E)
+        return make_layout(batch.lengths, device, kernel, batch.packed_index_E)
     return padded_layout(rows, width, device, kernel)
 
 

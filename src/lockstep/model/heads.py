@@ -11,20 +11,20 @@ from torch import nn
 from lockstep.device.device_errors import refuse_trouble
 from lockstep.errors import Refusal
 from lockstep.kernels.fused import fuse
-from lockstep.model.adapter import put_adapter
 from lockstep.model.check import check_architecture
 from lockstep.model.decoder import Decoder, decoder_layers
-from lockstep.model.load import (
+from lockstep.model.load_folder import (
     DTYPES,
+    ModelFolders,
+    config_of,
     divide_model,
     division_of,
     kernel_of,
-    load_config,
     load_transformers,
     spread,
     stream_transformers,
 )
-from lockstep.model.resolve import model_folder
+from lockstep.model.lora import put_adapter
 from lockstep.model.streamed import Streamed
 from lockstep.model.tensor_trial import check_division
 from lockstep.model.weights import NONE, digits_of
@@ -70,25 +70,28 @@ class ValueModel(nn.Module):
         return values_K if len(batch.targets_K) else values_K + hidden.sum().float() * 0
 
 
-def load_value_model(
+def build_value_model(
     settings: Model,
-    path: str,
+    folders: ModelFolders,
     device: torch.device,
     kernel: str,
     seed: int,
     *,
+    name: str | None = None,
     key: str = "critic.path",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """Load from a causal language model (with a zero head) or from a reward model (with its head)."""
-    config = load_config(path)
+    """Load from a causal language model (with a zero head) or from a reward model (with its head). `name` is the
+    user's name for the model."""
+    path = name or folders.model
+    config = config_of(folders.model, name)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
     check_division(config, path, kernel_of(settings, kernel), device, sharding)
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     architectures = config.architectures or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
-        source, model, info = _loaded(AutoModelForSequenceClassification, path, settings.dtype, sharding)
+        source, model, info = _loaded(AutoModelForSequenceClassification, folders.model, settings.dtype, name, sharding)
         if model.num_labels != 1:
             raise Refusal.at(
                 f"{key} {path}",
@@ -98,7 +101,7 @@ def load_value_model(
             )
         decoder, head = model.base_model, model.score
     else:
-        source, model, info = _loaded(AutoModelForCausalLM, path, settings.dtype, sharding)
+        source, model, info = _loaded(AutoModelForCausalLM, folders.model, settings.dtype, name, sharding)
         decoder = model.get_decoder()
         head = nn.Linear(config.hidden_size, 1, bias=False, dtype=DTYPES[settings.dtype])
         nn.init.zeros_(head.weight)
@@ -116,12 +119,12 @@ def load_value_model(
         styles = division_of(decoder, sharding)
         if settings.lora is not None:
             # The head is trained in full.
-            put_adapter(decoder, settings.lora, seed, None)
+            put_adapter(decoder, settings.lora, seed, None, folders.adapter)
         divide_model(decoder, styles, source, sharding)
         value_model = ValueModel(decoder, head, kernel)
         value_model.unused = tuple(info["unused"])
         if settings.lora is None:
-            value_model.digits = digits_of(value_model, model, source, model_folder(path), DTYPES[settings.dtype])
+            value_model.digits = digits_of(value_model, model, source, folders.model, DTYPES[settings.dtype])
         spread(value_model, source, sharding, decoder, kernel)
     except RuntimeError as error:
         refuse_trouble(error, device)
@@ -133,12 +136,14 @@ def load_value_model(
     return value_model.train()
 
 
-def _loaded(kind: Any, path: str, dtype: str, sharding: Sharding | None) -> tuple[Streamed | None, Any, dict[str, Any]]:
+def _loaded(
+    kind: Any, folder: str, dtype: str, name: str | None, sharding: Sharding | None
+) -> tuple[Streamed | None, Any, dict[str, Any]]:
     """The model; without weights if they are streamed."""
-    source = stream_transformers(kind, path, dtype) if sharding is not None else None
+    source = stream_transformers(kind, folder, dtype, name) if sharding is not None else None
     if source is not None:
         return source, source.model, {"unused": source.unused}
-    return None, *load_transformers(kind, path, dtype)
+    return None, *load_transformers(kind, folder, dtype, name)
 
 
 def refuse_no_classifier(config: Any, path: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import Refusal
 from lockstep.kernels.attention.interface import ATTENTION
-from lockstep.kernels.divergence import TeacherDivergence, Whole, compared_scores, summed_squares
+from lockstep.kernels.logit_divergence import TeacherDivergence, Whole, compared_scores, summed_squares
 from lockstep.kernels.logprob import Head, Scores, TokenGrads, token_scores, uniform_token_grads
 from lockstep.kernels.sampling import Truncation
 from lockstep.model.decoder import Decoder, decoder_layers, own_attention

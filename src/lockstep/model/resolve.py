@@ -13,23 +13,24 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lockstep.errors import Problem, Refusal, first_line, unwritten
+from lockstep.model.export_check import Verification
+from lockstep.model.export_folder import export_checkpoint, merge_adapter
 from lockstep.model.fingerprint import model_files
+from lockstep.model.gguf import MAGIC, import_gguf
+from lockstep.model.load_folder import ModelFolders
+from lockstep.model.lora import CONFIG
 from lockstep.model.streamed import weight_files
-from lockstep.recipe.schema import Model
+from lockstep.recipe.schema import Lora, Model
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.caches import FOLDERS, MadeFolder, cache_home, folders_bound, make_room
 from lockstep.run.files import aside_of, checksum, written_aside
 from lockstep.run.output import write
 from lockstep.version import __version__
-
-if TYPE_CHECKING:
-    from lockstep.model.export_check import Verification
-
 
 # `owner/name`, or a bare name.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -121,7 +122,16 @@ def _status_of(request: urllib.request.Request) -> int | str:
         return first_line(error)
 
 
-ADAPTER = "adapter_config.json"
+def folders_of(settings: Model) -> ModelFolders:
+    """The local folders of `model.path` and of the adapter that training starts from."""
+    return ModelFolders(model_folder(settings.path), stored_adapter(settings.lora))
+
+
+def stored_adapter(settings: Lora | None) -> str | None:
+    """The PEFT folder of `model.lora.adapter`; None without one."""
+    if settings is None or settings.adapter is None:
+        return None
+    return adapter_folder(settings.adapter, "model.lora.adapter")
 
 
 def model_folder(path: str, key: str = "model.path") -> str:
@@ -135,7 +145,7 @@ def model_folder(path: str, key: str = "model.path") -> str:
         return _of_file(folder, where)
     if not folder.is_dir():
         return _elsewhere(path, where)
-    if (folder / ADAPTER).is_file() and weight_files(path) is None:
+    if (folder / CONFIG).is_file() and weight_files(path) is None:
         return _merged(folder, where)
     if (folder / "config.json").is_file():
         return path
@@ -155,7 +165,7 @@ def _inside(folder: Path) -> str:
     files = sorted(folder.glob("*.gguf"))
     if files:
         return f"name the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
-    models = sorted(one.parent for name in ("recipe.yaml", "config.json", ADAPTER) for one in folder.glob(f"*/{name}"))
+    models = sorted(one.parent for name in ("recipe.yaml", "config.json", CONFIG) for one in folder.glob(f"*/{name}"))
     names = list(dict.fromkeys(map(str, models)))
     return f"name one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
@@ -163,7 +173,7 @@ def _inside(folder: Path) -> str:
 def adapter_folder(path: str, key: str) -> str:
     """The PEFT folder of `path`: itself, or the adapter of a LoRA run."""
     folder, where = Path(path), f"{key} {path}"
-    if (folder / ADAPTER).is_file():
+    if (folder / CONFIG).is_file():
         return path
     if (folder / "recipe.yaml").is_file():
         folder = _newest(folder, where)
@@ -171,7 +181,7 @@ def adapter_folder(path: str, key: str) -> str:
         return _of_checkpoint(folder, where, adapter=True)
     raise Refusal.at(
         where,
-        f"{ADAPTER} cannot be read: there is none",
+        f"{CONFIG} cannot be read: there is none",
         "name a PEFT folder, or a run that trained one",
         code="no-adapter",
     )
@@ -211,8 +221,6 @@ def _near(path: Path) -> str:
 
 
 def _of_file(file: Path, where: str) -> str:
-    from lockstep.model.gguf import MAGIC, import_gguf
-
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
             raise Refusal.at(
@@ -247,8 +255,6 @@ def _newest(run: Path, where: str) -> Path:
 
 
 def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
-    from lockstep.model.export import export_checkpoint
-
     if not (folder / checkpoints.MANIFEST).is_file():
         raise Refusal.at(
             where,
@@ -274,15 +280,14 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
             raise Refusal.at(
                 where, f"{folder} is damaged: {damage}", "name another checkpoint", code="damaged-checkpoint"
             )
-        _report(folder, export_checkpoint(settings, found, out, adapter=adapter))
+        folders = ModelFolders(base, stored_adapter(settings.lora))
+        _report(folder, export_checkpoint(settings, found, out, folders=folders, adapter=adapter))
 
     return converted(str(folder), key, convert)
 
 
 def _merged(folder: Path, where: str) -> str:
     """Merge a PEFT adapter into its base model."""
-    from lockstep.model.merged_adapter import merge_adapter
-
     base = _base_folder(folder, where)
     key = ["adapter", model_files(str(folder)), model_files(base)]
     return converted(str(folder), key, lambda out: _report(folder, merge_adapter(folder, base, out, where)))
@@ -316,13 +321,13 @@ def base_of(folder: Path, where: str) -> str:
     """The base model of an adapter: a path, a folder next to the adapter, or a hub name."""
     remedy = _given(folder)
     try:
-        base: Any = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise Refusal.at(
-            where, f"{ADAPTER} cannot be read: {first_line(error)}", "name a PEFT folder", code="unreadable"
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder", code="unreadable"
         ) from error
     if not isinstance(base, str) or not base:
-        raise Refusal.at(where, f"{ADAPTER} does not name the base model", remedy, code="no-base-model")
+        raise Refusal.at(where, f"{CONFIG} does not name the base model", remedy, code="no-base-model")
     for place in (Path(base), folder / base, folder.parent / Path(base).name):
         if place.exists():
             return str(place)

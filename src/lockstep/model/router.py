@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.token_losses import load_balance, routed
+from lockstep.algorithms.token_losses import count_routed, load_balance
 from lockstep.errors import Refusal, first_line
 from lockstep.model.check import LENGTHS, RUN_ERRORS, Unfit, build_miniature, line_of, tokens
 from lockstep.model.miniature import VOCABULARY
@@ -65,10 +65,10 @@ def _try_balance(config: Any) -> None:
     experts = experts_of_token(miniature.model.config) or experts  # the miniature has fewer
     ids = tokens(LENGTHS[-1], VOCABULARY)
     decoder = miniature.policy.decoder
-    decoder.tells_routers = True
+    decoder.records_router_logits = True
     try:
         miniature.policy(line_of([ids], torch.device("cpu")))
-        found = routed(decoder.router_logits, experts, torch.ones(len(ids)))
+        found = count_routed(decoder.router_logits, experts, torch.ones(len(ids)))
         ours = float(load_balance(found.chosen_E, found.probs_E, float(found.rows)))
         miniature.model.set_attn_implementation("eager")
         theirs = float(miniature.model(torch.tensor([ids]), use_cache=False, output_router_logits=True).aux_loss)

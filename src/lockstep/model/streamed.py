@@ -1,14 +1,15 @@
 """Loads sharded models directly from safetensors files: a rank holds only its shard and one tensor.
 
-Modules are built without storage, sharded, and filled from the files, with the renaming and merging of transformers
-(`weight_conversion.py`). Models that do not support this are loaded completely by transformers.
+Modules are built without storage, sharded, and filled from the files, with the renaming and merging of transformers.
+Models that do not support this are loaded completely by transformers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,20 +19,214 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lockstep.model.pretrained import kept_in_fp32, refuse_not_finite, unused_weights
-from lockstep.model.weight_conversion import (
-    META,
-    InFiles,
-    Unmapped,
-    conversions_of,
-    fill_from,
-    places_by_name,
-    refuse_operations,
-)
 from lockstep.parallel.sharded_files import StoredTensors
 from lockstep.parallel.sharding import Sharding, held_part, materialise, shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# File tensors are converted to model tensors with transformers' weight mapping, for example to stacks of experts. The
+# operations of transformers are applied per model tensor; for a stack of experts, only to the experts of a rank.
+
+META = torch.device("meta")
+# Operations of transformers that only move values, so they work in any precision.
+MOVES = ("MergeModulelist", "Concatenate", "Chunk", "Split", "Transpose", "Interleave", "PermuteForRope")
+# Experts are read in blocks of about this size.
+BLOCK_BYTES = 2**26
+
+
+class Unmapped(Exception):
+    """Why the tensors of a model cannot be read from the files one by one."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Stands in for the model in operations: parameter shapes by name, without wrappers of the model."""
+
+    parameters: Mapping[str, torch.Tensor]
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self.parameters[name]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model tensor that is made of file tensors (`sources`), by pattern of the converter."""
+
+    name: str
+    first: str
+    """The first tensor made of the same sources; transformers uses its name."""
+    converter: Any
+    sources: Mapping[str, tuple[str, ...]]
+    shapes: Shapes
+    config: Any
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for keys in self.sources.values() for key in keys]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether row i is made of only the i-th source of each pattern."""
+        from transformers.core_model_loading import MergeModulelist
+
+        merge, *more = self.converter.operations
+        return type(merge) is MergeModulelist and merge.dim == 0 and all(_keeps_rows(operation) for operation in more)
+
+    def fill(self, stored: StoredTensors, target: torch.Tensor) -> None:
+        """Fill the local part of a tensor, sharded or not, of any dtype and on any device."""
+        part, offsets = held_part(target)
+        if not part.numel():
+            return
+        if not self.stacked:
+            made = self.converted(_read(stored, self.keys, part.dtype))[self.name]
+            for dimension, (offset, size) in enumerate(zip(offsets, part.shape, strict=True)):
+                made = made.narrow(dimension, offset, size)
+            part.copy_(made)
+            return
+        rows = max(1, BLOCK_BYTES // (part[0].numel() * part.element_size()))
+        for begin in range(0, len(part), rows):
+            block = part[begin : begin + rows]
+            wanted = slice(offsets[0] + begin, offsets[0] + begin + len(block))
+            keys = [key for one in self.sources.values() for key in one[wanted]]
+            made = self.converted(_read(stored, keys, part.dtype))[self.name]
+            for dimension in range(1, part.ndim):
+                made = made.narrow(dimension, offsets[dimension], part.shape[dimension])
+            block.copy_(made)
+
+    def converted(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Convert the tensors of some or all sources, by name. They are removed from `tensors`, so that each is freed
+        as soon as possible."""
+        converter = deepcopy(self.converter)
+        for pattern, keys in self.sources.items():
+            for key in keys:
+                if key in tensors:
+                    converter.add_tensor(self.first, key, pattern, tensors.pop(key))
+        made = converter.convert(self.first, model=self.shapes, config=self.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+
+InFiles = str | Made
+"""The location of a model tensor in the files: a name, or several parts."""
+
+
+def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]) -> None:
+    """Fill tensors, sharded or not. Converted tensors are made one after the other."""
+    stored.fill({place: target for place, target in targets if isinstance(place, str)})
+    with torch.no_grad():
+        for place, target in targets:
+            if isinstance(place, Made):
+                place.fill(stored, target.detach())
+
+
+def stored_bytes(stored: StoredTensors, place: InFiles) -> int:
+    """Bytes per element in the files (the maximum of the sources)."""
+    return max(stored.dtype(key).itemsize for key in ([place] if isinstance(place, str) else place.keys))
+
+
+def conversions_of(model: PreTrainedModel) -> list[Any]:
+    """The mapping of file tensors to model tensors that transformers uses for loading."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
+
+
+def refuse_operations(conversions: list[Any]) -> None:
+    """Raise `Unmapped` if an operation does more than move values."""
+    from transformers import core_model_loading
+
+    moves = {getattr(core_model_loading, name) for name in MOVES if hasattr(core_model_loading, name)}
+    for operation in (one for conversion in conversions for one in getattr(conversion, "operations", ())):
+        if type(operation) not in moves:
+            raise Unmapped(f"transformers makes some of its tensors by {type(operation).__name__}")
+
+
+def places_by_name(
+    model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
+) -> dict[str, InFiles]:
+    """The location of each model tensor in the files, as transformers would find it; `Unmapped` if that is not certain.
+    The model keeps the list of conversions for saving. Names without a model tensor are added to `unused`."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = conversions_of(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, InFiles] = {}
+    collected: dict[str, dict[str, list[str]]] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name not in state:
+            if unused is not None:
+                unused.append(name)
+            continue
+        if name in found or (pattern is None and name in collected):
+            raise Unmapped(f"its files have {name} more than once")
+        if pattern is None:
+            found[name] = key
+        else:
+            collected.setdefault(name, {}).setdefault(pattern, []).append(key)
+    used = [one for one in conversions if one.was_used()]
+    refuse_operations(used)
+    shapes = Shapes({name: torch.empty(one.shape, device=META) for name, one in state.items()})
+    for first, sources in collected.items():
+        for made in _made(first, sources, converter_of, stored, shapes, model.config):
+            if made.name in found:
+                raise Unmapped(f"its files have {made.name} more than once")
+            found[made.name] = made
+    for name, place in found.items():
+        if isinstance(place, str) and stored.shape(place) != state[name].shape:
+            raise Unmapped(f"{name} has another shape in its files")
+    model._weight_conversions = used
+    return found
+
+
+def _made(
+    first: str,
+    sources: Mapping[str, list[str]],
+    converter_of: Mapping[str, Any],
+    stored: StoredTensors,
+    shapes: Shapes,
+    config: Any,
+) -> list[Made]:
+    """The tensors made of some sources; the conversion is tried on the meta device."""
+    if len({id(converter_of[pattern]) for pattern in sources}) > 1:
+        raise Unmapped(f"{first} is made in two ways")
+    converter = converter_of[next(iter(sources))]
+    kept = {pattern: tuple(keys) for pattern, keys in sources.items()}
+    trial = Made(first, first, converter, kept, shapes, config)
+    tensors = {key: torch.empty(stored.shape(key), device=META) for key in trial.keys}
+    try:
+        results = trial.converted(tensors)
+    except Exception as error:  # operations raise various errors for unexpected files
+        raise Unmapped(f"{first} cannot be made of what its files have") from error
+    for name, result in results.items():
+        if name not in shapes.parameters or result.shape != shapes.parameters[name].shape:
+            raise Unmapped(f"{name} is made with another shape")
+    found = [Made(name, first, converter, kept, shapes, config) for name in results]
+    for one in found:
+        if one.stacked and any(len(keys) != len(results[one.name]) for keys in kept.values()):
+            raise Unmapped(f"{one.name} is not made of as many tensors as it has rows")
+    return found
+
+
+def _keeps_rows(operation: Any) -> bool:
+    """Whether each output row depends only on the same row of the inputs."""
+    from transformers.core_model_loading import Concatenate, Interleave, Transpose
+
+    if type(operation) is Transpose:
+        return operation.dim0 > 0 and operation.dim1 > 0 and not operation.check_dims
+    return type(operation) in (Concatenate, Interleave) and operation.dim > 0
+
+
+def _read(stored: StoredTensors, keys: list[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    tensors = {key: torch.empty(stored.shape(key), dtype=dtype) for key in keys}
+    stored.fill(tensors)
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lockstep.errors import Refusal
-from lockstep.model.streamed import Streamed, places_of, weight_files
-from lockstep.model.weight_conversion import InFiles, fill_from, stored_bytes
+from lockstep.model.streamed import InFiles, Streamed, fill_from, places_of, stored_bytes, weight_files
 from lockstep.parallel.sharded_files import StoredTensors, fill_all, shapes_of
 from lockstep.parallel.sharding import whole
 

@@ -19,7 +19,7 @@ from lockstep.device.base import sent
 from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
 from lockstep.kernels.attention.interface import DividedLayout
 from lockstep.kernels.attention.partial import partial_kernel
-from lockstep.kernels.attention.parts import sections
+from lockstep.kernels.attention.partial_attention import sections
 from lockstep.parallel.context import ContextGroup, cut
 
 # Keys and values are gathered in this many groups of heads, which bounds the extra memory.

@@ -8,16 +8,12 @@ data-parallel replica. `context_split.py` assigns tokens to ranks; `ring_attenti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from lockstep.device.base import Device
-from lockstep.errors import Refusal
-from lockstep.parallel.world import HOST_COLLECTIVE, TIMEOUT, World
 
 # Token assignment of a packed row.
 
@@ -108,32 +104,3 @@ class ContextGroup:
         arriving = tensor.new_empty(sum(received), *tensor.shape[1:])
         dist.all_to_all_single(arriving, tensor.contiguous(), list(received), list(sent), group=self.group)
         return arriving
-
-
-def refuse_ranks(context: int, processes: int) -> None:
-    """Reject a number of processes that is not a multiple of the group size."""
-    if processes % context:
-        raise Refusal.at(
-            "parallel.context_parallel",
-            f"{processes} process(es) cannot be divided into groups of {context}",
-            f"start {context} or a multiple of it (torchrun --nproc-per-node {context}), "
-            "or set parallel.context_parallel=1",
-            code="wrong-process-count",
-        )
-
-
-def with_context(world: World, device: Device, context: int, layout: str) -> World:
-    """The world with its ranks in groups of `context` (collective)."""
-    refuse_ranks(context, world.size)
-    if context == 1:
-        return world
-    ranks = range(world.size)
-    groups = [tuple(ranks[first : first + context]) for first in range(0, world.size, context)]
-    # Data-parallel groups: the ranks with the same index in every context group.
-    dp_members = [tuple(ranks[first::context]) for first in range(context)]
-    # Every rank must create every group.
-    cp_groups = [dist.new_group(members, backend=device.collective, timeout=TIMEOUT) for members in groups]
-    dp_groups = [dist.new_group(members, backend=HOST_COLLECTIVE, timeout=TIMEOUT) for members in dp_members]
-    dp_rank, index = divmod(world.rank, context)
-    group = ContextGroup(index, context, layout, groups[dp_rank], cp_groups[dp_rank])
-    return replace(world, context=group, dp_group=dp_groups[index])

@@ -35,7 +35,7 @@ class Division:
     """A micro-batch as one packed row, and the tokens of it on each rank."""
 
     def __init__(self, batch: MicroBatch, group: ContextGroup):
-        if batch.line_E is not None:
+        if batch.packed_index_E is not None:
             raise NotImplementedError("a packed row with shared prefixes cannot be split over context ranks")
         self.batch, self.group = batch, group
         lengths, place = batch.lengths, PLACES[group.layout]
@@ -46,7 +46,7 @@ class Division:
         self.places = place(lengths, group.size)
 
     @property
-    def own_T(self) -> torch.Tensor:
+    def local_T(self) -> torch.Tensor:
         """Packed indices of this rank's tokens."""
         return self.places[self.group.rank]
 
@@ -80,9 +80,9 @@ class Division:
         owner_K = owner_T[self.predictors_K]
         return [(owner_K == rank).nonzero()[:, 0] for rank in range(self.group.size)]
 
-    def own(self, batch: MicroBatch) -> MicroBatch:
+    def local_part(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of the micro-batch (which may have got a teacher since) and the targets they predict."""
-        own_T, local_K = self.own_T, self.targets_of_ranks[self.group.rank]
+        own_T, local_K = self.local_T, self.targets_of_ranks[self.group.rank]
         place_T = torch.empty(sum(self.lengths), dtype=torch.long)
         place_T[own_T] = torch.arange(len(own_T))
         more = torch.arange(sum(self.lengths) - len(self.real_T))
@@ -104,7 +104,7 @@ class Division:
         """All-gather of per-target values, in the order of the micro-batch's targets."""
         return _Together.apply(own_K, self)
 
-    def answers(self, output: Any) -> Any:
+    def gather_outputs(self, output: Any) -> Any:
         """A module's output for this rank's targets as its output for all: a tensor, or a named tuple of tensors."""
         if isinstance(output, torch.Tensor):
             return self.together(output)

@@ -4,7 +4,7 @@ In zigzag order rank r has chunk r and the r-th last of the 2N chunks of every s
 
     j = r: its own, causally     j < r: all queries, j's first chunk     j > r: queries of its second chunk, all of j's
 
-All parts but j = r are unmasked. Parts are merged by their lse in fp32 (`parts.py`). In the backward pass keys and
+All parts but j = r are unmasked. Parts are merged by their lse in fp32. In the backward pass keys and
 values go around again, followed one hop behind by their gradients, until these reach their rank. Keys and values are
 sent as one tensor.
 
@@ -25,7 +25,7 @@ from lockstep.device.base import sent
 from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
 from lockstep.kernels.attention.interface import DividedLayout
 from lockstep.kernels.attention.partial import partial_kernel
-from lockstep.kernels.attention.parts import Sections, merge, sections
+from lockstep.kernels.attention.partial_attention import Sections, merge, sections
 from lockstep.parallel.context import ContextGroup, cut
 
 

@@ -7,23 +7,20 @@ import pickle
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.parallel.context import ContextGroup
 from lockstep.parallel.rendezvous import connected_store, launcher_holds_store, log_wait
 from lockstep.parallel.stall import Stall
 from lockstep.parallel.watchdog import Watch, watching
-
-if TYPE_CHECKING:
-    from lockstep.parallel.context import ContextGroup
-
 
 T = TypeVar("T")
 
@@ -218,6 +215,35 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
             yield World(rank, size, local_rank, watch, turn=next(_turns))
         finally:
             dist.destroy_process_group()
+
+
+def refuse_ranks(context: int, processes: int) -> None:
+    """Reject a number of processes that is not a multiple of the group size."""
+    if processes % context:
+        raise Refusal.at(
+            "parallel.context_parallel",
+            f"{processes} process(es) cannot be divided into groups of {context}",
+            f"start {context} or a multiple of it (torchrun --nproc-per-node {context}), "
+            "or set parallel.context_parallel=1",
+            code="wrong-process-count",
+        )
+
+
+def with_context(world: World, device: Device, context: int, layout: str) -> World:
+    """The world with its ranks in groups of `context` (collective)."""
+    refuse_ranks(context, world.size)
+    if context == 1:
+        return world
+    ranks = range(world.size)
+    groups = [tuple(ranks[first : first + context]) for first in range(0, world.size, context)]
+    # Data-parallel groups: the ranks with the same index in every context group.
+    dp_members = [tuple(ranks[first::context]) for first in range(context)]
+    # Every rank must create every group.
+    cp_groups = [dist.new_group(members, backend=device.collective, timeout=TIMEOUT) for members in groups]
+    dp_groups = [dist.new_group(members, backend=HOST_COLLECTIVE, timeout=TIMEOUT) for members in dp_members]
+    dp_rank, index = divmod(world.rank, context)
+    group = ContextGroup(index, context, layout, groups[dp_rank], cp_groups[dp_rank])
+    return replace(world, context=group, dp_group=dp_groups[index])
 
 
 # A problem found on one rank must be raised on all: the others would hang in their next collective.

@@ -7,12 +7,11 @@ from typing import Any
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.preflight.memory_plan import MemoryPlan, Phase
 from lockstep.preflight.model_sizes import kv_bytes
 from lockstep.recipe import Recipe
-from lockstep.rollout.native.engine import FREE_SHARE
-from lockstep.rollout.native.limits import prefill_bytes
+from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 
 KEY = "rollout.max_staleness"
 WORKER = "rollout worker"

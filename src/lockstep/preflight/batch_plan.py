@@ -165,7 +165,7 @@ def old_needed(recipe: Recipe, updates: int) -> bool:
     algorithm = recipe.algorithm
     if algorithm.rollout_correction.compares or estimator_row(algorithm.advantage).energy:
         return True
-    chosen_before = loss_row(algorithm.loss).held is not None
+    chosen_before = loss_row(algorithm.loss).selection_keys is not None
     needed = updates * algorithm.epochs > 1 or algorithm.kl.in_reward() or chosen_before
     return needed and not algorithm.rollout_correction.bypass
 

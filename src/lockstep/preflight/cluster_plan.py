@@ -9,7 +9,8 @@ from typing import Any
 
 from lockstep.device.select import DEVICES
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.model.load import DTYPES, load_config
+from lockstep.model.load import load_config
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.tensor_plan import Indivisible, refuse_heads
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.async_worker import WORKER, refuse_beside, with_worker
@@ -24,8 +25,7 @@ from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.registry import estimator_row
-from lockstep.rollout.native.engine import kept_cache
-from lockstep.rollout.native.limits import fitting_prefill
+from lockstep.rollout.native.native_engine import fitting_prefill, kept_cache
 
 # A recipe on a cluster that need not be here: the memory of each phase and the time of a step.
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.advantage import Signals
 from lockstep.algorithms.policy_loss import PolicyTokens
+from lockstep.algorithms.user_functions import ADVANTAGE, LOSS, user_estimator, user_policy_loss
 from lockstep.data.encode.prompt_rows import PromptSet
 from lockstep.errors import Problem, Refusal
 from lockstep.functions import is_function_path
 from lockstep.recipe import Recipe
-from lockstep.rollout.function import try_function
+from lockstep.rollout.rollout_function import try_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,9 +65,9 @@ def try_advantage(function_path: str, n: int, seconds: float) -> str:
     rewards_K = torch.zeros(len(sequence_K))
     rewards_K[lengths.cumsum(0) - 1] = torch.tensor([1.0, 0.0, 0.25, 0.75])[: len(lengths)]
     group_S = torch.arange(len(lengths)) if n == 1 else torch.tensor([0, 0, 1, 1])
-    estimate = own.estimator(function_path, seconds)(Signals(rewards_K, sequence_K, group_S), gamma=1.0, lam=1.0)
+    estimate = user_estimator(function_path, seconds)(Signals(rewards_K, sequence_K, group_S), gamma=1.0, lam=1.0)
     least, most = float(estimate.advantages_K.min()), float(estimate.advantages_K.max())
-    return f"{own.ADVANTAGE} {function_path}: {least:.3g} to {most:.3g}, tried on {len(lengths)} made-up responses"
+    return f"{ADVANTAGE} {function_path}: {least:.3g} to {most:.3g}, tried on {len(lengths)} made-up responses"
 
 
 def try_loss(function_path: str, seconds: float) -> str:
@@ -82,17 +82,17 @@ def try_loss(function_path: str, seconds: float) -> str:
         torch.ones(len(steps)),
         sequence_K,
     )
-    sums = own.policy_loss(function_path, {}, seconds)(tokens)
+    sums = user_policy_loss(function_path, seconds)(tokens)
     (gradient,) = torch.autograd.grad(sums.loss, logprobs_K, allow_unused=True)
     if gradient is None or not bool(torch.isfinite(gradient).all()) or not bool(gradient.any()):
         what = "no gradient" if gradient is None or not bool(gradient.any()) else "a gradient that is not finite"
         raise Refusal.at(
-            f"{own.LOSS} {function_path}",
+            f"{LOSS} {function_path}",
             f"has {what} at the log-probabilities",
             "make the losses of tokens.logprobs_K",
             code="not-finite",
         )
-    return f"{own.LOSS} {function_path}: mean {sums.loss.item() / len(steps):.3g}, tried on {len(steps)} made-up tokens"
+    return f"{LOSS} {function_path}: mean {sums.loss.item() / len(steps):.3g}, tried on {len(steps)} made-up tokens"
 
 
 def _stand_in(tokenizer: PreTrainedTokenizerBase) -> list[int]:

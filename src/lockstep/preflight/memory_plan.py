@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.parallel.offload import TOGETHER
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.model_sizes import (
@@ -25,8 +25,7 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_parallel import Offload, Parallel
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
-from lockstep.rollout.native.engine import FREE_SHARE
-from lockstep.rollout.native.limits import prefill_bytes
+from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
 
 # What `parallel.offload` and its kin take off a device, and what stays for the passes that need it.

@@ -10,7 +10,8 @@ from typing import Any
 from lockstep.device.base import Device
 from lockstep.errors import Problem, Refusal, shortened
 from lockstep.model.check import check_architecture
-from lockstep.model.load import DTYPES, kernel_of, load_config, load_tokenizer
+from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.load_folder import DTYPES, kernel_of
 from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise

@@ -11,7 +11,8 @@ from lockstep.device.base import Device
 from lockstep.kernels.fused_modules import fused_feed_forwards
 from lockstep.kernels.logprob import FUSED_CHUNK_BYTES
 from lockstep.model.decoder import decoder_layers, inner_decoder
-from lockstep.model.load import DTYPES, load_config, with_lora
+from lockstep.model.load import load_config, with_lora
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.streamed import loaded_whole
 from lockstep.model.tensor_plan import divided_parameters, styles_of, with_adapters
 from lockstep.parallel.sharding import Grid

@@ -17,7 +17,7 @@ from lockstep.data.encode.chat_template import end_of_turn, with_template
 from lockstep.data.encode.columns import ColumnFinder
 from lockstep.data.encode.prompt_rows import PromptSet, find_question_columns, load_prompts, read_questions
 from lockstep.data.sources.read import read_rows
-from lockstep.data.sources.user_reader import OwnReader
+from lockstep.data.sources.user_reader import UserReader
 from lockstep.data.updates import row_sizes, sequence_counts
 from lockstep.device.base import Device
 from lockstep.doctor.local_machine import Machine
@@ -28,9 +28,10 @@ from lockstep.kernels.rotary import fixed_length
 from lockstep.launch.launcher import ranks_here
 from lockstep.methods import METHODS
 from lockstep.model.heads import refuse_no_classifier
-from lockstep.model.load import DTYPES, load_config, load_tokenizer, refuse_foreign_tokenizer
-from lockstep.parallel.context import refuse_ranks
+from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
+from lockstep.model.load_folder import DTYPES
 from lockstep.parallel.sharding import grid_of, refuse_offload
+from lockstep.parallel.world import refuse_ranks
 from lockstep.preflight.async_worker import refuse_beside, with_worker
 from lockstep.preflight.batch_plan import BatchPlan, OnlinePlan, plan_batches, plan_online, prompt_limit, row_limit
 from lockstep.preflight.function_trials import try_functions
@@ -51,15 +52,14 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
 from lockstep.reward.scorer import active_weights
+from lockstep.rollout.collect import encode_questions, prompt_format
 from lockstep.rollout.engine import refuse_unknown_ids
-from lockstep.rollout.native.engine import kept_cache
-from lockstep.rollout.native.limits import prefill_budget, refuse_moving_positions
-from lockstep.rollout.questions import asked_as, encode_questions
-from lockstep.rollout.servers.collective_transport import refuse_shared_device
+from lockstep.rollout.native.native_engine import kept_cache, prefill_budget, refuse_moving_positions
 from lockstep.rollout.servers.server_process import refuse_absent
+from lockstep.rollout.servers.weight_transports import refuse_shared_device
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.trackers.base import open_sinks
+from lockstep.run.trackers.tracker import open_sinks
 from lockstep.types import Question
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ def prepare_online(
         refuse_misfit(memory, total, device.name)
     remarks += [*train.warnings, *repeated_rows(recipe, train), *memory.remarks]
     if questions:
-        asked = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
+        asked = encode_questions(tokenizer, questions, recipe.data.system, prompt_format(recipe))
         remarks += seen_in_training(train.items, asked, "val.questions")
     return PreparedOnline(recipe, tokenizer, config, questions, memory, train, batches, remarks)
 
@@ -375,7 +375,7 @@ def _common(recipe: Recipe, device: Device, collect: Collector) -> tuple[PreTrai
     if tokenizer is None or config is None:
         # Rows cannot be encoded, but they can be read: say now what is wrong with the files too.
         for source in (*recipe.data.train, *recipe.data.val):
-            collect(lambda source=source: read_rows(source.path, reader=OwnReader.of(recipe.data)))  # type: ignore[misc]
+            collect(lambda source=source: read_rows(source.path, reader=UserReader.of(recipe.data)))  # type: ignore[misc]
         collect.refuse()
         raise AssertionError("a missing tokenizer or config is always a problem")
     collect(lambda: refuse_foreign_tokenizer(tokenizer, config.vocab_size, recipe.model.path))
@@ -431,7 +431,7 @@ def _questions(recipe: Recipe) -> list[Question]:
     if recipe.val.questions is None:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
-    online, reader = recipe.method in ONLINE, OwnReader.of(recipe.data)
+    online, reader = recipe.method in ONLINE, UserReader.of(recipe.data)
     questions: list[Question] = []
     for path in paths:
         rows = read_rows(path, reader=reader)
@@ -460,7 +460,7 @@ def _refuse_long_questions(
     context = getattr(text, "max_position_embeddings", None)
     if not questions or context is None:
         return
-    prompts = encode_questions(tokenizer, questions, recipe.data.system, asked_as(recipe))
+    prompts = encode_questions(tokenizer, questions, recipe.data.system, prompt_format(recipe))
     long = max(prompts, key=lambda prompt: len(prompt.ids))
     longest = len(long.ids) + recipe.val.max_new_tokens
     if longest > context:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.batch_plan import logprob_limit, old_needed
 from lockstep.preflight.cluster import (

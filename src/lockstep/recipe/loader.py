@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.errors import Problem, Refusal
-from lockstep.functions import give
+from lockstep.functions import register_callable
 from lockstep.masking import masked_tree, secrets_in
 from lockstep.recipe.method_checks import preference_reads
 from lockstep.recipe.methods import (
@@ -166,7 +166,7 @@ def _plain(value: Any, key: str) -> Any:
         return str(value)
     if not callable(value):
         return value
-    return give(key, value)
+    return register_callable(key, value)
 
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:

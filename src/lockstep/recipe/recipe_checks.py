@@ -616,7 +616,7 @@ def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     given = correction.model_fields_set
     if (
         stale
-        and loss_row(recipe.algorithm.loss).holds
+        and loss_row(recipe.algorithm.loss).trust_region
         and not given & {"bypass", "weight", "cap", "floor", "normalize"}
     ):
         return {"bypass": True}

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import Problem
-from lockstep.functions import Unloadable, run_file, told
+from lockstep.functions import Unloadable, describe_error, run_file
 
 # Estimators, losses and engines declare what they need; callers check these rows, never the names. A new estimator or
 # loss is a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so their rows hold
@@ -40,10 +40,10 @@ class LossRow:
     """Whether the loss uses the ratio of new to old probability. Without it, a step can have only one update."""
     tokenwise: bool = False
     """Whether the loss at a token depends on no other token of the update."""
-    held: Mapping[str, str] | None = None
+    selection_keys: Mapping[str, str] | None = None
     """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Such losses need
     old log-probs before the update."""
-    holds: bool = False
+    trust_region: bool = False
     """Whether the clip stops the gradient of tokens that moved too far from the old policy, with bounds wide enough for
     several updates. The engine's log-probs of stale responses can then serve as old log-probs. False if only a weight
     is bounded (cispo) or the bounds fit a single update (gspo)."""
@@ -92,23 +92,26 @@ ESTIMATORS: dict[str, EstimatorRow] = {
     "optimal_token_baseline": EstimatorRow(groups=True, energy=True),
 }
 LOSSES: dict[str, LossRow] = {
-    "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}, tokenwise=True, holds=True),
+    "clip": LossRow({**_BOUNDS, "dual": "dual_clip"}, tokenwise=True, trust_region=True),
     "gspo": LossRow(_BOUNDS),
     "cispo": LossRow(_BOUNDS, tokenwise=True),
     "sapo": LossRow({"positive": "sapo_positive", "negative": "sapo_negative"}, tokenwise=True),
-    "geo_mean": LossRow(_BOUNDS, holds=True),
+    "geo_mean": LossRow(_BOUNDS, trust_region=True),
     "clip_cov": LossRow(
-        _BOUNDS, tokenwise=True, held={"share": "cov_ratio", "low": "cov_low", "high": "cov_high"}, holds=True
+        _BOUNDS,
+        tokenwise=True,
+        selection_keys={"share": "cov_ratio", "low": "cov_low", "high": "cov_high"},
+        trust_region=True,
     ),
-    "kl_cov": LossRow({"weight": "cov_kl"}, tokenwise=True, held={"share": "cov_ratio"}),
-    "dppo_tv": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True, holds=True),
-    "dppo_kl": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True, holds=True),
+    "kl_cov": LossRow({"weight": "cov_kl"}, tokenwise=True, selection_keys={"share": "cov_ratio"}),
+    "dppo_tv": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True, trust_region=True),
+    "dppo_kl": LossRow({**_BOUNDS, "cap": "ratio_cap"}, tokenwise=True, trust_region=True),
     "dro": LossRow({"beta": "dro_beta"}, tokenwise=True),
     "importance": LossRow({"cap": "ratio_cap", "of": "ratio_of"}),
     "policy_gradient": LossRow(ratio=False, tokenwise=True),
 }
 ENGINES: dict[str, EngineRow] = {
-    "native": EngineRow("lockstep.rollout.native.engine:open_engine", paged=True, divided=True),
+    "native": EngineRow("lockstep.rollout.native.native_engine:open_engine", paged=True, divided=True),
     "hf": EngineRow("lockstep.rollout.hf:open_engine"),
     "vllm": EngineRow(
         "lockstep.rollout.servers.server_engine:open_engine",
@@ -191,7 +194,7 @@ def _import(word: str) -> Problem | None:
         if error.name != word.split(".")[0] and error.name != word:
             return Problem(
                 f"{KEY} {word}",
-                f"cannot be imported: {told(error, word)}",
+                f"cannot be imported: {describe_error(error, word)}",
                 "install what it needs",
                 code="import-failed",
             )
@@ -199,6 +202,9 @@ def _import(word: str) -> Problem | None:
         return Problem(f"{KEY} {word}", "no such module", remedy, code="import-failed")
     except Exception as error:  # noqa: BLE001 - a user module may raise anything, and it is reported
         return Problem(
-            f"{KEY} {word}", f"cannot be imported: {told(error, word)}", "fix the module", code="import-failed"
+            f"{KEY} {word}",
+            f"cannot be imported: {describe_error(error, word)}",
+            "fix the module",
+            code="import-failed",
         )
     return None

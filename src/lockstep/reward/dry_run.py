@@ -182,7 +182,7 @@ def _failure_problem(name: str, question: Question, text: str, failure: Failure)
     return Problem(
         f"reward.{'rules' if name == 'rule' else name}",
         f"tried on {question.origin} (data source {question.data_source}), the answer {text[:60]!r} could not be "
-        f"scored: {failure.told}",
+        f"scored: {failure.message}",
         "fix it before training: a failure is never scored 0",
         code="reward-failed",
     )

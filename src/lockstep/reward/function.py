@@ -1,19 +1,200 @@
-"""The reward part `function`: a user's function in killable processes."""
+"""The reward part `function`: a user's function in killable worker processes."""
 
 from __future__ import annotations
 
+import pickle
+import queue
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # a separate class before Python 3.11
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import Refusal, with_secrets
-from lockstep.functions import Unloadable, located, only_here
+from lockstep.errors import LostProcess, Refusal, with_secrets
+from lockstep.functions import LOAD_SECONDS, Unloadable, local_callable, locate
+from lockstep.launch.process_pool import PoolWorker, ProcessPool, ReplyTimeout, WorkerEnded, running_future
 from lockstep.recipe.keys_online import Reward
-from lockstep.reward.function_pool import LocalCalls, Pool, Target
-from lockstep.reward.function_worker import CALL, Given, Raised, as_reward_function, prompt_text
+from lockstep.reward.function_worker import (
+    CALL,
+    HEADER,
+    LOADING,
+    LONGEST_LINE,
+    Given,
+    Loaded,
+    Raised,
+    Reply,
+    Unusable,
+    answer,
+    as_reward_function,
+    prompt_text,
+    read_line,
+)
 from lockstep.reward.parts import PartOutcome, RewardPart, promised
 from lockstep.types import Failure, Question
+
+
+@dataclass(frozen=True)
+class Target:
+    """The function to call and its limits. `key` is its setting."""
+
+    path: str
+    name: str
+    time_limit: float
+    memory_limit_gb: float
+    output: Path | None = None
+    """OUTPUT-N.log keeps the last output lines of worker N; None drops them."""
+    key: str = "reward.function"
+    extra: tuple[str, ...] = ()
+    """Names of additional arguments."""
+
+    def log(self, index: int) -> Path | None:
+        return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
+
+    def shown_log(self, index: int) -> str | None:
+        """The log as it is named in a failure; None if the run folder does not exist."""
+        log = self.log(index)
+        return str(log) if log is not None and log.parent.parent.is_dir() else None
+
+    def failed(self, index: int, why: str) -> Raised:
+        """The reply of worker `index` to a call that it could not get."""
+        return Raised(why, log=self.shown_log(index))
+
+
+class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
+    """A worker process that calls the function of a target."""
+
+    def __init__(self, target: Target, index: int):
+        arguments = (target.path, target.name, int(target.memory_limit_gb * 2**30), target.extra)
+        super().__init__("lockstep.reward.function_worker:serve", arguments, target.log(index), LONGEST_LINE)
+        self._target, self._index = target, index
+        self._calls = LOADING
+
+    def wait_loaded(self) -> None:
+        reply = self._reply(LOAD_SECONDS, "the time for loading")
+        if isinstance(reply, Loaded):
+            return
+        if not isinstance(reply, Unusable):
+            reply = Unusable(f"could not be loaded: {reply.why if isinstance(reply, Raised) else reply}")
+        where = f"{self._target.key} {self._target.path}:{self._target.name}"
+        if self.lost:
+            remedy = "find out what killed or stopped it, for example a lack of memory; then try again"
+            raise LostProcess.at(where, reply.why, remedy, code=reply.code)
+        raise Refusal.at(where, reply.why, reply.remedy, code=reply.code)
+
+    def call(self, call: dict[str, Any]) -> Given | Raised:
+        try:
+            pickled = pickle.dumps(call)
+        except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
+            return self._target.failed(self._index, f"the row cannot be handed to its process: {error}")
+        self._calls += 1
+        message = HEADER.pack(self._calls, len(pickled)) + pickled
+        reply = self._reply(self._target.time_limit, "reward.time_limit", message)
+        if isinstance(reply, Given):
+            return reply
+        raised = reply if isinstance(reply, Raised) else _INVALID
+        self.spent = raised.spent
+        return replace(raised, log=self._target.shown_log(self._index))
+
+    def _reply(self, seconds: float, limit: str, message: bytes = b"") -> Reply:
+        """The reply to the current call. Replies to earlier calls come from forked copies and are ignored."""
+        deadline = time.monotonic() + seconds
+        try:
+            self.send(message, deadline)
+            while True:
+                number, reply = read_line(self.read_line(deadline))
+                if number == self._calls:
+                    return reply
+                if number > self._calls:
+                    return _INVALID
+        except ReplyTimeout:
+            return Raised(f"gave nothing in {seconds:g} s ({limit})", spent=True)
+        except WorkerEnded as how:
+            return Raised(f"its process {how} before it gave a score", spent=True)
+        except ValueError:
+            return _INVALID
+
+
+def reward_pool(target: Target, workers: int) -> ProcessPool[dict[str, Any], Given | Raised]:
+    """Processes that call the function. Refuses a function that cannot be loaded or called."""
+    return ProcessPool(
+        lambda index: FunctionWorker(target, index), workers, name="reward", failed=target.failed, closed=_CLOSED
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    call: dict[str, Any]
+    future: Future[Given | Raised]
+
+
+class LocalCalls:
+    """Like a pool, for a function that exists only in this process: calls run one by one in a thread. A thread over the
+    time limit cannot be killed; it is abandoned, and the next call gets a new one.
+    """
+
+    def __init__(self, function: Callable[..., Any], path: str, seconds: float):
+        self._function, self._path, self._seconds = function, path, seconds
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._submit_lock, self._closing = threading.Lock(), False
+        self._calls: queue.SimpleQueue[_Job | None] | None = None
+        """Queue of the calling thread; None ends the thread."""
+        self._supervisor = threading.Thread(target=self._supervise, name="reward-calls", daemon=True)
+        self._supervisor.start()
+
+    def submit(self, call: dict[str, Any]) -> Future[Given | Raised]:
+        """Returns at once. The future never raises and cannot be cancelled."""
+        job = _Job(call, running_future())
+        with self._submit_lock:
+            if not self._closing:
+                self._jobs.put(job)
+                return job.future
+        job.future.set_result(_CLOSED)
+        return job.future
+
+    def close(self) -> None:
+        """Fails waiting calls; waits for the running one within its time limit."""
+        with self._submit_lock:
+            self._closing = True
+            self._jobs.put(None)
+        self._supervisor.join()
+
+    def _supervise(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.future.set_result(_CLOSED if self._closing else self._answer(job.call))
+        if self._calls is not None:
+            self._calls.put(None)
+
+    def _answer(self, call: dict[str, Any]) -> Given | Raised:
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._calls,), name="reward-function", daemon=True).start()
+        job = _Job(call, running_future())
+        self._calls.put(job)
+        try:
+            return job.future.result(self._seconds)
+        except FutureTimeout:
+            self._calls.put(None)
+            self._calls = None
+            return Raised(f"gave nothing in {self._seconds:g} s (reward.time_limit)")
+
+    def _run(self, calls: queue.SimpleQueue[_Job | None]) -> None:
+        while (job := calls.get()) is not None:
+            job.future.set_result(self._called(job.call))
+
+    def _called(self, call: dict[str, Any]) -> Given | Raised:
+        try:
+            # A copy, as in another process: the function must not change the row.
+            copied = pickle.dumps(call)
+        except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
+            return Raised(f"the row cannot be copied for it: {error}")
+        return answer(self._function, copied, self._path)
+
+
+_CLOSED = Raised("the run was ending before it was scored")
+_INVALID = Raised("wrote something else than its answer to the connection of its process", spent=True)
 
 
 class FunctionPart(RewardPart):
@@ -41,8 +222,8 @@ class FunctionPart(RewardPart):
             name: with_secrets(value, f"reward.arguments.{name}") if isinstance(value, str) else value
             for name, value in arguments.items()
         }
-        function = only_here(reference)
-        self._pool: Pool | LocalCalls
+        function = local_callable(reference)
+        self._pool: ProcessPool[dict[str, Any], Given | Raised] | LocalCalls
         if function is not None:
             self._pool = _local_calls(function, reference, key, settings, tuple(arguments))
             self.note = (
@@ -51,9 +232,9 @@ class FunctionPart(RewardPart):
                 "has both limits"
             )
             return
-        path, word = located(reference, key)
+        path, word = locate(reference, key)
         target = Target(str(path), word, settings.time_limit, settings.memory_limit_gb, output, key, tuple(arguments))
-        self._pool = Pool(target, settings.workers)
+        self._pool = reward_pool(target, settings.workers)
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
         call = {

@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import queue
-import signal
 import socket
 import struct
 import threading
@@ -19,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from lockstep.functions import LONGEST_WHY, Unloadable, function_of, refuse_signature, run_file, told
-from lockstep.launch.worker_process import limit_memory
+from lockstep.functions import LONGEST_WHY, Unloadable, check_signature, describe_error, get_function, run_file
+from lockstep.launch.supervisor import exit_if_forked, limit_memory, worker_socket
 
 if TYPE_CHECKING:
     from lockstep.types import Message
@@ -181,15 +180,11 @@ HEADER = struct.Struct(">QQ")
 
 def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple[str, ...] = ()) -> None:
     """Loads the function, then answers calls until the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Children of the function must not keep the connection open.
-    os.set_inheritable(descriptor, False)
-    connection = socket.socket(fileno=descriptor)
-    me = os.getpid()
+    connection, worker = worker_socket(descriptor), os.getpid()
     calls: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     function = _load(Path(path), name, (*CALL, *extra))
-    _exit_if_forked(me)
+    exit_if_forked(worker)
     if isinstance(function, Unusable):
         connection.sendall(line_of(LOADING, function))
         return
@@ -198,14 +193,8 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple
     while True:
         number_of_call, call = calls.get()
         reply = answer(function, call, path)
-        _exit_if_forked(me)
+        exit_if_forked(worker)
         connection.sendall(line_of(number_of_call, reply))
-
-
-def _exit_if_forked(me: int) -> None:
-    """Exits in a process that the function forked and that returned from it."""
-    if os.getpid() != me:
-        os._exit(0)
 
 
 def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, bytes]]) -> None:
@@ -223,7 +212,7 @@ def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, byte
 def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | Unusable:
     """Loads the function, or returns why it cannot be loaded."""
     try:
-        return as_reward_function(function_of(run_file(path), name, call, path), name, call)
+        return as_reward_function(get_function(run_file(path), name, call, path), name, call)
     except Unloadable as error:
         return Unusable(error.why, error.remedy, error.code)
 
@@ -231,10 +220,10 @@ def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | 
 def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
     """The function with arguments `call`, wrapped if it has the batch form; `Unloadable` for other signatures."""
     try:
-        refuse_signature(function, name, call, by_name=True)
+        check_signature(function, name, call, by_name=True)
     except Unloadable:
         with suppress(Unloadable):
-            refuse_signature(function, name, BATCH_CALL, by_name=True)
+            check_signature(function, name, BATCH_CALL, by_name=True)
             return BatchFunction(function)
         raise
     return function
@@ -245,18 +234,18 @@ def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Rais
     try:
         arguments = pickle.loads(call)
     except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
-        return Raised(f"the row cannot be read by its process: {told(error, path)}")
+        return Raised(f"the row cannot be read by its process: {describe_error(error, path)}")
     if not isinstance(function, BatchFunction):
         arguments.pop("prompt", None)
     try:
         return checked(awaited(function(**arguments)))
     except MemoryError as error:
-        why = told(error, path)
+        why = describe_error(error, path)
         # Free the memory of the call first.
         traceback.clear_frames(error.__traceback__)
         return Raised(f"{why}: over reward.memory_limit_gb", spent=True)
     except BaseException as error:  # noqa: BLE001 - whatever the user's function raises is the reason
-        return Raised(told(error, path))
+        return Raised(describe_error(error, path))
 
 
 def checked(value: Any) -> Given | Raised:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import Refusal
-from lockstep.functions import located, only_here
+from lockstep.functions import local_callable, locate
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Reward
 from lockstep.reward.rules import any_isolated, rule_for
@@ -65,11 +65,11 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
         return EVERYTHING
     if settings.function is None:
         return frozenset()
-    function = only_here(settings.function)
+    function = local_callable(settings.function)
     if function is not None:
         return _read_by_callable(function)
     try:
-        file, name = located(settings.function, "reward.function")
+        file, name = locate(settings.function, "reward.function")
     except Refusal:
         return EVERYTHING  # reported when the function is opened
     return _read_by(file, name)

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from lockstep.data.encode.prompt_rows import check_prompt, prompt_ids, with_format, with_system
 from lockstep.parallel.world import World
+from lockstep.recipe.keys_data import Data
+from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.schema import Recipe
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import (
     ROLLOUT_FUNCTION,
     Completion,
@@ -26,6 +30,10 @@ from lockstep.types import (
     Sampling,
     Score,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 # Prompts are divided over the ranks by expected response length. An idle rank takes prompts that another rank has not
 # started. Responses do not depend on the rank, because each has separate noise.
@@ -182,8 +190,8 @@ class Collected:
 
 def _with_score(fields: dict[str, Any], score: Score | Failure, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     steps = score.steps if isinstance(score, Score) else ()
-    earned = tuple((token_at(fields["ids"], end, decode), share) for end, share in steps)
-    return {**fields, "score": score, "earned": earned}
+    token_rewards = tuple((token_at(fields["ids"], end, decode), share) for end, share in steps)
+    return {**fields, "score": score, "token_rewards": token_rewards}
 
 
 def _submit(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
@@ -239,7 +247,7 @@ def collect(
                     "ids": completion.ids,
                     "logprobs": completion.logprobs,
                     "stop": completion.stop,
-                    "trained": completion.trained,
+                    "loss_mask": completion.loss_mask,
                     "versions": completion.versions,
                     "text": text,
                 }
@@ -353,3 +361,37 @@ def everyone(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:
     """All-gathers the rollouts of all ranks, in order of prompts and samples."""
     gathered = [rollout for share in world.gather(list(rollouts)) for rollout in share]
     return sorted(gathered, key=lambda rollout: (rollout.prompt_index, rollout.sample))
+
+
+# Validation questions as prompts, and the judge protocol of their answers.
+
+# Noise keys of validation do not overlap with those of training prompts.
+FIRST_KEY = 2**40
+
+
+def validation_keys(count: int) -> list[int]:
+    return [FIRST_KEY + index for index in range(count)]
+
+
+class Examiner(Judge, Protocol):
+    """A judge that can also extract the final answer of a response, for majority votes."""
+
+    def answer_of(self, question: Question, text: str) -> str | None: ...
+
+
+def prompt_format(recipe: Recipe) -> Data | None:
+    """The prompt format: an online run uses that of its data, an offline run chats."""
+    return recipe.data if recipe.method in ONLINE else None
+
+
+def encode_questions(
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    system: str | None = None,
+    data: Data | None = None,
+) -> list[Prompt]:
+    """`data` decides whether a chat template is used; without it one is."""
+    for question in questions:
+        check_prompt(tokenizer, question, data)
+    formatted = [with_format(with_system(question, system), data) for question in questions]
+    return [Prompt(question, prompt_ids(tokenizer, question, data)) for question in formatted]

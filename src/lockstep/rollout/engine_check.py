@@ -27,7 +27,7 @@ from lockstep.model.policy import Policy, Scoring
 from lockstep.model.verified import fingerprint, hardware, is_verified, remember
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Example, Origin, Request, Sampling
 
 # Check against transformers, on a miniature of the architecture in fp32: one prompt shorter than every window, one

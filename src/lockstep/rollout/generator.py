@@ -23,7 +23,7 @@ from lockstep.recipe.schema import Model
 from lockstep.rollout.collect import AskedAhead, Collected, ExpectedLengths, Judge, collect, everyone
 from lockstep.rollout.engine import Engine, OtherProgram, RunPlace, end_ids, engine_of
 from lockstep.rollout.engine_check import check_engine
-from lockstep.rollout.function import FunctionEngine
+from lockstep.rollout.rollout_function import FunctionEngine
 from lockstep.run.metrics import PhaseTimer
 from lockstep.types import Prompt, Rollout, Sampling
 

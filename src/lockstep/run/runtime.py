@@ -15,10 +15,9 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.device.select import explain
-from lockstep.parallel.context import with_context
 from lockstep.parallel.stall import Stall
 from lockstep.parallel.tensor import with_tensor
-from lockstep.parallel.world import World, joined
+from lockstep.parallel.world import World, joined, with_context
 from lockstep.recipe import Recipe
 from lockstep.run.console import Console
 

@@ -85,7 +85,7 @@ class TokenTexts:
 def token_details(rollout: Rollout, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:
     """`texts`, `logprobs` (of the engine; null for tokens of an environment) and, if they differ between tokens,
     `advantages`, of the first `MOST_TOKENS` tokens. `advantages` has one number per generated token."""
-    ids, trained = rollout.ids[:MOST_TOKENS], list(rollout.trained[:MOST_TOKENS])
+    ids, trained = rollout.ids[:MOST_TOKENS], list(rollout.loss_mask[:MOST_TOKENS])
     logprobs = zip(rollout.logprobs, trained, strict=False)
     details: dict[str, Any] = {
         "texts": texts.of(ids),

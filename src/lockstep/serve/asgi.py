@@ -18,20 +18,27 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, cast
 
-import h11
-import uvicorn
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, missing_extra
 from lockstep.run.output import write
 from lockstep.serve.http_api import ApiError, Handler, HttpReply, HttpRequest, HttpSite, ServeLimits
+
+try:
+    import h11
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ModuleNotFoundError as error:
+    # Only servers need these packages: they are in the extra `serve`, and this module is imported on use.
+    package = (error.name or "").partition(".")[0]
+    if package not in ("h11", "starlette", "uvicorn"):
+        raise
+    raise missing_extra(package, "serve", "`lockstep serve` and `lockstep view`") from error
 
 HEAD_BYTES = 2**16
 # Time to read and drop the rest of a rejected request: a connection that is closed with unread data is reset, and the
@@ -39,7 +46,7 @@ HEAD_BYTES = 2**16
 LINGER_SECONDS = 2.0
 # Time for requests under way after SIGINT or SIGTERM.
 SHUTDOWN_SECONDS = 5
-# Two proxies may each read another one of two values.
+# A repeated header is an error, because two proxies could read different values.
 _SINGLE_HEADERS = ("host", "origin", "authorization", "content-length", "transfer-encoding")
 
 
@@ -68,24 +75,24 @@ def bind(host: str, port: int, where: str) -> list[socket.socket]:
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             # All addresses have the port of the first, also with port 0.
-            found = sockets[0].getsockname()[1] if sockets else port
+            actual_port = sockets[0].getsockname()[1] if sockets else port
             sockets.append(socket.socket(family, kind, protocol))
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sockets[-1].bind((address[0], found))
+            sockets[-1].bind((address[0], actual_port))
     except OSError as error:
-        for one in sockets:
-            one.close()
+        for opened in sockets:
+            opened.close()
         remedy = "choose another port; 0 is any free port"
         raise Refusal.at(where, f"cannot listen: {error.strerror}", remedy, code="port-unavailable") from error
     return sockets
 
 
 def listen(sockets: list[socket.socket]) -> int:
-    """Accept connections; the port."""
-    for one in sockets:
-        one.listen(1024)
+    """Start to listen; returns the port."""
+    for bound in sockets:
+        bound.listen(1024)
     return int(sockets[0].getsockname()[1])
 
 
@@ -144,6 +151,7 @@ def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
             site.check(_request(scope))
         except ApiError as error:
             await _drain(Request(scope, receive))
+            # After a framing error the next request on the connection could be read from a wrong position.
             await _response(site.error(error), close=True)(scope, receive, send)
             return
         await app(scope, receive, send)
@@ -163,27 +171,27 @@ def _check_framing(scope: Scope) -> None:
         raise _head_too_long()
     for name in _SINGLE_HEADERS:
         if names.count(name) > 1:
-            raise ApiError(400, f"the header {name} is there twice")
+            raise ApiError(400, f"the header {name} is repeated")
     if "transfer-encoding" in names and "content-length" in names:
         raise ApiError(400, "a body needs either Content-Length or Transfer-Encoding: chunked, not both")
 
 
 def _head_too_long() -> ApiError:
-    return ApiError(431, f"the head of the request is longer than {HEAD_BYTES} bytes")
+    return ApiError(431, f"the request head is longer than {HEAD_BYTES} bytes")
 
 
 def _endpoint(site: HttpSite, handler: Handler, limits: ServeLimits) -> Callable[[Request], Coroutine[Any, Any, Any]]:
     async def answer(request: Request) -> HttpReply:
-        found = _request(request.scope, await _body(request, limits))
+        parsed = _request(request.scope, await _body(request, limits))
         if inspect.iscoroutinefunction(handler):
-            return await _until_disconnected(request, handler(found))
-        return cast(HttpReply, await run_in_threadpool(handler, found))
+            return await _until_disconnected(request, handler(parsed))
+        return cast(HttpReply, await run_in_threadpool(handler, parsed))
 
     async def endpoint(request: Request) -> Any:
         try:
             reply = await answer(request)
         except ClientDisconnect:
-            return Response(status_code=499)  # it has no receiver
+            return Response(status_code=499)  # nobody receives it
         except ApiError as error:
             reply = site.error(error)
         except Exception as error:  # noqa: BLE001 - a defect must not look like a lost connection
@@ -212,33 +220,33 @@ def _response(reply: HttpReply, *, close: bool = False) -> ASGIApp:
 
 
 async def _body(request: Request, limits: ServeLimits) -> bytes:
-    most = limits.body_bytes
-    message = f"the body is over the limit of {most / 2**20:g} MiB (--max-body)"
+    limit = limits.body_bytes
+    message = f"the body is over the limit of {limit / 2**20:g} MiB (--max-body)"
     too_large = ApiError(413, message, code="body_too_large")
-    if int(request.headers.get("content-length", "0")) > most:
+    if int(request.headers.get("content-length", "0")) > limit:
         await _drain(request)
         raise too_large
     chunks, size = [], 0
     async for chunk in request.stream():
         chunks.append(chunk)
         size += len(chunk)
-        if size > most:
+        if size > limit:
             await _drain(request)
             raise too_large
     return b"".join(chunks)
 
 
 async def _drain(request: Request) -> None:
-    """Read and drop a body for a moment, so that the error reaches a client that is still sending."""
+    """Read and drop a body for up to `LINGER_SECONDS`, so that the error reaches a client that is still sending."""
     if "expect" in request.headers:
         return  # reading would tell the client to begin sending
 
-    async def rest() -> None:
+    async def drop_rest() -> None:
         while (await request.receive()).get("more_body"):
             pass
 
     with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(rest(), LINGER_SECONDS)
+        await asyncio.wait_for(drop_rest(), LINGER_SECONDS)
 
 
 async def _until_disconnected(request: Request, work: Coroutine[Any, Any, HttpReply]) -> HttpReply:
@@ -248,17 +256,17 @@ async def _until_disconnected(request: Request, work: Coroutine[Any, Any, HttpRe
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
             raise ClientDisconnect
-        return working.result()
+        return task.result()
     finally:
-        gone.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+        disconnect.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 # -- connections
@@ -273,7 +281,7 @@ class LimitedProtocol(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None
     _rejected = False
-    _answered: Any = None
+    _answered_cycle: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -293,8 +301,8 @@ class LimitedProtocol(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         cycle = self.cycle
-        if cycle is not None and not cycle.more_body and self._answered is not cycle:
-            self._answered = cycle
+        if cycle is not None and not cycle.more_body and self._answered_cycle is not cycle:
+            self._answered_cycle = cycle
             # The handler has its own limit of `seconds`; a slow client gets as much time to receive the answer.
             self._close_after(2 * self.limits.seconds + self.limits.idle_seconds)
 
@@ -314,7 +322,7 @@ class LimitedProtocol(H11Protocol):
         self._deadline = self.loop.call_later(seconds, self.transport.abort)
 
     def _reject(self, error: ApiError) -> None:
-        """Send the error, then drop what still comes for a moment."""
+        """Send the error, then drop further data for `LINGER_SECONDS`."""
         self._rejected = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_plain_error(self.site.error(error)))

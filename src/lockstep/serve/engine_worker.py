@@ -22,24 +22,24 @@ NOISE_KEY = 1
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts as token ids, the number `n` of continuations of each, and how to sample them; `likeliest` as in
-    `LiveSample`."""
+    """Prompts as token ids, the number `n` of continuations of each, and how to sample them; `top_logprobs` is the
+    number of alternatives per token, or None for a reply without log-probs."""
 
     prompts: Sequence[Sequence[int]]
     n: int
     samplings: Sequence[Sampling]
     """One per prompt: their limits of new tokens differ."""
     stops: tuple[str, ...] = ()
-    likeliest: int | None = None
+    top_logprobs: int | None = None
 
     @property
-    def sequences(self) -> int:
+    def num_sequences(self) -> int:
         return len(self.prompts) * self.n
 
 
 @dataclass(frozen=True)
-class Piece:
-    """New tokens and text of the choice with number `choice`. `finish` is its end (`stop` or `length`), or None."""
+class Delta:
+    """New tokens and text of one choice. `finish` is its finish reason (`stop` or `length`), or None."""
 
     choice: int
     text: str
@@ -48,31 +48,31 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Ticket:
-    """A request under way. The event loop puts its pieces into `inbox`, or an error that ends it."""
+class PendingRequest:
+    """A request under way. `inbox` receives its deltas, or the error that ends it."""
 
     request: GenerationRequest
     loop: asyncio.AbstractEventLoop
-    inbox: asyncio.Queue[Piece | ApiError] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[Delta | ApiError] = field(default_factory=asyncio.Queue)
     timer: asyncio.TimerHandle | None = None
 
-    async def piece(self) -> Piece:
-        found = await self.inbox.get()
-        if isinstance(found, ApiError):
-            raise found
-        return found
+    async def next_delta(self) -> Delta:
+        delta = await self.inbox.get()
+        if isinstance(delta, ApiError):
+            raise delta
+        return delta
 
-    def deliver(self, found: Iterable[Piece | ApiError]) -> None:
+    def deliver(self, deltas: Iterable[Delta | ApiError]) -> None:
         """Called in the event loop."""
-        for one in found:
-            self.inbox.put_nowait(one)
+        for delta in deltas:
+            self.inbox.put_nowait(delta)
 
 
 @dataclass(eq=False)
-class _Running:
-    """A sequence under way: its request, its choice and its text."""
+class _RunningSequence:
+    """A sequence under way: its request, the index of its choice, and its text."""
 
-    ticket: Ticket
+    pending: PendingRequest
     choice: int
     text: TextStream
 
@@ -94,12 +94,12 @@ class EngineWorker:
         self._engine, self._decode, self._limits = engine, decode, limits
         # Guards the next five attributes; only the thread uses the engine.
         self._changed = threading.Condition()
-        self._new: list[Ticket] = []
-        self._released: list[Ticket] = []
+        self._new: list[PendingRequest] = []
+        self._released: list[PendingRequest] = []
         self._sequences = 0
         self._stopped: str | None = None
-        self._responses: dict[LiveSample, _Running] = {}
-        self._samples: dict[Ticket, list[LiveSample]] = {}
+        self._responses: dict[LiveSample, _RunningSequence] = {}
+        self._samples: dict[PendingRequest, list[LiveSample]] = {}
         self._load = Load(0, 0, engine.blocks, engine.free)
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -113,47 +113,47 @@ class EngineWorker:
     def load(self) -> Load:
         """After the last decoding step, with the requests that came since."""
         with self._changed:
-            new = sum(ticket.request.sequences for ticket in self._new)
+            new = sum(pending.request.num_sequences for pending in self._new)
             last = self._load
         return Load(last.running, last.waiting + new, last.blocks, last.free_blocks)
 
-    def submit(self, request: GenerationRequest) -> Ticket:
-        """Queue a request of the running event loop. The caller must `release` the ticket.
+    def submit(self, request: GenerationRequest) -> PendingRequest:
+        """Queue a request of the running event loop. The caller must `release` it.
 
         A full queue is an error. The time limit ends the request with an error.
         """
         loop = asyncio.get_running_loop()
-        ticket = Ticket(request, loop)
+        pending = PendingRequest(request, loop)
         with self._changed:
             if self._stopped is not None:
                 raise ApiError(503, self._stopped, code="engine_stopped")
-            if request.sequences > self._limits.queue:
-                why = f"{request.sequences} sequences are over the limit of {self._limits.queue} (--queue)"
+            if request.num_sequences > self._limits.queue:
+                why = f"{request.num_sequences} sequences are over the limit of {self._limits.queue} (--queue)"
                 raise ApiError(400, why, code="too_many_sequences")
-            if self._sequences + request.sequences > self._limits.queue:
+            if self._sequences + request.num_sequences > self._limits.queue:
                 raise ApiError(
                     429,
-                    f"{self._sequences} sequences wait or run, and {request.sequences} more are over the limit of "
+                    f"{self._sequences} sequences wait or run, and {request.num_sequences} more are over the limit of "
                     f"{self._limits.queue} (--queue)",
                     code="queue_full",
                     headers={"Retry-After": "1"},
                 )
-            self._sequences += request.sequences
-            self._new.append(ticket)
+            self._sequences += request.num_sequences
+            self._new.append(pending)
             self._changed.notify()
         late = ApiError(
             504, f"no complete answer within {self._limits.seconds:g} s (--request-seconds)", code="timeout"
         )
-        ticket.timer = loop.call_later(self._limits.seconds, ticket.deliver, [late])
-        return ticket
+        pending.timer = loop.call_later(self._limits.seconds, pending.deliver, [late])
+        return pending
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, pending: PendingRequest) -> None:
         """End a request, finished or not. The engine drops it before its next step and frees its blocks."""
-        if ticket.timer is not None:
-            ticket.timer.cancel()
+        if pending.timer is not None:
+            pending.timer.cancel()
         with self._changed:
-            self._sequences -= ticket.request.sequences
-            self._released.append(ticket)
+            self._sequences -= pending.request.num_sequences
+            self._released.append(pending)
             self._changed.notify()
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class EngineWorker:
         self._end("the server is shutting down")
         self._thread.join()
 
-    # In the thread -----------------------------------------------------------------------------------------------
+    # In the engine thread ----------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -176,8 +176,8 @@ class EngineWorker:
         with self._changed:
             left = [*self._samples, *self._new]
             self._new = []
-        for ticket in left:
-            self._post({ticket: [why]})
+        for pending in left:
+            self._post({pending: [why]})
 
     def _end(self, why: str) -> None:
         with self._changed:
@@ -195,54 +195,54 @@ class EngineWorker:
                 self._new = new
                 return False
         dropped = set(released)
-        for ticket in new:
-            if ticket not in dropped:
-                self._admit(ticket)
-        for ticket in released:
-            for sample in self._samples.pop(ticket, ()):
+        for pending in new:
+            if pending not in dropped:
+                self._admit(pending)
+        for pending in released:
+            for sample in self._samples.pop(pending, ()):
                 self._engine.cancel(sample)
                 self._responses.pop(sample, None)
         return True
 
-    def _admit(self, ticket: Ticket) -> None:
-        request = ticket.request
-        admitted = self._samples[ticket] = []
+    def _admit(self, pending: PendingRequest) -> None:
+        request = pending.request
+        admitted = self._samples[pending] = []
         for number, (ids, sampling) in enumerate(zip(request.prompts, request.samplings, strict=True)):
-            samples = self._engine.add(ids, request.n, sampling, key=NOISE_KEY, likeliest=request.likeliest)
+            samples = self._engine.add(ids, request.n, sampling, key=NOISE_KEY, likeliest=request.top_logprobs)
             for sample in samples:
                 text = TextStream(self._decode, request.stops)
-                self._responses[sample] = _Running(ticket, number * request.n + sample.number, text)
+                self._responses[sample] = _RunningSequence(pending, number * request.n + sample.number, text)
             admitted += samples
 
     def _step(self) -> None:
-        pieces: dict[Ticket, list[Piece]] = {}
+        new_deltas: dict[PendingRequest, list[Delta]] = {}
         for sample, drawn in self._engine.step():
             response = self._responses[sample]
-            piece = self._piece(sample, response, drawn)
-            pieces.setdefault(response.ticket, []).append(piece)
-            if piece.finish is not None:
+            delta = self._delta(sample, response, drawn)
+            new_deltas.setdefault(response.pending, []).append(delta)
+            if delta.finish is not None:
                 del self._responses[sample]
-        self._post(pieces)
+        self._post(new_deltas)
 
-    def _piece(self, sample: LiveSample, response: _Running, drawn: list[DrawnToken]) -> Piece:
+    def _delta(self, sample: LiveSample, response: _RunningSequence, drawn: list[DrawnToken]) -> Delta:
         """The text of the step's tokens, up to the token that completes a stop string."""
         text, stream = "", response.text
-        for number, one in enumerate(drawn, 1):
-            text += stream.push(one.token)
+        for count, token in enumerate(drawn, 1):
+            text += stream.push(token.token)
             if stream.stopped is not None:
                 self._engine.cancel(sample)
-                return Piece(response.choice, text, drawn[:number], "stop")
+                return Delta(response.choice, text, drawn[:count], "stop")
         if sample.stop:
             text += stream.end()
             length = sample.stop == "length" and stream.stopped is None
-            return Piece(response.choice, text, drawn, "length" if length else "stop")
-        return Piece(response.choice, text, drawn)
+            return Delta(response.choice, text, drawn, "length" if length else "stop")
+        return Delta(response.choice, text, drawn)
 
-    def _post(self, found: Mapping[Ticket, Sequence[Piece | ApiError]]) -> None:
-        """One call into the event loop for all tickets: waking the loop is the slow part."""
-        loops = {ticket.loop for ticket in found}
+    def _post(self, deltas: Mapping[PendingRequest, Sequence[Delta | ApiError]]) -> None:
+        """One call into the event loop for all requests: waking the loop is the slow part."""
+        loops = {pending.loop for pending in deltas}
         for loop in loops:
-            local = [(ticket, pieces) for ticket, pieces in found.items() if ticket.loop is loop]
+            local = [(pending, new_deltas) for pending, new_deltas in deltas.items() if pending.loop is loop]
             with suppress(RuntimeError):  # the loop is closed: no request waits there
                 loop.call_soon_threadsafe(_deliver, local)
 
@@ -253,6 +253,6 @@ class EngineWorker:
             self._load = load
 
 
-def _deliver(found: Sequence[tuple[Ticket, Sequence[Piece | ApiError]]]) -> None:
-    for ticket, pieces in found:
-        ticket.deliver(pieces)
+def _deliver(deltas: Sequence[tuple[PendingRequest, Sequence[Delta | ApiError]]]) -> None:
+    for pending, new_deltas in deltas:
+        pending.deliver(new_deltas)

@@ -7,11 +7,10 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import Refusal, missing_extra
+from lockstep.errors import Refusal
 
 
 class ApiError(Exception):
@@ -50,7 +49,7 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """`body` is complete, or an iterator of chunks. `done` runs once the body was sent, or cannot be sent."""
+    """`body` is complete, or an iterator of chunks. `done` runs after the body, also if the client disconnects."""
 
     body: bytes | AsyncIterator[bytes] | Iterator[bytes]
     status: int = 200
@@ -94,7 +93,7 @@ Handler = Callable[[HttpRequest], Awaitable[HttpReply]] | Callable[[HttpRequest]
 @dataclass(frozen=True)
 class HttpSite:
     """The routes of one server. The keys of `routes` are (method, path); a handler that is no coroutine function runs
-    in a thread. `check` sees each request before its body is read, and raises `ApiError` to reject it."""
+    in a thread. `check` runs before the body of a request is read, and raises `ApiError` to reject it."""
 
     routes: Mapping[tuple[str, str], Handler]
     check: Callable[[HttpRequest], None]
@@ -172,15 +171,3 @@ def _host_name(text: str) -> str:
         return urlsplit(text if "://" in text else f"//{text}").hostname or ""
     except ValueError:
         return ""
-
-
-def http_server() -> ModuleType:
-    """The module `asgi`. It is imported on use: only servers need the packages of the extra `serve`."""
-    try:
-        from lockstep.serve import asgi
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("starlette", "uvicorn"):
-            raise
-        raise missing_extra(package, "serve", "`lockstep serve` and `lockstep view`") from error
-    return asgi

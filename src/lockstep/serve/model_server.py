@@ -11,29 +11,30 @@ from lockstep.device.base import Device
 from lockstep.device.select import explain
 from lockstep.errors import Problem, Refusal
 from lockstep.kernels.rotary import fixed_length
-from lockstep.model.load import DTYPES, load_config, load_tokenizer
+from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.reward.model import load_reward_model, normalized_by_config
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.native.engine import NativeEngine
+from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.rollout.native.online_engine import LiveEngine, longest_that_fits
 from lockstep.run.output import write
 from lockstep.serve.api_request import ServedModel
 from lockstep.serve.engine_worker import EngineWorker
-from lockstep.serve.http_api import ListenAddress, ServeLimits, http_server
+from lockstep.serve.http_api import ListenAddress, ServeLimits
 from lockstep.serve.openai_api import LanguageModelApp, ModelApp, model_site
 from lockstep.serve.reward_api import RewardEncoder, RewardModelApp, RewardWorker
 
 
 @dataclass(frozen=True)
-class ForeignRewards:
-    """Options of OpenRLHF's `serve_rm`: `ended` as in `RewardEncoder`; `normalized` scores use the mean and deviation
-    in the model's config.json, others are not normalized."""
+class ServeRmOptions:
+    """Options of OpenRLHF's `serve_rm`: `append_eos` as in `RewardEncoder`; `normalize` uses the mean and the standard
+    deviation in the model's config.json. Without it scores are not normalized."""
 
-    ended: bool
-    normalized: bool
+    append_eos: bool
+    normalize: bool
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class ServeSettings:
     max_length: int | None = None
     max_sequences: int = 64
     cache_gb: float | None = None
-    foreign: ForeignRewards | None = None
-    """For a reward model that replaces OpenRLHF's `serve_rm`."""
+    serve_rm: ServeRmOptions | None = None
+    """Set for a reward model that replaces OpenRLHF's `serve_rm`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,22 +61,23 @@ class ServeSettings:
 
 def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -> None:
     """Load the model and serve it until SIGINT or SIGTERM."""
-    server = http_server()
-    device, sentence = explain(serving.device)
-    write(sentence, error=True)
+    from lockstep.serve import asgi  # on use: it needs the extra `serve`
+
+    device, explanation = explain(serving.device)
+    write(explanation, error=True)
     with joined(device) as world:
         if world.size > 1:
             raise Refusal.at(
                 "lockstep serve", "runs on one device", "start it without torchrun", code="one-process-only"
             )
         # Before the model is loaded: a port that is in use is reported at once.
-        sockets = server.bind(address.host, address.port, f"--host {address.host} --port {address.port}")
+        sockets = asgi.bind(address.host, address.port, f"--host {address.host} --port {address.port}")
         app = load_app(serving, limits, device, world)
         host = f"[{address.host}]" if ":" in address.host else address.host
         paths = ", ".join(sorted({path for _, path in app.routes}))
-        write(f"{serving.names[0]} on http://{host}:{server.listen(sockets)}: {paths}")
+        write(f"{serving.names[0]} on http://{host}:{asgi.listen(sockets)}: {paths}")
         try:
-            server.run_site(model_site(app, address.api_key), limits, sockets)
+            asgi.run_site(model_site(app, address.api_key), limits, sockets)
         finally:
             app.close()
 
@@ -96,10 +98,10 @@ def _reward_model(serving: ServeSettings, limits: ServeLimits, folder: str, devi
     model = load_reward_model(folder, device.torch_device(world.local_rank))
     if serving.dtype != "auto":
         model.model.to(DTYPES[serving.dtype])
-    foreign = serving.foreign
-    if foreign is not None:
-        model = normalized_by_config(model) if foreign.normalized else replace(model, mean=0.0, std=1.0)
-    encoder = RewardEncoder(model, serving.names, serving.max_length, foreign is not None and foreign.ended)
+    options = serving.serve_rm
+    if options is not None:
+        model = normalized_by_config(model) if options.normalize else replace(model, mean=0.0, std=1.0)
+    encoder = RewardEncoder(model, serving.names, serving.max_length, options is not None and options.append_eos)
     return RewardModelApp(encoder, RewardWorker(model, limits))
 
 
@@ -116,13 +118,13 @@ def _language_model(
     engine = generator.engine
     assert isinstance(engine, NativeEngine)
     engine.release_memory()
-    longest = _longest(serving, config, engine)
+    max_model_len = _max_model_len(serving, config, engine)
     vocabulary = generator.policy.causal_lm.get_input_embeddings().weight.shape[0]
-    served = ServedModel(serving.names, tokenizer, vocabulary, generator.stop_ids, longest)
+    served = ServedModel(serving.names, tokenizer, vocabulary, generator.stop_ids, max_model_len)
     # A second tokenizer for the engine's thread: tokenizers are not thread-safe.
     decoder = copy.deepcopy(tokenizer)
     worker = EngineWorker(
-        LiveEngine(engine, longest), lambda ids: str(decoder.decode(ids, skip_special_tokens=True)), limits
+        LiveEngine(engine, max_model_len), lambda ids: str(decoder.decode(ids, skip_special_tokens=True)), limits
     )
     return LanguageModelApp(served, worker)
 
@@ -149,7 +151,7 @@ def stored_dtype(config: Any) -> str:
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
 
 
-def _longest(serving: ServeSettings, config: Any, engine: NativeEngine) -> int:
+def _max_model_len(serving: ServeSettings, config: Any, engine: NativeEngine) -> int:
     text = config.get_text_config()
     lengths = [length for length in (getattr(text, "max_position_embeddings", None), fixed_length(text)) if length]
     context = min(lengths, default=None)
@@ -163,11 +165,11 @@ def _longest(serving: ServeSettings, config: Any, engine: NativeEngine) -> int:
         raise Refusal.at(
             "--max-length", "the model's config.json has no context length", "set --max-length", code="not-set"
         )
-    longest = longest_that_fits(engine, context)
-    if longest < context:
+    max_model_len = longest_that_fits(engine, context)
+    if max_model_len < context:
         write(
-            f"sequences of up to {longest:,} tokens: the cache has no room for the model's context of {context:,}; "
-            "raise --cache-gb",
+            f"sequences are limited to {max_model_len:,} tokens: the cache has no room for the model's context "
+            f"of {context:,}; raise --cache-gb",
             error=True,
         )
-    return longest
+    return max_model_len

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from lockstep.rollout.native.online_engine import DrawnToken
 from lockstep.serve.api_request import ApiRequest, ServedModel, chat_request, completion_request
-from lockstep.serve.engine_worker import EngineWorker, Piece, Ticket
+from lockstep.serve.engine_worker import Delta, EngineWorker, PendingRequest
 from lockstep.serve.http_api import (
     ApiError,
     Handler,
@@ -37,11 +37,11 @@ def model_site(app: ModelApp, api_key: str | None) -> HttpSite:
     return HttpSite(app.routes, lambda request: check_caller(request, api_key))
 
 
-def model_routes(names: tuple[str, ...], longest: int | None) -> dict[tuple[str, str], Handler]:
-    """The list of models in OpenAI's format, with vLLM's name for the longest sequence."""
+def model_routes(names: tuple[str, ...], max_model_len: int | None) -> dict[tuple[str, str], Handler]:
+    """The list of models in OpenAI's format, with vLLM's `max_model_len`."""
     model = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "lockstep"}
-    if longest:
-        model["max_model_len"] = longest
+    if max_model_len:
+        model["max_model_len"] = max_model_len
 
     async def models(request: HttpRequest) -> HttpReply:
         return as_json({"object": "list", "data": [model]})
@@ -50,6 +50,12 @@ def model_routes(names: tuple[str, ...], longest: int | None) -> dict[tuple[str,
         return as_json(model)
 
     return {("GET", "/v1/models"): models, ("GET", f"/v1/models/{names[0]}"): one_model}
+
+
+def check_running(stopped: str | None) -> None:
+    """Reject a request after the worker stopped; `stopped` is the reason."""
+    if stopped is not None:
+        raise ApiError(503, stopped, code="engine_stopped")
 
 
 class LanguageModelApp:
@@ -62,7 +68,7 @@ class LanguageModelApp:
         self.routes: Mapping[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): self.chat,
             ("POST", "/v1/completions"): self.complete,
-            **model_routes(served.names, served.longest),
+            **model_routes(served.names, served.max_model_len),
             ("GET", "/health"): self.health,
         }
 
@@ -73,29 +79,29 @@ class LanguageModelApp:
         return await self._generate(request, completion_request, chat=False)
 
     async def health(self, request: HttpRequest) -> HttpReply:
-        if self.worker.stopped is not None:
-            raise ApiError(503, self.worker.stopped, code="engine_stopped")
+        check_running(self.worker.stopped)
         return as_json({"status": "ok", **vars(self.worker.load)})
 
     async def _generate(self, request: HttpRequest, parse: Callable[..., ApiRequest], *, chat: bool) -> HttpReply:
+        check_running(self.worker.stopped)
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(self._encoder, parse, request.body, self.served)
         response = ApiResponse(parsed, self.served, chat=chat)
         # Queued before a stream begins: a full queue must be a status, not an event.
-        ticket = self.worker.submit(parsed.generation)
+        pending = self.worker.submit(parsed.generation)
         if parsed.stream:
-            return as_events(response.events(ticket), lambda: self.worker.release(ticket))
+            return as_events(response.events(pending), lambda: self.worker.release(pending))
         try:
-            return as_json(await response.complete(ticket))
+            return as_json(await response.complete(pending))
         finally:
-            self.worker.release(ticket)
+            self.worker.release(pending)
 
     def close(self) -> None:
         self.worker.close()
         self._encoder.shutdown()
 
 
-_BROKEN = "�"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass
@@ -114,44 +120,44 @@ class ApiResponse:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._offsets: dict[int, int] = {}
 
-    async def complete(self, ticket: Ticket) -> dict[str, Any]:
-        choices = [_Choice() for _ in range(self.request.generation.sequences)]
-        left = len(choices)
-        while left:
-            piece = await ticket.piece()
-            choice = choices[piece.choice]
-            choice.text += piece.text
-            choice.tokens += piece.tokens
-            choice.finish = piece.finish
-            left -= piece.finish is not None
+    async def complete(self, pending: PendingRequest) -> dict[str, Any]:
+        choices = [_Choice() for _ in range(self.request.generation.num_sequences)]
+        unfinished = len(choices)
+        while unfinished:
+            delta = await pending.next_delta()
+            choice = choices[delta.choice]
+            choice.text += delta.text
+            choice.tokens += delta.tokens
+            choice.finish = delta.finish
+            unfinished -= delta.finish is not None
         kind = "chat.completion" if self.chat else "text_completion"
-        body = self._body(kind, [self._choice(number, choice) for number, choice in enumerate(choices)])
+        body = self._body(kind, [self._choice(index, choice) for index, choice in enumerate(choices)])
         if self.chat and self.request.token_ids:
             body["prompt_token_ids"] = list(self.request.generation.prompts[0])
         return {**body, "usage": self._usage(sum(len(choice.tokens) for choice in choices))}
 
-    async def events(self, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, pending: PendingRequest) -> AsyncIterator[dict[str, Any]]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        left, generated = self.request.generation.sequences, 0
-        opened: set[int] = set()
-        while left:
-            piece = await ticket.piece()
-            left -= piece.finish is not None
-            generated += len(piece.tokens)
-            first = piece.choice not in opened
-            opened.add(piece.choice)
-            if not first and not self._is_event(piece):
+        unfinished, generated = self.request.generation.num_sequences, 0
+        started: set[int] = set()
+        while unfinished:
+            delta = await pending.next_delta()
+            unfinished -= delta.finish is not None
+            generated += len(delta.tokens)
+            first = delta.choice not in started
+            started.add(delta.choice)
+            if not first and not self._is_event(delta):
                 continue
-            chunk = self._body(kind, [self._delta(piece, first=first)])
+            chunk = self._body(kind, [self._delta(delta, first=first)])
             if self.chat and self.request.token_ids and first:
                 chunk["prompt_token_ids"] = list(self.request.generation.prompts[0])
             yield chunk
         if self.request.usage:
             yield {**self._body(kind, []), "usage": self._usage(generated)}
 
-    def _is_event(self, piece: Piece) -> bool:
+    def _is_event(self, delta: Delta) -> bool:
         """No event is sent for tokens that complete no character."""
-        return bool(piece.text or piece.finish or self.request.token_ids or self.request.logprobs)
+        return bool(delta.text or delta.finish or self.request.token_ids or self.request.logprobs)
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -166,72 +172,76 @@ class ApiResponse:
         prompts = sum(len(ids) for ids in self.request.generation.prompts)
         return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
-    def _choice(self, number: int, choice: _Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         # Without stop strings all tokens are decoded at once: the text cannot depend on where decoding steps ended.
         text = (
-            choice.text if self.request.generation.stops else self.served.decode([one.token for one in choice.tokens])
+            choice.text
+            if self.request.generation.stops
+            else self.served.decode([token.token for token in choice.tokens])
         )
         content: dict[str, Any] = {"text": text}
         if self.chat:
             content = {"message": {"role": "assistant", "content": text}}
         return {
-            "index": number,
+            "index": index,
             **content,
             "finish_reason": choice.finish,
-            **self._more(number, choice.tokens, first=True),
+            **self._extras(index, choice.tokens, first=True),
         }
 
-    def _delta(self, piece: Piece, *, first: bool) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": piece.text}
+    def _delta(self, delta: Delta, *, first: bool) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": delta.text}
         if self.chat:
-            content = {"delta": {**({"role": "assistant"} if first else {}), "content": piece.text}}
-        more = self._more(piece.choice, piece.tokens, first=first)
-        return {"index": piece.choice, **content, "finish_reason": piece.finish, **more}
+            content = {"delta": {**({"role": "assistant"} if first else {}), "content": delta.text}}
+        extras = self._extras(delta.choice, delta.tokens, first=first)
+        return {"index": delta.choice, **content, "finish_reason": delta.finish, **extras}
 
-    def _more(self, number: int, tokens: Sequence[DrawnToken], *, first: bool) -> dict[str, Any]:
+    def _extras(self, index: int, tokens: Sequence[DrawnToken], *, first: bool) -> dict[str, Any]:
         """Log-probabilities and token ids, if the request wants them."""
-        more: dict[str, Any] = {"logprobs": None}
+        extras: dict[str, Any] = {"logprobs": None}
         if self.request.logprobs:
-            more["logprobs"] = self._chat_logprobs(tokens) if self.chat else self._plain_logprobs(number, tokens)
+            extras["logprobs"] = self._chat_logprobs(tokens) if self.chat else self._plain_logprobs(index, tokens)
         if self.request.token_ids:
-            more["token_ids"] = [one.token for one in tokens]
+            extras["token_ids"] = [token.token for token in tokens]
             if not self.chat and first:
-                more["prompt_token_ids"] = list(self.request.generation.prompts[number // self.request.generation.n])
-        return more
+                extras["prompt_token_ids"] = list(self.request.generation.prompts[index // self.request.generation.n])
+        return extras
 
     def _chat_logprobs(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self._token(token)
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            text = self._token(token_id)
             # A token that is a part of a character has no text; its bytes are not available.
-            data = None if _BROKEN in text else list(text.encode(errors="replace"))
+            data = None if _REPLACEMENT in text else list(text.encode(errors="replace"))
             return {"token": text, "logprob": logprob, "bytes": data}
 
         return {
             "content": [
-                {**entry(one.token, _logprob(one)), "top_logprobs": [entry(*other) for other in one.likeliest]}
-                for one in tokens
+                {**entry(token.token, _logprob(token)), "top_logprobs": [entry(*other) for other in token.likeliest]}
+                for token in tokens
             ]
         }
 
-    def _plain_logprobs(self, number: int, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
-        texts = [self._token(one.token) for one in tokens]
+    def _plain_logprobs(self, index: int, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
+        texts = [self._token(token.token) for token in tokens]
         offsets = []
         for text in texts:
-            offsets.append(self._offsets.get(number, 0))
-            self._offsets[number] = offsets[-1] + len(text)
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [_logprob(one) for one in tokens],
+            "token_logprobs": [_logprob(token) for token in tokens],
             # Tokens that are parts of characters share one text; the likeliest of them keeps it.
-            "top_logprobs": [{self._token(token): score for token, score in reversed(one.likeliest)} for one in tokens],
+            "top_logprobs": [
+                {self._token(token_id): logprob for token_id, logprob in reversed(token.likeliest)} for token in tokens
+            ],
             "text_offset": offsets,
         }
 
-    def _token(self, token: int) -> str:
+    def _token(self, token_id: int) -> str:
         decode: Callable[[list[int]], str] = self.served.tokenizer.decode
-        return decode([token])
+        return decode([token_id])
 
 
-def _logprob(one: DrawnToken) -> float:
-    assert one.logprob is not None
-    return one.logprob
+def _logprob(token: DrawnToken) -> float:
+    assert token.logprob is not None
+    return token.logprob

@@ -23,9 +23,9 @@ from jinja2 import TemplateError
 from lockstep.errors import first_line
 from lockstep.reward.model import RewardModel
 from lockstep.run.output import write
-from lockstep.serve.api_request import BodyReader, check_model, valid_text, wrong
+from lockstep.serve.api_request import BodyReader, bad_value, check_model, valid_text
 from lockstep.serve.http_api import ApiError, Handler, HttpReply, HttpRequest, ServeLimits, as_json
-from lockstep.serve.openai_api import model_routes
+from lockstep.serve.openai_api import check_running, model_routes
 from lockstep.types import Origin, Question
 
 # Limit of rows in one batch of waiting requests.
@@ -44,13 +44,13 @@ class _Batch:
 @dataclass(frozen=True)
 class RewardEncoder:
     """Tokenizes requests. `max_length` truncates queries in OpenRLHF's format, as its `serve_rm` does; other rows over
-    the model's context are an error. `ended` replaces the end and padding tokens around such a query by one end token,
-    as OpenRLHF 0.7 does."""
+    the model's context are an error. `append_eos` removes EOS and padding tokens at both ends of such a query
+    and appends one EOS token, as OpenRLHF 0.7 does."""
 
     model: RewardModel
     names: tuple[str, ...]
     max_length: int | None = None
-    ended: bool = False
+    append_eos: bool = False
 
     def encoded(self, body: bytes) -> tuple[str, list[list[int]]]:
         """The key of the scores in the reply, and one row of token ids per score."""
@@ -59,7 +59,7 @@ class RewardEncoder:
         items = fields.take("items", None)
         key, rows = ("rewards", self._queries(fields)) if items is None else ("scores", self._items(items))
         if not rows:
-            raise wrong("items" if items is not None else "query", "is empty")
+            raise bad_value("items" if items is not None else "query", "is empty")
         context = self.model.context
         for number, row in enumerate(rows):
             if not row:
@@ -74,39 +74,39 @@ class RewardEncoder:
 
     def _items(self, items: Any) -> list[list[int]]:
         if not isinstance(items, list):
-            raise wrong("items", "is not a list")
+            raise bad_value("items", "is not a list")
         return [self._item(item, f"items[{number}]") for number, item in enumerate(items)]
 
     def _item(self, item: Any, where: str) -> list[int]:
         prompt, response = (item.get("prompt"), item.get("response")) if isinstance(item, dict) else (None, None)
         if not isinstance(response, str):
-            raise wrong(f"{where}.response", "is not text")
+            raise bad_value(f"{where}.response", "is not text")
         if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-            raise wrong(f"{where}.prompt", "is not a list of messages")
-        # A template would write what is no text as text, and the model would score that.
+            raise bad_value(f"{where}.prompt", "is not a list of messages")
+        # A template would render other types as text, and the model would score that text.
         for number, message in enumerate(prompt):
             content = message.get("content")
             if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-                raise wrong(f"{where}.prompt[{number}].content", "is not text")
+                raise bad_value(f"{where}.prompt[{number}].content", "is not text")
         try:
             return self.model.encode(
                 Question("", prompt, "", Origin(where, 0)), valid_text(response, f"{where}.response")
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             why = f"the chat template refuses this chat: {first_line(error)}"
-            raise wrong(f"{where}.prompt", why) from error
+            raise bad_value(f"{where}.prompt", why) from error
 
     def _queries(self, fields: BodyReader) -> list[list[int]]:
         queries = fields.take("query", None)
         if queries is None:
             raise ApiError(400, 'the body has neither "items" nor "query"')
         if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-            raise wrong("query", "is not a list of texts")
-        texts = [valid_text(self._ended(query) if self.ended else query, "query") for query in queries]
+            raise bad_value("query", "is not a list of texts")
+        texts = [valid_text(self._with_eos(query) if self.append_eos else query, "query") for query in queries]
         rows = self.model.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         return [list(row[: self.max_length]) for row in rows]
 
-    def _ended(self, query: str) -> str:
+    def _with_eos(self, query: str) -> str:
         tokenizer = self.model.tokenizer
         marks = "|".join(re.escape(str(token)) for token in (tokenizer.eos_token, tokenizer.pad_token) if token)
         return re.sub(f"^({marks})+|({marks})+$", "", query) + str(tokenizer.eos_token or "") if marks else query
@@ -128,7 +128,7 @@ class RewardWorker:
         self._thread = threading.Thread(target=self._serve, name="rewards", daemon=True)
         self._thread.start()
 
-    async def scored(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         loop = asyncio.get_running_loop()
         batch = _Batch(rows, loop, loop.create_future())
         with self._changed:
@@ -179,18 +179,18 @@ class RewardWorker:
         self._fail(self._waiting)
 
     def _next_batch(self) -> list[_Batch]:
-        """Waiting requests, up to the limit of rows; none once the worker stops."""
+        """Waiting requests, up to the limit of rows; empty after the worker stopped."""
         with self._changed:
             while not (self._waiting or self.stopped):
                 self._changed.wait()
             if self.stopped:
                 return []
-            taken: list[_Batch] = []
+            batches: list[_Batch] = []
             rows = 0
-            while self._waiting and (not taken or rows + len(self._waiting[0].rows) <= MAX_BATCH_ROWS):
-                taken.append(self._waiting.pop(0))
-                rows += len(taken[-1].rows)
-            return taken
+            while self._waiting and (not batches or rows + len(self._waiting[0].rows) <= MAX_BATCH_ROWS):
+                batches.append(self._waiting.pop(0))
+                rows += len(batches[-1].rows)
+            return batches
 
     def _fail(self, batches: Sequence[_Batch]) -> None:
         why = ApiError(503, self.stopped or "", code="engine_stopped")
@@ -224,9 +224,10 @@ class RewardModelApp:
         }
 
     async def rewards(self, request: HttpRequest) -> HttpReply:
+        check_running(self.worker.stopped)
         loop = asyncio.get_running_loop()
         key, rows = await loop.run_in_executor(self._executor, self.encoder.encoded, request.body)
-        scores = await self.worker.scored(rows)
+        scores = await self.worker.score(rows)
         for number, score in enumerate(scores):
             if not math.isfinite(score):
                 raise ApiError(500, f"the score of response {number} is {score}", code="score_not_finite")
@@ -236,8 +237,7 @@ class RewardModelApp:
         return as_json({key: scores})
 
     async def health(self, request: HttpRequest) -> HttpReply:
-        if self.worker.stopped is not None:
-            raise ApiError(503, self.worker.stopped, code="engine_stopped")
+        check_running(self.worker.stopped)
         return as_json({"status": "ok", "waiting": self.worker.waiting})
 
     def close(self) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 # Bytes of an incomplete character are decoded as this character. Tokenizers with one token per byte (Llama 2, Mistral,
 # Gemma) return one of it for each byte.
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Limits of the window of tokens that is decoded again with each new token. The text of a token depends on the tokens
 # just before it (a space, the bytes of a character), not on distant ones.
 _MAX_WINDOW, _MIN_WINDOW = 24, 8
 # The limit for bytes that never form a character: they are returned as they are.
-_MAX_BROKEN = 8 * _MAX_WINDOW
+_MAX_INCOMPLETE = 8 * _MAX_WINDOW
 
 
 class TextStream:
@@ -33,12 +33,12 @@ class TextStream:
         """Add a token; the new text that no later token can change."""
         self._window.append(token)
         decoded = self.decode(self._window)
-        settled = decoded.rstrip(_BROKEN)
+        settled = decoded.rstrip(_REPLACEMENT)
         self._take(settled)
         if settled == decoded:
             self._complete.append(len(self._window))
             self._shorten()
-        elif len(self._window) > _MAX_BROKEN:
+        elif len(self._window) > _MAX_INCOMPLETE:
             self._take(decoded)
             self._cut(len(self._window) - _MIN_WINDOW)
         return self._emit(final=False)
@@ -51,7 +51,7 @@ class TextStream:
         else:
             # Byte-level decoders mark returned characters as broken too, because the last one is. Only that one is new.
             unfinished = len(self._window) - max(self._complete, default=0)
-            self._pending += _BROKEN * min(unfinished, len(decoded) - len(decoded.rstrip(_BROKEN)))
+            self._pending += _REPLACEMENT * min(unfinished, len(decoded) - len(decoded.rstrip(_REPLACEMENT)))
         return self._emit(final=True)
 
     def _take(self, settled: str) -> None:
@@ -59,33 +59,33 @@ class TextStream:
             return  # includes a complete character that decodes as broken while the next one is incomplete
         # Returned text cannot be changed, even if the decoder now returns other text for it.
         pairs = zip(self._seen, settled, strict=False)
-        alike = next((i for i, (was, now) in enumerate(pairs) if was != now), len(self._seen))
-        self._pending += settled[alike:]
+        common = next((i for i, (was, now) in enumerate(pairs) if was != now), len(self._seen))
+        self._pending += settled[common:]
         self._seen = settled
 
     def _shorten(self) -> None:
         """Cut the window between two characters. Its end is complete too, so that no text is pending."""
         if len(self._window) > _MAX_WINDOW:
-            places = [place for place in self._complete if place <= len(self._window) - _MIN_WINDOW]
-            if places:
-                self._cut(places[-1])
+            cuts = [cut for cut in self._complete if cut <= len(self._window) - _MIN_WINDOW]
+            if cuts:
+                self._cut(cuts[-1])
 
-    def _cut(self, place: int) -> None:
-        self._window = self._window[place:]
-        self._complete = [length - place for length in self._complete if length > place]
+    def _cut(self, cut: int) -> None:
+        self._window = self._window[cut:]
+        self._complete = [length - cut for length in self._complete if length > cut]
         self._seen = self.decode(self._window)
 
     def _emit(self, *, final: bool) -> str:
         if self.stopped is not None:
             return ""
-        found = [(at, stop) for stop in self.stops if (at := self._pending.find(stop)) >= 0]
-        if found:
-            at, self.stopped = min(found)
+        matches = [(at, stop) for stop in self.stops if (at := self._pending.find(stop)) >= 0]
+        if matches:
+            at, self.stopped = min(matches)
         else:
             at = len(self._pending) if final else len(self._pending) - self._may_stop()
-        out, self._pending = self._pending[:at], self._pending[at:]
-        self.text += out
-        return out
+        text, self._pending = self._pending[:at], self._pending[at:]
+        self.text += text
+        return text
 
     def _may_stop(self) -> int:
         """Number of characters at the end that may begin a stop string."""

@@ -1,8 +1,8 @@
 """The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs. It only reads.
 
 Three things keep other pages and other users out. The server listens on the loopback address. Every path begins with a
-random token, compared in constant time. And only the host names of the loopback address are accepted, because a foreign
-page can let its own host name resolve to 127.0.0.1 and would otherwise read the replies.
+random token, compared in constant time. And only the host names of the loopback address are accepted, because
+another site can let its host name resolve to 127.0.0.1 and would then read the replies.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from urllib.parse import parse_qs
 
 from lockstep.page import resource, script_of, style_of
 from lockstep.run.folder import RunFolder
-from lockstep.serve.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits, http_server
+from lockstep.serve.http_api import ApiError, HttpReply, HttpRequest, HttpSite, ServeLimits
 from lockstep.serve.viewer_curves import Curves
-from lockstep.serve.viewer_log import Missing, open_inside
-from lockstep.serve.viewer_recipes import recipe_of, setup_difference
-from lockstep.serve.viewer_runs import RunList, file_locks, summary
-from lockstep.serve.viewer_samples import SampleFilter, samples_of_all_steps, samples_of_step, single_sample
+from lockstep.serve.viewer_log import (
+    Missing,
+    SampleFilter,
+    open_inside,
+    samples_of_all_steps,
+    samples_of_step,
+    single_sample,
+)
+from lockstep.serve.viewer_runs import RunList, file_locks, recipe_of, setup_difference, summary
 
 ADDRESS = "127.0.0.1"
 HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -63,12 +68,14 @@ class RunViewer:
     """Serves the runs of `folder`; port 0 takes any free port."""
 
     def __init__(self, folder: Path, port: int = 0):
-        self._server = http_server()
-        self._sockets = self._server.bind(ADDRESS, port, f"--port {port}")
-        self.port = self._server.listen(self._sockets)
+        from lockstep.serve import asgi  # on use: it is slow to import, and needs the extra `serve`
+
+        self._server = asgi
+        self._sockets = asgi.bind(ADDRESS, port, f"--port {port}")
+        self.port = asgi.listen(self._sockets)
         self.data = RunData(folder)
         self.token = secrets.token_urlsafe(24)
-        # A report can read its own address. Its address therefore has another token than the page.
+        # A report can read its address, which therefore has another token than the page.
         self.report_token = secrets.token_urlsafe(24)
         self.assets: dict[str, tuple[str, bytes]] = {
             "": ("text/html", resource("viewer.html").encode()),
@@ -95,9 +102,9 @@ class RunViewer:
             raise ApiError(405, HTTPStatus.METHOD_NOT_ALLOWED.phrase)
         token, slash, path = request.path.removeprefix("/").partition("/")
         try:
-            if slash and _same(token, self.report_token) and path == "report":
+            if slash and _equal_tokens(token, self.report_token) and path == "report":
                 return self._report(request.query)
-            if slash and _same(token, self.token):
+            if slash and _equal_tokens(token, self.token):
                 return self._page(path, request.query)
         except (Missing, ValueError) as error:
             raise ApiError(404, str(error)) from error
@@ -109,13 +116,13 @@ class RunViewer:
         if path in self.assets:
             kind, content = self.assets[path]
             return _reply(content, kind)
-        question = self.data.questions.get(path.removeprefix("api/")) if path.startswith("api/") else None
-        if question is None:
+        endpoint = self.data.endpoints.get(path.removeprefix("api/")) if path.startswith("api/") else None
+        if endpoint is None:
             raise ApiError(404, "there is no such page")
-        answer = question(_parsed(query))
+        data = endpoint(_parsed(query))
         if path == "api/runs":
-            answer = {**answer, "reports": f"/{self.report_token}/report"}
-        return _reply(_as_json(answer), "application/json")
+            data = {**data, "reports": f"/{self.report_token}/report"}
+        return _reply(_as_json(data), "application/json")
 
     def _report(self, query: str) -> HttpReply:
         with self.data.report(_parsed(query)) as file:
@@ -126,7 +133,7 @@ def _check_host(request: HttpRequest) -> None:
     host = request.headers.get("host", "")
     name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
     if name.lower() not in HOST_NAMES:
-        raise ApiError(403, "this server answers to 127.0.0.1 and localhost only")
+        raise ApiError(403, "use the host name 127.0.0.1 or localhost")
 
 
 def _reply(content: bytes, kind: str, status: int = 200, policy: str = POLICY) -> HttpReply:
@@ -142,13 +149,13 @@ def _parsed(query: str) -> Query:
     return parse_qs(query, keep_blank_values=True, max_num_fields=MAX_FIELDS)
 
 
-def _as_json(answer: dict[str, Any]) -> bytes:
+def _as_json(data: dict[str, Any]) -> bytes:
     """ASCII, because samples may contain lone surrogates."""
     try:
-        return json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
         # A number outside the range of floats, such as 1e999, was read as infinite.
-        return json.dumps(_finite(answer), allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(_finite(data), allow_nan=False, separators=(",", ":")).encode()
 
 
 def _finite(value: Any) -> Any:
@@ -159,7 +166,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _same(given: str, token: str) -> bool:
+def _equal_tokens(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
 
@@ -170,7 +177,7 @@ class RunData:
         self.runs = RunList(folder)
         self._curves: OrderedDict[Path, Curves] = OrderedDict()
         self._lock = Lock()
-        self.questions: dict[str, Callable[[Query], dict[str, Any]]] = {
+        self.endpoints: dict[str, Callable[[Query], dict[str, Any]]] = {
             "runs": lambda query: self.runs.listed(),
             "run": self.run,
             "curves": self.curves,
@@ -182,15 +189,15 @@ class RunData:
 
     def run(self, query: Query) -> dict[str, Any]:
         """The summary of a run, the names of its metrics and the fraction of the log that was read."""
-        name = _one(query, "run")
+        name = _text(query, "run")
         path = self.runs.path(name)
-        found = summary(self.runs.root, name, path, file_locks())
+        run = summary(self.runs.root, name, path, file_locks())
         if not RunFolder(path).metrics.is_file():
-            return {**found, "metrics": [], "read": 1.0, "version": "", "range": None, "damaged": 0}
+            return {**run, "metrics": [], "read": 1.0, "version": "", "range": None, "damaged": 0}
         curves = self._curves_of(path)
         curves.read_more()
         return {
-            **found,
+            **run,
             "metrics": curves.names(),
             "read": curves.read_share,
             "version": curves.version,
@@ -204,8 +211,8 @@ class RunData:
         metrics = query.get("metric", [])[:MAX_METRICS]
         buckets = _integer(query, "buckets", 300, 1, MAX_BUCKETS)
         half = _integer(query, "half", 0, 0, 10**6)
-        found = {name: self._curves_of(self.runs.path(name)) for name in names}
-        ranges = [each for curves in found.values() if (each := curves.range()) is not None]
+        by_run = {name: self._curves_of(self.runs.path(name)) for name in names}
+        ranges = [steps for curves in by_run.values() if (steps := curves.range()) is not None]
         if not ranges:
             return {"domain": None, "curves": {}}
         first = _integer(query, "first", min(low for low, _ in ranges), -MAX_STEP, MAX_STEP)
@@ -215,7 +222,7 @@ class RunData:
         shown = {
             metric: {
                 name: points
-                for name, curves in found.items()
+                for name, curves in by_run.items()
                 if (points := curves.shown(metric, (first, last), buckets, half)) is not None
             }
             for metric in metrics
@@ -224,39 +231,39 @@ class RunData:
 
     def samples(self, query: Query) -> dict[str, Any]:
         """The samples of a step (its number, or `last`), or of all steps, that match the filter."""
-        wanted = SampleFilter(
-            kind=_one(query, "kind", ""),
-            ended=_one(query, "ended", ""),
+        selection = SampleFilter(
+            kind=_text(query, "kind", ""),
+            ended=_text(query, "ended", ""),
             least=_number(query, "least"),
             most=_number(query, "most"),
-            text=_one(query, "text", ""),
+            text=_text(query, "text", ""),
         )
-        step = _one(query, "step", "all")
+        step = _text(query, "step", "all")
         start = _integer(query, "from", 0, 0, MAX_STEP) if "from" in query else None
         with self._samples_of(query) as file:
             if step == "all":
-                return samples_of_all_steps(file, wanted, start or 0)
+                return samples_of_all_steps(file, selection, start or 0)
             at = None if step == "last" else _integer(query, "step", 0, -MAX_STEP, MAX_STEP)
-            return samples_of_step(file, wanted, at, start)
+            return samples_of_step(file, selection, at, start)
 
     def sample(self, query: Query) -> dict[str, Any]:
         with self._samples_of(query) as file:
             return single_sample(file, _integer(query, "offset", 0, 0, MAX_STEP))
 
     def recipe(self, query: Query) -> dict[str, Any]:
-        return recipe_of(self.runs.root, self.runs.path(_one(query, "run")))
+        return recipe_of(self.runs.root, self.runs.path(_text(query, "run")))
 
     def difference(self, query: Query) -> dict[str, Any]:
         """The differences between the setups of two runs."""
-        run, other = (self.runs.path(_one(query, name)) for name in ("run", "against"))
+        run, other = (self.runs.path(_text(query, name)) for name in ("run", "against"))
         return setup_difference(self.runs.root, run, other)
 
     def report(self, query: Query) -> BinaryIO:
         """The HTML file of a comparison."""
-        return open_inside(self.runs.root, self.runs.path(_one(query, "run")) / "report.html")
+        return open_inside(self.runs.root, self.runs.path(_text(query, "run")) / "report.html")
 
     def _samples_of(self, query: Query) -> BinaryIO:
-        return open_inside(self.runs.root, RunFolder(self.runs.path(_one(query, "run"))).samples)
+        return open_inside(self.runs.root, RunFolder(self.runs.path(_text(query, "run"))).samples)
 
     def _curves_of(self, path: Path) -> Curves:
         with self._lock:
@@ -269,7 +276,7 @@ class RunData:
             return curves
 
 
-def _one(query: Query, name: str, default: str | None = None) -> str:
+def _text(query: Query, name: str, default: str | None = None) -> str:
     if name in query:
         return query[name][0]
     if default is None:
@@ -278,7 +285,7 @@ def _one(query: Query, name: str, default: str | None = None) -> str:
 
 
 def _integer(query: Query, name: str, default: int, low: int, high: int) -> int:
-    text = _one(query, name, str(default))
+    text = _text(query, name, str(default))
     # Few digits only: int() accepts other forms, and is slow for a million digits.
     if len(text) > 20 or not text.removeprefix("-").isdecimal():
         raise Missing(f"{name}={text[:40]} is not an integer")
@@ -286,7 +293,7 @@ def _integer(query: Query, name: str, default: int, low: int, high: int) -> int:
 
 
 def _number(query: Query, name: str) -> float | None:
-    text = _one(query, name, "")
+    text = _text(query, name, "")
     if not text:
         return None
     try:

@@ -1,6 +1,7 @@
-"""Files of run folders: regular files inside the viewed folder only, and lines of JSON lines files by byte offset.
+"""Files of run folders: safe opening, lines of JSON Lines files by byte offset, and the samples of samples.jsonl.
 
-A last line without its newline is still being written, and is ignored.
+Only regular files inside the viewed folder are opened. A last line without its newline is still being written, and is
+ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,6 +21,14 @@ BLOCK = 1 << 16
 LONGEST_LINE = 1 << 25
 """Limit of a parsed line: 32 MiB. A longer line is reported, not shown."""
 MOST_DAMAGED = 50
+"""Limit of damaged lines that are skipped at the ends of a file."""
+SCAN_SECONDS = 0.3
+"""Time limit of a search in one request."""
+PAGE_SIZE = 40
+"""Samples in one reply."""
+SHOWN_CHARACTERS = 6_000
+"""Limit of a text in a list of samples. The reply for a single sample has the full text."""
+SHOWN_TOKENS = 1_500
 
 _STEP = re.compile(rb'\{"step": (-?\d{1,18})[,}]')
 
@@ -78,8 +89,8 @@ def line_at(file: BinaryIO, start: int) -> LogLine | None:
     if len(content) < LONGEST_LINE:
         return None
     while block := file.read(BLOCK):
-        if (found := block.find(b"\n")) >= 0:
-            return LogLine(start, end + found + 1, None)
+        if (newline := block.find(b"\n")) >= 0:
+            return LogLine(start, end + newline + 1, None)
         end += len(block)
     return None
 
@@ -114,8 +125,8 @@ def step_of(content: bytes | None) -> int | None:
     """The step of a line. If it is the first key, the rest is not parsed."""
     if content is None:
         return None
-    if found := _STEP.match(content):
-        return int(found[1])
+    if match := _STEP.match(content):
+        return int(match[1])
     step = (parsed(content) or {}).get("step")
     return step if isinstance(step, int) else None
 
@@ -146,8 +157,8 @@ def first_of_step(file: BinaryIO, step: int) -> int:
             line = line_at(file, line.end)  # a damaged line has no step: use the next line
         if line is None:
             return begin
-        found = step_of(line.content)
-        if found is not None and found < step:
+        line_step = step_of(line.content)
+        if line_step is not None and line_step < step:
             low = line.end
         else:
             high = begin
@@ -159,8 +170,125 @@ def _after_newline_before(file: BinaryIO, offset: int) -> int:
     while offset > 0:
         start = max(0, offset - BLOCK)
         file.seek(start)
-        found = file.read(offset - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = file.read(offset - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         offset = start
     return 0
+
+
+# Samples -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleFilter:
+    """Selects samples. `ended` is the key `stop` of a sample, or `failed`."""
+
+    kind: str = ""
+    ended: str = ""
+    least: float | None = None
+    most: float | None = None
+    text: str = ""
+
+    def may_match(self, line: bytes | None) -> bool:
+        """Whether the line may contain the text. Most lines need not be parsed; escaped characters must be."""
+        if not self.text or line is None or not self.text.isascii() or not self.text.isprintable():
+            return True
+        if '"' in self.text or "\\" in self.text or not line.isascii() or b"\\u" in line or b"\\/" in line:
+            return True
+        return self.text.lower().encode() in line.lower()
+
+    def matches(self, sample: dict[str, Any]) -> bool:
+        if self.kind and sample.get("kind") != self.kind:
+            return False
+        if self.ended == "failed" and "failure" not in sample:
+            return False
+        if self.ended not in ("", "failed") and sample.get("stop") != self.ended:
+            return False
+        if self.least is not None or self.most is not None:
+            score = sample.get("score")
+            if isinstance(score, bool) or not isinstance(score, (int, float)):
+                return False
+            if (self.least is not None and score < self.least) or (self.most is not None and score > self.most):
+                return False
+        return not self.text or any(self.text.lower() in text for text in _texts(sample))
+
+
+def _texts(sample: dict[str, Any]) -> list[str]:
+    """The searched texts: prompt, response, ground truth, failure and origin."""
+    prompt = sample.get("prompt")
+    turns = prompt if isinstance(prompt, list) else [prompt]
+    messages = [message.get("content") if isinstance(message, dict) else message for message in turns]
+    others = [sample.get(name) for name in ("response", "ground_truth", "failure", "origin")]
+    return [str(text).lower() for text in messages + others if text is not None]
+
+
+def samples_of_step(file: BinaryIO, selection: SampleFilter, step: int | None, start: int | None) -> dict[str, Any]:
+    """Samples of `step` (None: the last one), and the previous and next step with samples."""
+    at = step if step is not None else edge_steps(file)[1]
+    if at is None:
+        return {**samples_of_all_steps(file, selection, 0), "step": None, "before": None, "after": None}
+    first, end = first_of_step(file, at), first_of_step(file, at + 1)
+    before, after = line_before(file, first), line_at(file, end)
+    return {
+        **_page(file, selection, first if start is None else start, end),
+        "step": at,
+        "before": step_of(before.content) if before else None,
+        "after": step_of(after.content) if after else None,
+    }
+
+
+def samples_of_all_steps(file: BinaryIO, selection: SampleFilter, start: int) -> dict[str, Any]:
+    return _page(file, selection, start, complete_end(file))
+
+
+def _page(file: BinaryIO, selection: SampleFilter, at: int, end: int) -> dict[str, Any]:
+    """Samples from the byte `at` on. `next` is the offset to continue from, null at the end."""
+    first, last = edge_steps(file)
+    deadline = time.monotonic() + SCAN_SECONDS
+    samples: list[dict[str, Any]] = []
+    more = False
+    for line in lines_from(file, at):
+        if line.start >= end:
+            break
+        possible = selection.may_match(line.content)
+        sample = parsed(line.content) if possible else None
+        if possible and (sample is None or step_of(line.content) is None):
+            samples.append({"offset": line.start, "damaged": line.end - line.start})
+        elif sample is not None and selection.matches(sample):
+            samples.append({"offset": line.start, **shortened(sample, line.end - line.start)})
+        at = line.end
+        if len(samples) >= PAGE_SIZE or time.monotonic() > deadline:
+            more = at < end
+            break
+    return {"first": first, "last": last, "samples": samples, "next": at if more else None, "at": at, "size": end}
+
+
+def single_sample(file: BinaryIO, start: int) -> dict[str, Any]:
+    """One sample with its full text. `start` must be the offset of a line."""
+    file.seek(max(0, start - 1))
+    line = line_at(file, start) if start == 0 or file.read(1) == b"\n" else None
+    sample = parsed(line.content) if line else None
+    if sample is None:
+        raise Missing("no sample begins at this offset: the file may be a new one")
+    return {"offset": start, **sample}
+
+
+def shortened(sample: dict[str, Any], size: int) -> dict[str, Any]:
+    """The sample with long texts cut; then `bytes` is its full size."""
+    cut = False
+
+    def short(value: Any) -> Any:
+        nonlocal cut
+        if isinstance(value, str) and len(value) > SHOWN_CHARACTERS:
+            cut = True
+            return value[:SHOWN_CHARACTERS]
+        if isinstance(value, dict):
+            return {key: short(item) for key, item in value.items()}
+        if isinstance(value, list):
+            cut = cut or len(value) > SHOWN_TOKENS
+            return [short(item) for item in value[:SHOWN_TOKENS]]
+        return value
+
+    result: dict[str, Any] = short(sample)
+    return {**result, "bytes": size} if cut else result

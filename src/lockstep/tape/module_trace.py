@@ -74,7 +74,7 @@ class _Tracer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.open: dict[str, list[tuple[int, list[torch.Tensor]]]] = {}
         self.arrived: dict[str, list[tuple[int, torch.Tensor]]] = {}
-        self.known: dict[tuple[Any, ...], tuple[torch.Tensor, str]] = {}
+        self.seen: dict[tuple[Any, ...], tuple[torch.Tensor, str]] = {}
         self.named: dict[str, str] = {}
         self.waiting: dict[str, torch.Tensor] = {}
         self.bytes = 0
@@ -92,13 +92,13 @@ class _Tracer:
         version. A copy waits to be digested, because the tensor itself may be overwritten.
         """
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if key not in self.known:
-            self.known[key] = tensor, name
+        if key not in self.seen:
+            self.seen[key] = tensor, name
             self.waiting[name] = tensor.detach().clone()
             self.bytes += tensor.nbytes
             if self.bytes > WAITING:
                 self._digest()
-        self.named[name] = self.known[key][1]
+        self.named[name] = self.seen[key][1]
 
     def _digest(self) -> None:
         self.done |= digests(self.waiting)
@@ -241,7 +241,7 @@ def trace_modules(
     finally:
         root.train(training)
         # Break the reference cycle graph -> hooks -> tracer -> tensors -> graph, which would leak memory.
-        tracer.known.clear()
+        tracer.seen.clear()
         tracer.arrived.clear()
     parameters = list(parameters)
     gradients = {
@@ -269,10 +269,10 @@ def unmatched_patterns(roots: Iterable[nn.Module], modules: Sequence[str], tenso
     wanted = [("tape.modules", entry, names) for entry in modules]
     wanted += [("tape.tensors", entry, digested or names) for entry in tensors]
     problems = []
-    for key, entry, known in wanted:
-        if not any(fnmatch(name, entry) for name in known):
-            near = get_close_matches(entry, known, n=1, cutoff=0.5) or known[-1:]
-            why = f"{entry!r} matches no module name" + (" of tape.modules" if known is digested else "")
+    for key, entry, candidates in wanted:
+        if not any(fnmatch(name, entry) for name in candidates):
+            near = get_close_matches(entry, candidates, n=1, cutoff=0.5) or candidates[-1:]
+            why = f"{entry!r} matches no module name" + (" of tape.modules" if candidates is digested else "")
             problems.append(
                 Problem(key, why, f"a module is named {near[0]}; `*` matches any part of a name", code="unknown-module")
             )

@@ -17,7 +17,7 @@ from lockstep.types import (
     Example,
     Failure,
     Item,
-    Judged,
+    LabeledResponse,
     Origin,
     Prompt,
     Question,
@@ -25,14 +25,14 @@ from lockstep.types import (
     Rollout,
     Score,
     ScoredExample,
-    Steps,
+    StepLabels,
 )
 
 # What a tape keeps of an update's micro-batches, for each target.
 RECEIVED = ("target", "position", "context")
 HASH = np.uint64(0xBF58476D1CE4E5B9)
 # The names of item types on a tape. They are part of the tape format.
-KINDS: dict[type, str] = {Ranking: "Ranking", Judged: "Judged", Steps: "Steps"}
+KINDS: dict[type, str] = {Ranking: "Ranking", LabeledResponse: "Judged", StepLabels: "Steps"}
 # JSON forms of values that parquet has and JSON has not: the type, to text, and back. Order: a datetime is also a date.
 _TAGS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
@@ -85,13 +85,13 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
         "prompt_ids": list(rollout.prompt.ids),
         "ids": list(rollout.ids),
         "logprobs": list(rollout.logprobs),
-        "trained": list(rollout.trained),
+        "trained": list(rollout.loss_mask),
         **({"versions": list(rollout.versions)} if rollout.versions else {}),
         "stop": rollout.stop,
         "text": rollout.text,
         "score": total,
         "judgement": json.dumps(judgement),
-        "earned": json.dumps(rollout.earned),
+        "earned": json.dumps(rollout.token_rewards),
         "data_source": question.data_source,
         "ground_truth": question.ground_truth,
         "prompt": to_json(question.prompt),
@@ -144,7 +144,7 @@ def item_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
             "item": number,
             "kind": KINDS.get(type(item), type(item).__name__),
             "ids": list(example.ids),
-            "trained": list(example.trained),
+            "trained": list(example.loss_mask),
             "places": list(example.positions) if isinstance(example, ScoredExample) else None,
             "words": list(example.token_ids) if isinstance(example, ScoredExample) else None,
             "said": json.dumps(_labels(item)),
@@ -160,9 +160,9 @@ def _labels(item: Item) -> dict[str, Any]:
     """The data of an item besides its sequences."""
     if isinstance(item, Ranking):
         return {"margin": item.margin}
-    if isinstance(item, Judged):
+    if isinstance(item, LabeledResponse):
         return {"desirable": item.desirable}
-    if isinstance(item, Steps):
+    if isinstance(item, StepLabels):
         return {"labels": item.labels}
     return {}
 
@@ -179,11 +179,11 @@ def _item(rows: list[dict[str, Any]]) -> Item:
     kind, labels = rows[0]["kind"], json.loads(rows[0]["said"])
     if kind == KINDS[Ranking]:
         return Ranking(tuple(examples), labels["margin"])
-    if kind == KINDS[Judged]:
-        return Judged(examples[0], labels["desirable"])
-    if kind == KINDS[Steps]:
+    if kind == KINDS[LabeledResponse]:
+        return LabeledResponse(examples[0], labels["desirable"])
+    if kind == KINDS[StepLabels]:
         assert isinstance(examples[0], ScoredExample)
-        return Steps(examples[0], tuple(tuple(label) for label in labels["labels"]))
+        return StepLabels(examples[0], tuple(tuple(label) for label in labels["labels"]))
     return examples[0]
 
 
@@ -200,7 +200,7 @@ class RecordedExample(Example):
 
     pairs: tuple[tuple[int, int], ...] = ()
 
-    def asked(self) -> list[tuple[int, int]]:
+    def scored_tokens(self) -> list[tuple[int, int]]:
         return list(self.pairs)
 
     @property
@@ -210,47 +210,46 @@ class RecordedExample(Example):
 
 def fed_tensors(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
     """The model's input sequences as tensors; `fed_examples` reads them back."""
-    ids, asked, targets = _asked(examples) if _plain(examples) else _asked_each(examples)
-    columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": asked, "targets": targets}
+    ids, scored, targets = _scored_tokens(examples) if _plain(examples) else _scored_tokens_each(examples)
+    columns = {"ids": ids, "lengths": [len(one) for one in examples], "asked": scored, "targets": targets}
     return {f"fed/{name}": torch.from_numpy(np.asarray(column, dtype=np.int32)) for name, column in columns.items()}
 
 
 def _plain(examples: Sequence[Example]) -> bool:
-    return all(type(one).asked is Example.asked for one in examples)
+    return all(type(one).scored_tokens is Example.scored_tokens for one in examples)
 
 
-def _asked(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids, the pairs of `Example.asked` and their number per sequence, vectorized over all sequences."""
+def _scored_tokens(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, the pairs of `Example.scored_tokens` and their number per sequence, vectorized over all sequences."""
     ids = np.array(list(chain.from_iterable(one.ids for one in examples)), dtype=np.int64)
-    trained = np.array(list(chain.from_iterable(one.trained for one in examples)), dtype=np.int64)
+    mask = np.array(list(chain.from_iterable(one.loss_mask for one in examples)), dtype=np.int64)
     lengths = np.array([len(one) for one in examples])
     ends = np.cumsum(lengths)
-    trained[(ends - lengths)[lengths > 0]] = 0  # the first token has nothing before it
-    at = np.flatnonzero(trained)
+    mask[(ends - lengths)[lengths > 0]] = 0  # the first token has nothing before it
+    at = np.flatnonzero(mask)
     owner = np.searchsorted(ends, at, side="right")
     starts = np.concatenate([[0], ends])[owner]
     return ids, np.stack([at - starts - 1, ids[at]], axis=1), np.bincount(owner, minlength=len(ends))
 
 
-def _asked_each(examples: Sequence[Example]) -> tuple[list[int], np.ndarray, list[int]]:
-    asked = [pair for one in examples for pair in one.asked()]
+def _scored_tokens_each(examples: Sequence[Example]) -> tuple[list[int], np.ndarray, list[int]]:
+    pairs = [pair for one in examples for pair in one.scored_tokens()]
     return (
         [token for one in examples for token in one.ids],
-        np.asarray(asked, dtype=np.int64).reshape(-1, 2),
+        np.asarray(pairs, dtype=np.int64).reshape(-1, 2),
         [one.targets for one in examples],
     )
 
 
 def fed_examples(tensors: Mapping[str, torch.Tensor]) -> list[RecordedExample]:
     """The model's input sequences in a recorded step."""
-    ids, asked = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
+    ids, scored = tensors["fed/ids"].tolist(), tensors["fed/asked"].tolist()
     examples, token, target = [], 0, 0
     for number, (length, targets) in enumerate(
         zip(tensors["fed/lengths"].tolist(), tensors["fed/targets"].tolist(), strict=True)
     ):
-        pairs = tuple((position, token) for position, token in asked[target : target + targets])
-        own = ids[token : token + length]
-        examples.append(RecordedExample(own, [0] * length, Origin("tape", number), pairs))
+        pairs = tuple((position, token) for position, token in scored[target : target + targets])
+        examples.append(RecordedExample(ids[token : token + length], [0] * length, Origin("tape", number), pairs))
         token, target = token + length, target + targets
     return examples
 
@@ -265,7 +264,7 @@ class Received:
     targets_K: torch.Tensor
     lengths: tuple[int, ...]
     packed: bool
-    line_E: torch.Tensor | None
+    packed_index_E: torch.Tensor | None
 
     def by_target(self) -> dict[str, torch.Tensor]:
         """For each target: its token, the position it is predicted from, and a hash of the context.
@@ -277,8 +276,8 @@ class Received:
         hashes = np.zeros(len(ids), dtype=np.uint64)
         start = 0
         for row, length in enumerate(self.lengths):
-            if self.line_E is not None:
-                places = self.line_E[start : start + length].numpy()
+            if self.packed_index_E is not None:
+                places = self.packed_index_E[start : start + length].numpy()
             else:
                 first = start if self.packed else row * width
                 places = np.arange(first, min(first + length, len(ids)))

@@ -1,4 +1,4 @@
-"""From scores to advantages: KL in the reward, the estimator, rollout correction, and the KL coefficient."""
+"""Advantages of a step: KL in the reward, the estimator, rollout correction, and the KL coefficient."""
 
 from __future__ import annotations
 
@@ -6,216 +6,215 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.advantage import Estimate, Signals, Whitening, informative
+from lockstep.algorithms.advantage import ESTIMATORS, Estimate, Signals, Whitening, informative
 from lockstep.algorithms.correction import Band, Corrected, correct
-from lockstep.algorithms.divergence import adapted, divergence
-from lockstep.algorithms.reduce import EVERYTHING, WholeStep, sum_by
-from lockstep.algorithms.token_selection import drawn_times
-from lockstep.algorithms.user_functions import estimator
-from lockstep.functions import is_function_path
+from lockstep.algorithms.divergence import adapt_coefficient, divergence
+from lockstep.algorithms.reduce import SINGLE_PROCESS, StepReduce, sum_by
+from lockstep.algorithms.token_selection import draw_repeats
+from lockstep.algorithms.user_functions import user_estimator
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Algorithm, RolloutCorrection
 from lockstep.recipe.registry import estimator_row
 from lockstep.reward.scorer import active_weights
 from lockstep.run.runtime import generator_of
-from lockstep.train.experience import Experience, part_of
-from lockstep.train.logprobs import Annotated
+from lockstep.train.experience import Experience, ModelOutputs, reward_part
 
-# From scores to advantages: the divergence in the reward, the estimator, and the correction of rollouts.
-
-# Relative error of a return: single precision, added up over a response.
+# Relative rounding error of a return in single precision.
 ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """For every token of a step that is here. `keep_K` is 0 for tokens that are left out of the loss, `importance_K`
-    their weight otherwise; `times_S` is how often a response of the step counts, where that is not once."""
+    """Rewards, advantages and returns of the local tokens. `keep_K` is 0 for tokens that are excluded from the loss,
+    `is_weights_K` are importance weights, and `repeats_S` is how often each response counts (None: once)."""
 
     rewards_K: torch.Tensor
     advantages_K: torch.Tensor
     returns_K: torch.Tensor
     keep_K: torch.Tensor
-    importance_K: torch.Tensor
+    is_weights_K: torch.Tensor
     metrics: dict[str, float]
-    times_S: torch.Tensor | None = None
+    repeats_S: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What the updates of a step learn from: its responses, what the models said of them, and their advantages."""
+class TrainBatch:
+    """The training batch of a step: responses, model outputs and advantages."""
 
     experience: Experience
-    known: Annotated
+    outputs: ModelOutputs
     advantages: Advantages
 
 
 def estimate_advantages(
-    experience: Experience, known: Annotated, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
+    experience: Experience, outputs: ModelOutputs, recipe: Recipe, kl_coefficient: float, seed: tuple[int, ...] = (0,)
 ) -> Advantages:
-    """`seed` is of what is drawn: which responses count how often."""
-    algorithm, sequence_K, whole = recipe.algorithm, experience.sequence_K, experience.whole
+    """Computes the advantages of a step. `seed` is for the random draw of PF-PPO."""
+    algorithm, sequence_K, reduce = recipe.algorithm, experience.sequence_K, experience.reduce
     metrics: dict[str, float] = {}
-    # What was not earned at a step of the response is earned at its end.
-    earned_S = sum_by(experience.earned_K, sequence_K, experience.sequences)
-    rewards_K = experience.earned_K.clone()
-    rewards_K[experience.last_K] += (experience.scores_S - earned_S)[list(experience.numbers)]
-    kl, taken_off_K = algorithm.kl, None
+    # The part of the score that belongs to no earlier token is the reward of the last token.
+    earlier_S = sum_by(experience.token_rewards_K, sequence_K, experience.sequences)
+    rewards_K = experience.token_rewards_K.clone()
+    rewards_K[experience.last_K] += (experience.scores_S - earlier_S)[list(experience.local_numbers)]
+    kl, kl_penalty_K = algorithm.kl, None
     if kl.in_reward():
-        assert known.old_K is not None
-        assert known.reference_K is not None
+        assert outputs.old_K is not None
+        assert outputs.reference_K is not None
         alone = kl.where == "reward"
-        kl_K = divergence(kl.estimator if alone else kl.reward_estimator, known.old_K, known.reference_K)
+        kl_K = divergence(kl.estimator if alone else kl.reward_estimator, outputs.old_K, outputs.reference_K)
         penalty_K = (kl_coefficient if alone else kl.reward_coefficient) * kl_K
         if kl.before_baseline or not estimator_row(algorithm.advantage).groups:
             rewards_K -= penalty_K
         else:
-            taken_off_K = penalty_K
-        metrics["actor/reward_kl_penalty"] = whole.mean(kl_K)
-    corrected = _corrected(experience, known, algorithm.rollout_correction)
-    keep_K, importance_K = corrected.keep_K, corrected.weights_K
+            kl_penalty_K = penalty_K
+        metrics["actor/reward_kl_penalty"] = reduce.mean(kl_K)
+    corrected = _correct(experience, outputs, algorithm.rollout_correction)
+    keep_K, is_weights_K = corrected.keep_K, corrected.weights_K
     metrics |= corrected.metrics
     if algorithm.overlong.mask_truncated:
-        cut_S = torch.tensor([summary.stop == "length" for summary in experience.summaries])
+        cut_S = torch.tensor([meta.stop == "length" for meta in experience.metas])
         keep_K = torch.where(cut_S[sequence_K], 0.0, keep_K)
         metrics["response/skipped_ratio"] = float(cut_S.double().mean())
     signals = Signals(
         rewards_K,
         sequence_K,
         experience.group_S,
-        known.values_K,
+        outputs.values_K,
         experience.baseline_S,
         Whitening(**algorithm.whiten.model_dump()),
-        _energy(known, importance_K),
+        _energy(outputs, is_weights_K),
         _parts(experience, recipe) if estimator_row(algorithm.advantage).parts else (),
-        taken_off_K,
-        whole,
+        kl_penalty_K,
+        reduce,
     )
     estimate = _estimate(experience, signals, algorithm)
-    times_S = None
+    repeats_S = None
     if algorithm.pf_ppo.method != "none":
-        # Every rank knows all scores, and draws the same.
-        times_S = drawn_times(experience.scores_S, **algorithm.pf_ppo.model_dump(), generator=generator_of(seed))
-        metrics["actor/filtered_share"] = float((times_S == 0).double().mean())
-    rewards_K = rewards_K if taken_off_K is None else rewards_K - taken_off_K
-    metrics |= _described(experience, rewards_K, estimate.advantages_K, estimate.returns_K, known.values_K)
-    return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, importance_K, metrics, times_S)
+        # Every rank has all scores and draws the same.
+        repeats_S = draw_repeats(experience.scores_S, **algorithm.pf_ppo.model_dump(), generator=generator_of(seed))
+        metrics["actor/filtered_share"] = float((repeats_S == 0).double().mean())
+    rewards_K = rewards_K if kl_penalty_K is None else rewards_K - kl_penalty_K
+    metrics |= _batch_metrics(experience, rewards_K, estimate.advantages_K, estimate.returns_K, outputs.values_K)
+    return Advantages(rewards_K, estimate.advantages_K, estimate.returns_K, keep_K, is_weights_K, metrics, repeats_S)
 
 
 def _estimate(experience: Experience, signals: Signals, algorithm: Algorithm) -> Estimate:
-    advantage = estimator(algorithm.advantage, algorithm.function_timeout)
-    given = {"gamma": algorithm.gamma, "lam": algorithm.lam}
-    if not is_function_path(algorithm.advantage) or experience.world.size == 1:
-        return advantage(signals, **given)
+    settings = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+    if algorithm.advantage in ESTIMATORS:
+        return ESTIMATORS[algorithm.advantage](signals, **settings)
+    user_function = user_estimator(algorithm.advantage, algorithm.function_timeout)
+    if experience.world.size == 1:
+        return user_function(signals, **settings)
 
-    # A function of the user's sees the whole step, as in one process; a rank keeps the numbers of its own tokens.
+    # A user function gets the full step, as in one process; a rank keeps the values of its tokens.
     def every(vector_K: torch.Tensor | None) -> torch.Tensor | None:
-        return None if vector_K is None else experience.everywhere(vector_K)
+        return None if vector_K is None else experience.all_gather(vector_K)
 
     everything = replace(
         signals,
-        rewards_K=experience.everywhere(signals.rewards_K),
-        sequence_K=torch.repeat_interleave(torch.arange(experience.sequences), experience.written_S),
+        rewards_K=experience.all_gather(signals.rewards_K),
+        sequence_K=torch.repeat_interleave(torch.arange(experience.sequences), experience.num_response_tokens_S),
         values_K=every(signals.values_K),
         energy_K=every(signals.energy_K),
-        taken_off_K=every(signals.taken_off_K),
-        whole=EVERYTHING,
+        kl_penalty_K=every(signals.kl_penalty_K),
+        reduce=SINGLE_PROCESS,
     )
-    found = advantage(everything, **given)
-    own = experience.places_of(slice(0, experience.sequences))
-    return Estimate(found.advantages_K[own], found.returns_K[own])
+    estimate = user_function(everything, **settings)
+    local = experience.local_positions(slice(0, experience.sequences))
+    return Estimate(estimate.advantages_K[local], estimate.returns_K[local])
 
 
-def _corrected(experience: Experience, known: Annotated, settings: RolloutCorrection) -> Corrected:
-    """What rollout correction leaves of the tokens; all of them where it is off."""
+def _correct(experience: Experience, outputs: ModelOutputs, settings: RolloutCorrection) -> Corrected:
+    """Applies rollout correction; without it every token has weight 1."""
     if not settings.compares:
-        whole_K = torch.ones(len(experience.sequence_K))
-        return Corrected(whole_K, whole_K)
-    trainer_K = known.trainer_K if settings.bypass else known.old_K
+        ones_K = torch.ones(len(experience.sequence_K))
+        return Corrected(ones_K, ones_K)
+    trainer_K = outputs.trainer_K if settings.bypass else outputs.old_K
     assert trainer_K is not None
     keys = settings.model_dump(exclude={"bypass", "reject"})
     bands = [Band(**band.model_dump()) for band in settings.reject]
-    engine_K, sequence_K, sequences = experience.engine_K, experience.sequence_K, experience.sequences
-    return correct(trainer_K, engine_K, sequence_K, sequences, **keys, reject=bands, whole=experience.whole)
+    rollout_logprobs_K, sequence_K, sequences = (
+        experience.rollout_logprobs_K,
+        experience.sequence_K,
+        experience.sequences,
+    )
+    return correct(trainer_K, rollout_logprobs_K, sequence_K, sequences, **keys, reject=bands, reduce=experience.reduce)
 
 
-def _energy(known: Annotated, importance_K: torch.Tensor) -> torch.Tensor | None:
-    """The squared gradient of each token's log-probability by the logits, as it enters the loss."""
-    if known.squares_K is None:
+def _energy(outputs: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor | None:
+    """Squared gradient of each log-prob with respect to the logits, times the squared importance weight."""
+    if outputs.squares_K is None:
         return None
-    own_K = known.old_K if known.trainer_K is None else known.trainer_K
-    assert own_K is not None
-    return (1 - 2 * own_K.exp() + known.squares_K) * importance_K.square()
+    logprobs_K = outputs.old_K if outputs.trainer_K is None else outputs.trainer_K
+    assert logprobs_K is not None
+    return (1 - 2 * logprobs_K.exp() + outputs.squares_K) * is_weights_K.square()
 
 
 def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.Tensor], ...]:
-    """The rewards one by one: those that the recipe names, else all that count in the score."""
+    """The separate rewards with their weights: those of `gdpo_rewards`, else all rewards of the score."""
     weights = recipe.algorithm.gdpo_rewards or active_weights(recipe.reward)[0]
     if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
         weights = {**weights, "overlong": 1.0}
-    summaries, prompts, key = experience.summaries, experience.prompts, "algorithm.gdpo_rewards"
+    metas, prompts, key = experience.metas, experience.prompts, "algorithm.gdpo_rewards"
     return tuple(
-        (weight, torch.tensor([part_of(summary, prompts, name, key) for summary in summaries]))
+        (weight, torch.tensor([reward_part(meta, prompts, name, key) for meta in metas]))
         for name, weight in weights.items()
     )
 
 
-def _described(
+def _batch_metrics(
     experience: Experience,
     rewards_K: torch.Tensor,
     advantages_K: torch.Tensor,
     returns_K: torch.Tensor,
     values_K: torch.Tensor | None,
 ) -> dict[str, float]:
-    whole = experience.whole
-    rewards_S = whole.sum_by(rewards_K.double(), experience.sequence_K, experience.sequences)
+    reduce = experience.reduce
+    rewards_S = reduce.sum_by(rewards_K.double(), experience.sequence_K, experience.sequences)
     metrics = {
-        **_spread("critic/score", experience.scores_S, EVERYTHING),
-        **_spread("critic/rewards", rewards_S, EVERYTHING),
-        **_spread("critic/advantages", advantages_K, whole),
-        **_spread("critic/returns", returns_K, whole),
+        **_spread("critic/score", experience.scores_S, SINGLE_PROCESS),
+        **_spread("critic/rewards", rewards_S, SINGLE_PROCESS),
+        **_spread("critic/advantages", advantages_K, reduce),
+        **_spread("critic/returns", returns_K, reduce),
     }
     mixed = experience.group_S[informative(experience.scores_S, experience.group_S)].unique()
     metrics["critic/mixed_groups"] = len(mixed) / len(experience.group_S.unique())
     if values_K is not None:
-        metrics |= _spread("critic/values", values_K, whole)
-        metrics |= _explained_variance(returns_K, values_K, whole)
+        metrics |= _spread("critic/values", values_K, reduce)
+        metrics |= _explained_variance(returns_K, values_K, reduce)
     return metrics
 
 
-def _explained_variance(returns_K: torch.Tensor, values_K: torch.Tensor, whole: WholeStep) -> dict[str, float]:
-    """1 - Var(return - value) / Var(return); undefined, and left out, where the returns are the same but for rounding.
+def _explained_variance(returns_K: torch.Tensor, values_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
+    """1 - Var(return - value) / Var(return); omitted if the returns are equal up to rounding.
 
-    A return is a sum of rewards and values in single precision: its rounding error grows with the largest of them.
+    A return is a sum in single precision: its rounding error grows with the largest reward or value.
     """
-    unexplained, total = _variance(returns_K - values_K, whole), _variance(returns_K, whole)
-    scale = max(whole.greatest(returns_K.abs()), whole.greatest(values_K.abs()))
+    unexplained, total = _variance(returns_K - values_K, reduce), _variance(returns_K, reduce)
+    scale = max(reduce.max(returns_K.abs()), reduce.max(values_K.abs()))
     return {"critic/vf_explained_var": 1 - unexplained / total} if total > (ROUNDING * scale) ** 2 else {}
 
 
-def _variance(values_K: torch.Tensor, whole: WholeStep) -> float:
-    centred_K = values_K.double() - whole.mean(values_K)
-    return whole.mean(centred_K.square())
+def _variance(values_K: torch.Tensor, reduce: StepReduce) -> float:
+    centred_K = values_K.double() - reduce.mean(values_K)
+    return reduce.mean(centred_K.square())
 
 
-def _spread(name: str, values: torch.Tensor, whole: WholeStep) -> dict[str, float]:
+def _spread(name: str, values: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
     return {
-        f"{name}/mean": whole.mean(values),
-        f"{name}/max": whole.greatest(values),
-        f"{name}/min": -whole.greatest(-values),
+        f"{name}/mean": reduce.mean(values),
+        f"{name}/max": reduce.max(values),
+        f"{name}/min": -reduce.max(-values),
     }
 
 
-# The weight of the divergence from the reference, from one step to the next.
-
-
 def next_coefficient(recipe: Recipe, beta: float, metrics: dict[str, float], sequences: int) -> float:
-    """The next step's, after a step of `sequences` responses; writes the one that was used into the metrics."""
+    """The KL coefficient of the next step, after `sequences` responses. Adds the current one to the metrics."""
     kl = recipe.algorithm.kl
     if kl.where == "none":
         return beta
     metrics["actor/kl_coef"] = beta
     measured = metrics.get("actor/kl" if kl.where == "loss" else "actor/reward_kl_penalty")
-    if kl.target is None or measured is None:  # a critic's warm-up does not look at the policy
+    if kl.target is None or measured is None:  # critic warm-up has no policy metrics
         return beta
-    return adapted(beta, measured, kl.target, kl.horizon, sequences)
+    return adapt_coefficient(beta, measured, kl.target, kl.horizon, sequences)

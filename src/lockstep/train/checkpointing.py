@@ -13,10 +13,11 @@ import torch
 
 from lockstep.data.encode.chat_template import is_named, template_text
 from lockstep.methods import METHODS
-from lockstep.model.export import export_checkpoint
 from lockstep.model.export_check import Verification, probe_of
+from lockstep.model.export_folder import export_checkpoint
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
+from lockstep.model.resolve import folders_of
 from lockstep.model.weights import held_weights, restore_weights
 from lockstep.parallel.sharding import reshard
 from lockstep.recipe import Recipe
@@ -31,35 +32,32 @@ from lockstep.train.models import Models
 from lockstep.train.optim import LossScale
 from lockstep.train.resume import (
     Fingerprints,
-    changed_decay,
+    learning_rate_changes,
     model_fingerprints,
     model_paths,
-    rate_changes,
     refuse_changed_data,
     refuse_changed_models,
     refuse_changed_recipe,
     refuse_unlike_machines,
+    weight_decay_changes,
 )
 from lockstep.train.run_writer import Run
 
 if TYPE_CHECKING:
-    from lockstep.run.sharded_checkpoint import ShardedWriter
+    from lockstep.run.checkpoint import ShardedWriter
 
 
-# What model a run makes, and a checkpoint of it as a folder.
-
-
-def kind_of(recipe: Recipe) -> str:
-    """A language model, or a reward model: what `State.kind` says."""
+def model_kind(recipe: Recipe) -> str:
+    """`State.kind`: a language model or a reward model."""
     method = METHODS.get(recipe.method)
     return "policy" if method is None else method.model
 
 
-def files_of(recipe: Recipe, carried: Mapping[str, float], run: RunFolder) -> dict[str, str]:
-    """What whoever uses the model must know beside it: `State.files`."""
+def export_files(recipe: Recipe, carried: Mapping[str, float], run: RunFolder) -> dict[str, str]:
+    """`State.files`: text files that users of the model need."""
     method = METHODS.get(recipe.method)
     files = {**(method.files(recipe) if method else {}), **_template(recipe, run)}
-    if kind_of(recipe) == "value" and carried.get("score_std"):
+    if model_kind(recipe) == "value" and carried.get("score_std"):
         files[STATS] = json.dumps({"mean": carried["score_mean"], "std": carried["score_std"]})
     return files
 
@@ -73,19 +71,23 @@ def write_export(
     adapter: bool = False,
     replace: bool = False,
 ) -> tuple[list[str], Verification]:
-    """The checkpoint as what its method makes, with a card of what its run did; returns what to say of it."""
-    state, said = found.state, [f"exported the model to {out}"]
+    """Export a checkpoint with a model card; returns messages and the verification."""
+    state, messages = found.state, [f"exported the model to {out}"]
     if not state.kind:  # an earlier version saved it
-        state.kind, state.files = kind_of(recipe), files_of(recipe, state.carried, run)
+        state.kind, state.files = model_kind(recipe), export_files(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
-    verified = export_checkpoint(recipe.model, found, out, adapter=adapter, replace=replace, files=card)
+    verified = export_checkpoint(
+        recipe.model, found, out, folders=folders_of(recipe.model), adapter=adapter, replace=replace, files=card
+    )
     if state.kind == "value" and STATS not in state.files:
-        said.append("its scores are not normalised: there were no validation rows (data.val) to take mean and std from")
-    return said, verified
+        messages.append(
+            "its scores are not normalised: there were no validation rows (data.val) to take mean and std from"
+        )
+    return messages, verified
 
 
 def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
-    """The chat template that the run was trained with, where it is not the model's own."""
+    """The chat template of the run, if it is not that of the model."""
     if not is_named(recipe.data):
         return {}
     kept = run.template
@@ -93,19 +95,17 @@ def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
     return {kept.name: text}
 
 
-# Checkpoints of a run: go on from the newest, save, export. One process writes whole tensors, several their slices.
-
-
 @dataclass
 class Position:
-    """Where a run stands: steps made, and what its loop carries from one step to the next."""
+    """The number of finished steps, and the values that the loop carries from step to step."""
 
     step: int = 0
     carried: dict[str, float] = field(default_factory=dict)
 
 
 class Checkpointer:
-    """`keeps` is False for a replay, which saves nothing. `accept_changed`: resume although a model's files changed."""
+    """Resumes, saves and exports. `keeps` is False for a replay, which saves nothing. `accept_changed`: resume even if
+    the files of a model have changed."""
 
     def __init__(self, run: Run, models: Models, *, keeps: bool = True, accept_changed: bool = False):
         self.run, self.models, self.accept_changed = run, models, accept_changed
@@ -115,14 +115,14 @@ class Checkpointer:
         self.saved_at: int | None = None
         self._writer: ShardedWriter | None = None
         if run.world.size > 1:
-            from lockstep.run.sharded_checkpoint import ShardedWriter
+            from lockstep.run.checkpoint import ShardedWriter
 
-            self._writer = ShardedWriter(self.folder, run.world, self._landed)
-        self._unsaid: list[tuple[Callable[[str], None], str]] = []
-        """What the thread that writes has to say, and how."""
+            self._writer = ShardedWriter(self.folder, run.world, self._on_saved)
+        self._messages: list[tuple[Callable[[str], None], str]] = []
+        """Messages of the writer thread, with the console method to print them."""
 
     def resume(self) -> Position:
-        """The newest whole checkpoint brought back; without one, the start."""
+        """Restores the newest complete checkpoint, if there is one."""
         run, world = self.run, self.run.world
         if world.main:
             checkpoints.sweep(self.folder)
@@ -141,24 +141,24 @@ class Checkpointer:
         return Position(found.state.step, dict(found.state.carried))
 
     def _fingerprints(self) -> Fingerprints:
-        """Of every model of the run, taken before the first step: what was loaded is what is told (a collective)."""
+        """Fingerprints of all models of the run, before the first step (a collective)."""
         world, paths = self.run.world, model_paths(self.run.recipe)
         with world.stage("fingerprints of the models"):
-            own = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None
-            every = world.gather(own)
+            local = model_fingerprints(paths, world.progress) if world.local_rank == 0 else None
+            every = world.gather(local)
         refuse_unlike_machines(every)
         return next(one for one in every if one is not None)
 
     def _refuse_changes(self, state: checkpoints.State) -> None:
-        """Refuse what the run cannot resume with; say and remember what else has changed."""
+        """Refuse changes that the run cannot resume with; report the others."""
         run, console = self.run, self.run.console
         changed = refuse_changed_recipe(state, resolved(run.recipe), self.fingerprints)
         for change in changed:
             console.warn(f"resuming although {change}")
-        for sentence in rate_changes(state, run.prepared.batches.steps, run.recipe):
+        for sentence in learning_rate_changes(state, run.prepared.batches.steps, run.recipe):
             console.warn(sentence)
         optimizers = [learner.optimizer for learner in self.models.learners]
-        for sentence in changed_decay(state, optimizers, run.recipe.optim):
+        for sentence in weight_decay_changes(state, optimizers, run.recipe.optim):
             console.warn(sentence)
         for sentence in refuse_changed_data(state.data, run.prepared.fingerprints):
             console.warn(sentence)
@@ -196,7 +196,7 @@ class Checkpointer:
         before = state.recipe.get("parallel", {})
         tensor, context = before.get("tensor_parallel", 1), before.get("context_parallel", 1)
         if not restore_generators(found.optimizer, state.world_size, tensor, world, self.run.device):
-            # Not the seed of the first step: its masks were drawn already.
+            # Not the seed of the first step, whose masks were used already.
             seed_generators(seed_of(self.run.recipe.run.seed, state.step, world.engine), self.run.device)
         if (state.world_size, tensor, context) != (world.size, now.tensor_parallel, now.context_parallel):
             layouts = [
@@ -205,20 +205,20 @@ class Checkpointer:
             ]
             self.run.console.warn(
                 f"resuming on {layouts[0]} what ran on {layouts[1]}: "
-                "rows and updates are the same, dropout masks are other ones"
+                "rows and updates are the same, dropout masks differ"
             )
 
     def _scales(self) -> list[LossScale]:
         return [learner.scale for learner in self.models.learners if learner.scale is not None]
 
     def save(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> None:
-        """A checkpoint of the step just finished; of several processes it may be whole only when `settle` returns."""
+        """Saves a checkpoint. With several processes it is complete only after `settle`."""
         run, world = self.run, self.run.world
         with world.stage(f"checkpoint of step {position.step}"):
             state, tensors = self._state(position, rows_seen, metrics), self._tensors()
             if self._writer is None:
-                self._landed(checkpoints.save(self.folder, state, tensors))
-                self.tell()
+                self._on_saved(checkpoints.save(self.folder, state, tensors))
+                self.print_messages()
             else:
                 self._writer.begin(state, tensors)
                 if not run.recipe.checkpoint.asynchronous:
@@ -226,22 +226,22 @@ class Checkpointer:
         self.saved_at = position.step
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Waits for a pending checkpoint."""
         if self._writer is not None:
             with self.run.world.stage("the checkpoint that is being written"):
                 self._writer.settle()
-        self.tell()
+        self.print_messages()
 
-    def tell(self) -> None:
-        """Say which checkpoints have become whole since."""
-        while self._unsaid:
-            how, text = self._unsaid.pop(0)
-            how(text)
+    def print_messages(self) -> None:
+        """Prints the messages of the writer thread."""
+        while self._messages:
+            show, text = self._messages.pop(0)
+            show(text)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        self.tell()
+        self.print_messages()
 
     def _state(self, position: Position, rows_seen: int, metrics: Mapping[str, float]) -> checkpoints.State:
         run = self.run
@@ -256,8 +256,8 @@ class Checkpointer:
             skipped=self.models.trained.skipped,
             end_tokens=run.prepared.end_tokens,
             planned=run.prepared.batches.steps,
-            kind=kind_of(run.recipe),
-            files=files_of(run.recipe, position.carried, run.folder),
+            kind=model_kind(run.recipe),
+            files=export_files(run.recipe, position.carried, run.folder),
             carried=dict(position.carried),
             decay_rule="role",
             probe=probe_of(_module(self.models), self.models.device),
@@ -265,38 +265,37 @@ class Checkpointer:
         )
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Validation, and the metric that the recipe names; the first process has written this one into its log."""
-        told = [name for name in metrics if name == self.measure.name or name.startswith("val")]
-        return {name: metrics[name] for name in told if math.isfinite(metrics[name])}
+        """Validation metrics, and the metric of `checkpoint.best`."""
+        names = [name for name in metrics if name == self.measure.name or name.startswith("val")]
+        return {name: metrics[name] for name in names if math.isfinite(metrics[name])}
 
     def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """By part, as this rank holds them; each rank adds its own random states."""
+        """The local tensors by part; each rank adds its random states."""
         learner, critic, rank = self.models.trained, self.models.critic, self.run.world.rank
         for one in self.models.learners:
             reshard(one.module)
         tensors = {
             checkpoints.MODEL: held_weights(_stored(learner.module)),
-            checkpoints.OPTIMIZER: {**learner.optimizer.held(), **generator_states(self.run.device, rank)},
+            checkpoints.OPTIMIZER: {**learner.optimizer.local_state(), **generator_states(self.run.device, rank)},
         }
         if critic is not None:
             tensors[checkpoints.CRITIC] = held_weights(critic.module)
-            tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.held()
+            tensors[checkpoints.CRITIC_OPTIMIZER] = critic.optimizer.local_state()
         return tensors
 
-    def _landed(self, path: Path) -> None:
-        """A checkpoint is whole: older ones may go."""
+    def _on_saved(self, path: Path) -> None:
+        """Called when a checkpoint is complete: deletes old ones."""
         settings, console = self.run.recipe.checkpoint, self.run.console
 
         def warn(text: str) -> None:
-            self._unsaid.append((console.warn, text))
+            self._messages.append((console.warn, text))
 
         keep = {"keep_last": settings.keep_last, "keep_best": settings.keep_best}
         checkpoints.prune(self.folder, **keep, measure=self.measure, warn=warn)
-        self._unsaid.append((console.say, f"saved {path}"))
+        self._messages.append((console.say, f"saved {path}"))
 
     def export(self, step: int) -> None:
-        """The model of a step as a Hugging Face folder in the run folder, where that step was saved; the best model
-        instead where the recipe says what the best is."""
+        """Exports the model of a saved step as a Hugging Face folder, or the best model if the recipe defines one."""
         run = self.run
         if self.saved_at != step or not run.recipe.run.export:
             return
@@ -309,14 +308,14 @@ class Checkpointer:
                 run.console.say(f"the best checkpoint is that of step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
-        said, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
-        for line in said:
+        messages, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)
+        for line in messages:
             run.console.say(line)
         (run.console.say if verified.done else run.console.warn)(f"{run.folder.export}: {verified.sentence}")
 
 
 def _module(models: Models) -> Policy | ValueModel:
-    """What the run trains and exports."""
+    """The trained module."""
     module = models.trained.module
     assert isinstance(module, Policy | ValueModel)
     return module
@@ -332,7 +331,7 @@ def _layout(size: int, tensor: int, context: int) -> str:
 
 
 def _stored(module: Any) -> torch.nn.Module:
-    """The part of a learner's module that a checkpoint holds."""
+    """The part of the module that a checkpoint stores."""
     stored = module.stored
     assert isinstance(stored, torch.nn.Module)
     return stored

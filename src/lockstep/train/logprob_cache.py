@@ -1,7 +1,7 @@
-"""Numbers for every target of a data set, computed once by a frozen model and kept on disk.
+"""Values for every target of a data set, computed once by a frozen model and stored on disk.
 
-A cache is found again by its fingerprint: the model's files, the rows as tokens (which hold the template's part too)
-and what was asked. It is a folder of plain `.npy` files with a `manifest.json`, written aside and renamed.
+The fingerprint of a cache has the files of the model, the tokenized rows (including the template) and the settings. A
+cache is a folder of `.npy` files with a `manifest.json`, written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.run.files import written_aside
 from lockstep.types import Example, Item
 
 MANIFEST = "manifest.json"
-# Rows that are computed together: enough to pack well.
+# Rows that are computed together, for good packing.
 GROUP = 256
 
 Columns = dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ Columns = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """A column of a cache: its type, and how many numbers it has for a target (0: one, without an axis of its own)."""
+    """A column of a cache: its dtype, and the number of values per target (0: one, without an extra axis)."""
 
     dtype: str
     width: int = 0
@@ -44,29 +44,29 @@ class Shape:
 
 
 class LogprobCache:
-    """The numbers of the targets of known examples, read from disk as they are needed."""
+    """The values of all targets, memory-mapped."""
 
     def __init__(self, folder: Path, names: Sequence[str], examples: Iterable[Example]):
         self._columns = {name: np.lib.format.open_memmap(folder / f"{name}.npy", "r") for name in names}
-        # Examples are made anew each time that they are asked for: they are known by what they are.
+        # Examples are new objects in every epoch, so they are identified by content.
         self._starts: dict[bytes, int] = {}
         start = 0
         for example in examples:
-            self._starts.setdefault(_known_by(example), start)
+            self._starts.setdefault(_identity(example), start)
             start += example.targets
 
     def rows(self, update: Update[Any]) -> np.ndarray:
-        """Where the targets of an update stand in the cache."""
-        starts = ((self._starts[_known_by(example)], example.targets) for example in update.examples)
+        """Cache indices of the targets of an update."""
+        starts = ((self._starts[_identity(example)], example.targets) for example in update.examples)
         return np.concatenate([np.arange(start, start + targets) for start, targets in starts])
 
     def take(self, name: str, rows: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.asarray(self._columns[name][rows]))
 
 
-def fingerprint(path: str, examples: Iterable[Example], asked: dict[str, Any]) -> dict[str, Any]:
-    """What a cache depends on."""
-    return {"model": model_checksums(model_folder(path)), "rows": _rows_digest(examples), "asked": asked}
+def fingerprint(path: str, examples: Iterable[Example], settings: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a cache."""
+    return {"model": model_checksums(model_folder(path)), "rows": _rows_digest(examples), "asked": settings}
 
 
 def open_cache(
@@ -79,11 +79,11 @@ def open_cache(
     world: World,
     advance: Callable[[int], None],
 ) -> LogprobCache:
-    """The cache of these rows, from disk or computed now. `compute` gives the columns of some rows on every rank."""
+    """The cache of these rows, from disk or computed. `compute` returns the columns of some rows on every rank."""
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     folder = parent / f"{kind}-{digest[:16]}"
     targets = sum(example.targets for example in sequences(items))
-    if world.gather(_is_whole(folder, shapes, targets))[0]:
+    if world.gather(_is_complete(folder, shapes, targets))[0]:
         advance(len(items))
     else:
         parts = _computed(items, compute, advance)
@@ -91,18 +91,18 @@ def open_cache(
             _write(folder, identity, shapes, targets, parts)
         else:
             for _ in parts:
-                pass  # a rank's share of each part goes to the one that writes
+                pass  # every rank computes its share; rank 0 writes
         world.barrier()
     return LogprobCache(folder, list(shapes), sequences(items))
 
 
-def _is_whole(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:
-    """Whether the folder holds what it should; one that was damaged is made again."""
+def _is_complete(folder: Path, shapes: dict[str, Shape], targets: int) -> bool:
+    """Whether the folder is complete. A damaged cache is computed again."""
     if not (folder / MANIFEST).is_file():
         return False
     for name, shape in shapes.items():
         try:
-            # Unlike np.load it reads no zip archive, and never a pickle.
+            # Unlike np.load, this reads neither zip archives nor pickles.
             column = np.lib.format.open_memmap(folder / f"{name}.npy", "r")
         except (OSError, ValueError):
             return False
@@ -152,11 +152,11 @@ def _rows_digest(examples: Iterable[Example]) -> str:
     return digest.hexdigest()
 
 
-def _known_by(example: Example) -> bytes:
-    """Equal tokens of different rows may have been computed in different company: each has its own numbers."""
+def _identity(example: Example) -> bytes:
+    """Includes the origin: equal rows may have been computed in different batches, with different rounding."""
     return hashlib.blake2b(str(example.origin).encode() + b"\0" + _content(example), digest_size=16).digest()
 
 
 def _content(example: Example) -> bytes:
     ids = np.asarray([len(example), *example.ids], dtype=np.int64)
-    return ids.tobytes() + np.asarray(example.asked(), dtype=np.int64).tobytes()
+    return ids.tobytes() + np.asarray(example.scored_tokens(), dtype=np.int64).tobytes()

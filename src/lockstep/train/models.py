@@ -1,4 +1,4 @@
-"""The models of a run: loaded, sharded, with optimizers; who computes log-probs and values."""
+"""The models of a run: loading, sharding, optimizers, and their log-probs and values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lockstep.data.batching import (
 )
 from lockstep.data.updates import Update, arrange
 from lockstep.device.base import Device, fetched
-from lockstep.kernels.divergence import Likeliest, TeacherDivergence
+from lockstep.kernels.logit_divergence import Likeliest, TeacherDivergence
 from lockstep.kernels.sampling import Truncation
 from lockstep.methods import METHODS
-from lockstep.model.heads import ValueModel, load_value_model
-from lockstep.model.load import load_policy
+from lockstep.model.heads import ValueModel
+from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.policy import Policy, Scoring, Teacher, evaluating
 from lockstep.model.pretrained import told_unused
 from lockstep.model.router import experts_of_token
@@ -48,17 +48,15 @@ from lockstep.train.optim_offload import HostOptimizer
 from lockstep.train.step import Balance, Learner
 from lockstep.types import Example, Item, MicroBatch
 
-# The models of a run: who answers for log-probs and values, and what learns.
-#
-# Answers are on the host. They cover all targets of an update, the same on every rank, each of which fills in its
-# share; or, of responses that are spread over the ranks, those that this one has.
+# Log-probs, values and scores are vectors on the host: over all targets of an update on every rank, or, for responses
+# that are spread over the ranks, over the local targets.
 
 T = TypeVar("T", bound=Item)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows become micro-batches in this run."""
+    """How rows are packed into micro-batches."""
 
     world: World
     tokens: int | None
@@ -72,9 +70,9 @@ class Packing:
     def __call__(self, items: Sequence[T]) -> Update[T]:
         return arrange(items, self.world, tokens=self.tokens, rows=self.rows, pad_id=self.pad_id)
 
-    def lay(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[PackedRow]]:
-        """For each share, which responses make up its micro-batches. Those to one prompt begin with it, which a packed
-        line has once, a divided one not."""
+    def pack(self, responses: Sequence[Outline], alike_up_to: int | None) -> list[list[PackedRow]]:
+        """The packed rows of each data-parallel rank. A packed row holds the prompt of its responses once, except with
+        context parallelism."""
         alone = len({one.prompt for one in responses}) == len(responses)
         if self.tokens is None or self.world.context is not None or alone:
             lengths = [one.length for one in responses]
@@ -83,20 +81,20 @@ class Packing:
         return pack_groups(responses, self.world.dp_size, tokens=self.tokens, alike_up_to=alike_up_to)
 
     def batch(
-        self, line: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
+        self, row: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
     ) -> MicroBatch:
-        """A line with its `examples`, the targets of each of which begin at `starts` (and at `places` in the vectors of
-        this rank, where that does not have them all)."""
+        """The micro-batch of a packed row. `starts` are the indices of the first target of each example in the update,
+        `places` those in the vectors of this rank, if it does not have all targets."""
         context = self.world.context
-        shares = [laid.shared for laid in line]
+        shares = [packed.shared for packed in row]
         batch = micro_batch(
             examples, packed=self.tokens is not None, pad_id=self.pad_id, starts=starts, shares=shares, places=places
         )
         return batch if context is None else replace(batch, context=Division(batch, context))
 
 
-class Asked(Protocol):
-    """Micro-batches of this rank, and how many targets there are to answer: those of all ranks, or its own."""
+class TargetBatches(Protocol):
+    """Micro-batches of this rank, and the number of targets: of all ranks, or of this rank."""
 
     @property
     def batches(self) -> Sequence[MicroBatch]: ...
@@ -105,14 +103,14 @@ class Asked(Protocol):
     def targets(self) -> int: ...
 
     @property
-    def spread(self) -> bool:
-        """Whether a rank wants the answers for its own targets alone, which it has counted."""
+    def local_only(self) -> bool:
+        """Whether `targets` counts only the targets of this rank."""
         ...
 
 
 @dataclass
 class Models:
-    """`module` is the policy, or the reward model where that is trained; `learner` trains it, if anybody does."""
+    """`module` is the policy, or the reward model that is trained; `learner` trains it, if it is trained."""
 
     module: nn.Module
     packing: Packing
@@ -120,14 +118,14 @@ class Models:
     learner: Learner | None = None
     critic: Learner | None = None
     reference: Policy | None = None
-    """A frozen model of its own; None when there is none, or when it is the policy without its adapter."""
+    """A separate frozen model; None if there is none, or if it is the policy without its adapter."""
     teacher: Teacher | None = None
     cache: LogprobCache | None = None
-    """What a reference or a teacher said of all rows, instead of the model itself."""
+    """Cached outputs of a reference or teacher for all rows, used instead of the model."""
     longest: int = 0
     """The longest sequence in tokens that the run allows."""
-    heard: list[torch.Tensor] | None = None
-    """Where a list: what the reference said since it was put here, for the tape."""
+    reference_outputs: list[torch.Tensor] | None = None
+    """If a list, the reference log-probs are appended to it, for the tape."""
 
     @property
     def trained(self) -> Learner:
@@ -145,82 +143,84 @@ class Models:
     def arrange(self, items: Sequence[T]) -> Update[T]:
         return self.packing(items)
 
-    def lay(self, responses: Sequence[Outline]) -> list[list[PackedRow]]:
-        """For each share, the micro-batches of the responses to some prompts, for all models of the run."""
+    def pack(self, responses: Sequence[Outline]) -> list[list[PackedRow]]:
+        """The packed rows of each data-parallel rank, valid for all models of the run."""
         modules = [self.module, self.reference, *(learner.module for learner in self.learners)]
         limits = [getattr(module, "alike_up_to", None) for module in modules]
-        return self.packing.lay(responses, min((limit for limit in limits if limit is not None), default=None))
+        return self.packing.pack(responses, min((limit for limit in limits if limit is not None), default=None))
 
-    def logprobs(self, asked: Asked) -> torch.Tensor:
-        """The policy's log-probs, as it is now."""
-        return self.over_targets(self.module, asked, lambda scores: scores.logprobs_K)
+    def logprobs(self, inputs: TargetBatches) -> torch.Tensor:
+        """The current log-probs of the policy."""
+        return self.score_targets(self.module, inputs, lambda scores: scores.logprobs_K)
 
-    def logprobs_and_squares(self, asked: Asked) -> torch.Tensor:
-        """Two rows: the policy's log-probs, and the sums of the squared probabilities of all words."""
-        return over_targets(
+    def logprobs_and_squares(self, inputs: TargetBatches) -> torch.Tensor:
+        """Two rows: the log-probs of the policy, and the sums of squared probabilities over the vocabulary."""
+        return score_targets(
             self.module,
-            asked,
+            inputs,
             self.world,
             self.device,
             lambda scores: torch.stack([scores.logprobs_K, scores.squares_K]),
             rows=(2,),
         )
 
-    def reference_logprobs(self, asked: Asked) -> torch.Tensor:
+    def reference_logprobs(self, inputs: TargetBatches) -> torch.Tensor:
         if self.cache is not None:
-            assert isinstance(asked, Update)
-            found = self.cache.take("logprobs", self.cache.rows(asked))
+            assert isinstance(inputs, Update)
+            found = self.cache.take("logprobs", self.cache.rows(inputs))
         elif self.reference is not None:
-            found = self.over_targets(self.reference, asked, lambda scores: scores.logprobs_K)
+            found = self.score_targets(self.reference, inputs, lambda scores: scores.logprobs_K)
         else:
             assert isinstance(self.module, Policy)
             with self.module.without_adapter():
-                found = self.logprobs(asked)
-        if self.heard is not None:
-            self.heard.append(found)
+                found = self.logprobs(inputs)
+        if self.reference_outputs is not None:
+            self.reference_outputs.append(found)
         return found
 
-    def values(self, asked: Asked) -> torch.Tensor:
+    def values(self, inputs: TargetBatches) -> torch.Tensor:
         assert self.critic is not None
-        return self.over_targets(self.critic.module, asked, lambda values: values)
+        return self.score_targets(self.critic.module, inputs, lambda values: values)
 
-    def scores(self, asked: Asked) -> torch.Tensor:
+    def scores(self, inputs: TargetBatches) -> torch.Tensor:
         """A reward model's scores."""
-        return self.over_targets(self.module, asked, lambda scores: scores)
+        return self.score_targets(self.module, inputs, lambda scores: scores)
 
     def with_teacher(self, update: Update[Any]) -> list[MicroBatch]:
-        """The update's micro-batches, each with what the teacher says of its targets."""
+        """The micro-batches of the update with the teacher's distributions."""
         if self.cache is None:
             assert self.teacher is not None
             return [replace(batch, teacher=self.teacher) for batch in update.batches]
         return [replace(batch, teacher=_Cached(self.cache, self.cache.rows(update))) for batch in update.batches]
 
-    def over_targets(self, module: nn.Module, asked: Asked, pick: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        return over_targets(module, asked, self.world, self.device, pick)
+    def score_targets(
+        self, module: nn.Module, inputs: TargetBatches, pick: Callable[[Any], torch.Tensor]
+    ) -> torch.Tensor:
+        return score_targets(module, inputs, self.world, self.device, pick)
 
 
 @torch.no_grad()
-def over_targets(
+def score_targets(
     module: nn.Module,
-    asked: Asked,
+    inputs: TargetBatches,
     world: World,
     device: torch.device,
     pick: Callable[[Any], torch.Tensor],
     *,
     rows: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """A number for each target, or several rows of them: what `pick` finds in the module's output."""
-    vector = torch.zeros(*rows, asked.targets)
+    """One value per target (or `rows` of them), which `pick` takes from the output of the module."""
+    vector = torch.zeros(*rows, inputs.targets)
     with resident(module), evaluating(module):
-        said = [fetched(pick(run_on(module, batch, device))) for batch in asked.batches]
-    for batch, numbers in zip(asked.batches, said, strict=True):
-        vector[..., batch.own_K] = numbers()
-    return vector if asked.spread else world.sum_tensor(vector)
+        outputs = [fetched(pick(run_on(module, batch, device))) for batch in inputs.batches]
+    for batch, numbers in zip(inputs.batches, outputs, strict=True):
+        vector[..., batch.vector_index_K] = numbers()
+    return vector if inputs.local_only else world.sum_tensor(vector)
 
 
 @dataclass(frozen=True)
 class _Cached:
-    """A teacher whose distributions are on disk."""
+    """A teacher with distributions on disk."""
 
     cache: LogprobCache
     rows_K: np.ndarray
@@ -230,16 +230,13 @@ class _Cached:
         return Likeliest(self.cache.take("ids", rows).long().to(device), self.cache.take("logprobs", rows).to(device))
 
 
-# The models of a run, loaded, sharded and with their optimizers.
-
-
-def scoring_of(recipe: Recipe) -> Scoring:
+def make_scoring(recipe: Recipe) -> Scoring:
     """Responses are scored under the distribution they are sampled from."""
     if recipe.distill.teacher is not None:
         settings = recipe.distill
         return Scoring(comparison=TeacherDivergence(settings.divergence, settings.mix, settings.temperature))
     if recipe.method not in ONLINE:
-        return Scoring(alike=METHODS[recipe.method].alike)
+        return Scoring(alike=METHODS[recipe.method].uniform_gradient)
     rollout = recipe.rollout
     truncation = (
         Truncation(rollout.top_k, rollout.top_p, rollout.min_p) if rollout.truncated_sampling == "mask" else None
@@ -249,7 +246,7 @@ def scoring_of(recipe: Recipe) -> Scoring:
 
 
 def build_learner(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Learner:
-    """What the run trains: a policy, or a reward model."""
+    """The trained model: a policy or a reward model."""
     settings, seed = recipe.model, recipe.run.seed
     offload = recipe.parallel.offload
     sharding = sharding_of(recipe.parallel, device, world, on_host=offload in ("params", "all"))
@@ -259,7 +256,7 @@ def build_learner(recipe: Recipe, device: Device, world: World, torch_device: to
         refuse_undivided(model, world.context, settings.path)
         _tell_unused(model, settings.path, world)
         return _learner(model, recipe, recipe.optim, device, world, torch_device, "train", offload)
-    policy = load_policy(settings, torch_device, device.attention, seed, scoring_of(recipe), sharding)
+    policy = load_policy(settings, torch_device, device.attention, seed, make_scoring(recipe), sharding)
     refuse_undivided(policy, world.context, settings.path)
     _tell_unused(policy, settings.path, world)
     name = "actor" if recipe.method in ONLINE else "train"
@@ -297,7 +294,7 @@ def _learner(
     name: str,
     offload: Offload,
 ) -> Learner:
-    # The optimizer steps the slices, not what a pass over the model left whole.
+    # The optimizer steps the shards, so gathered parameters are resharded first.
     reshard(module)
     masters = bool(recipe.model.master_weights)
     optimizer: Optimizer
@@ -309,13 +306,13 @@ def _learner(
         on_host = offload in ("optimizer", "all")
         optimizer = HostOptimizer(module.trainable(), settings, **how, device=torch_device, state_on_host=on_host)
     if masters:
-        module.digits.into(optimizer.masters_held())
+        module.digits.into(optimizer.local_masters())
     scale = LossScale() if recipe.model.dtype == "fp16" else None
     return Learner(module, optimizer, torch_device, world, scale, name, _balance(module, recipe, world))
 
 
 def _balance(module: Policy | ValueModel, recipe: Recipe, world: World) -> Balance | None:
-    """Where experts are to be kept busy alike. A critic may be of another architecture, without experts."""
+    """The load-balancing loss, if the recipe and the model have one. A critic may have no experts."""
     decoder = module.decoder if isinstance(module, Policy) else module.runner
     chosen = experts_of_token(decoder.model.config)
     if not recipe.model.aux_loss_coef or chosen is None:
@@ -324,7 +321,7 @@ def _balance(module: Policy | ValueModel, recipe: Recipe, world: World) -> Balan
 
 
 def build_reference(recipe: Recipe, device: Device, world: World, torch_device: torch.device) -> Policy | None:
-    """A frozen model of its own, where the run keeps one beside the policy."""
+    """A separate frozen reference, if the run keeps one in memory."""
     return load_reference(recipe, device, world, torch_device) if reference_kind(recipe) == "model" else None
 
 
@@ -347,7 +344,7 @@ def _frozen(
     settings = recipe.model.model_copy(update={"path": path, "lora": None})
     refuse_other_vocabulary(recipe, key, path)
     sharding = sharding_of(recipe.parallel, device, world, on_host=on_host)
-    seed, scoring = recipe.run.seed, replace(scoring_of(recipe), squares=False)
+    seed, scoring = recipe.run.seed, replace(make_scoring(recipe), squares=False)
     policy = load_policy(settings, torch_device, device.attention, seed, scoring, sharding, frozen=True)
     refuse_undivided(policy, world.context, path)
     if path != recipe.model.path:

@@ -1,39 +1,154 @@
-"""Early stopping, detection of updates that change nothing, and warnings of an online run."""
+"""Checks and metrics of a step: failed rollouts, dynamic sampling, early stopping, idle updates, warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from lockstep.algorithms.advantage import informative
 from lockstep.errors import Refusal
 from lockstep.parallel.world import World
 from lockstep.recipe import Recipe
+from lockstep.recipe.keys_online import DynamicSampling
 from lockstep.recipe.measure import Measure, measure_of
 from lockstep.recipe.registry import estimator_row, loss_row
 from lockstep.recipe.schema import EarlyStopping
 from lockstep.reward.scorer import active_weights
-from lockstep.train.advantages import Learned
+from lockstep.train.advantages import TrainBatch
+from lockstep.train.experience import reward_part
 from lockstep.train.step import Learner
+from lockstep.types import FAILED, ROLLOUT_FUNCTION, Failure, Prompt, Rollout, RolloutMeta, Score
 
-# When a run ends before its last step: a metric has stopped to improve, or the updates change nothing.
-#
-# What was measured before a resume is read from the metrics of the run, so the decision is that of an undisturbed run
-# also where the settings changed in between. The number is that of the first process, and all processes decide by it.
 
-# A warning of idle updates is repeated after this many steps without one.
+@dataclass(frozen=True)
+class Unscored:
+    """The number of failed responses of a step, and the first ones."""
+
+    count: int
+    first: Sequence[Rollout]
+
+
+def refuse_failures(failed: Unscored, total: int, most: float) -> None:
+    """Stop if more than the share `most` of the responses failed."""
+    if failed.count > most * total:
+        raise _refusal(failed, total, f"over reward.max_failures={most:g}")
+
+
+def refuse_nothing_left(failed: Unscored, total: int, left: int) -> None:
+    """Stop if no response is left to train on."""
+    if not left:
+        raise _refusal(failed, total, "and none is left to train on")
+
+
+def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
+    first = failed.first[0]
+    assert isinstance(first.score, Failure)
+    what = "function" if _of_rollout(first.score) else "reward"
+    return Refusal.at(
+        first.score.key,
+        f"{failed.count} of {total} responses {_what(first.score)}, {consequence}; the first, to "
+        f"{first.prompt.question.origin}: {first.score.message}{_response(first, 200)}",
+        f"fix the {what}, or raise reward.max_failures; the last checkpoint is untouched",
+        code="reward-failed",
+    )
+
+
+def failure_warning(failed: Unscored) -> list[str]:
+    """The first response of a step that failed, with the reason."""
+    if not failed.count:
+        return []
+    first = failed.first[0]
+    assert isinstance(first.score, Failure)
+    return [
+        f"{failed.count} responses {_what(first.score)} and are excluded; the first, to "
+        f"{first.prompt.question.origin}: {first.score.part}: {first.score.message}{_response(first, 80)}"
+    ]
+
+
+def _of_rollout(failure: Failure) -> bool:
+    """Whether the rollout function failed, not a reward."""
+    return failure.part == ROLLOUT_FUNCTION
+
+
+def _what(failure: Failure) -> str:
+    return "could not be generated or scored" if _of_rollout(failure) else "could not be scored"
+
+
+def _response(rollout: Rollout, most: int) -> str:
+    return f"; response: {rollout.text[:most]!r}" if rollout.ids else ""
+
+
+def has_signal(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], settings: DynamicSampling) -> bool:
+    """Dynamic sampling: whether the scores of the group differ, or their mean is within the bounds."""
+    metric, key = settings.metric, "algorithm.dynamic_sampling.metric"
+    scores = torch.tensor(
+        [
+            one.score.total if metric is None else reward_part(one, prompts, metric, key)
+            for one in group
+            if isinstance(one.score, Score)
+        ]
+    )
+    if settings.between is not None:
+        low, high = settings.between
+        return len(scores) > 0 and low < float(scores.double().mean()) < high
+    return bool(informative(scores, torch.zeros(len(scores), dtype=torch.long)).any())
+
+
+def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta], failed: int) -> dict[str, float]:
+    """Lengths, failures and rewards of the trained `rollouts`; `every` generated response counts for the tokens. Failed
+    rollouts have no length."""
+    rollouts = [rollout for rollout in rollouts if rollout.stop != FAILED]
+    lengths = torch.tensor([rollout.num_response_tokens for rollout in rollouts], dtype=torch.float64)
+    prompts = torch.tensor([rollout.prompt_tokens for rollout in rollouts], dtype=torch.float64)
+    metrics = {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": sum(r.stop == "length" for r in rollouts) / len(rollouts),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+        "prompt_length/min": float(prompts.min()),
+        "perf/total_num_tokens": float(sum(r.length for r in every)),
+        "reward/failed": float(failed),
+    }
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if isinstance(rollout.score, Score):
+            for name, value in rollout.score.parts.items():
+                parts.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}/mean": sum(values) / len(values) for name, values in parts.items()}
+
+
+def straggler_metrics(ranks: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """From the generation seconds of every rank, and the number of prompts it took from other ranks."""
+    seconds = [seconds for seconds, _ in ranks]
+    if len(ranks) == 1 or not sum(seconds):
+        return {}
+    return {
+        "perf/gen_straggler": max(seconds) * len(seconds) / sum(seconds),
+        "perf/gen_taken_prompts": float(sum(taken for _, taken in ranks)),
+    }
+
+
+# A warning about idle updates is repeated after this many steps without one.
 QUIET = 20
 
 
 class EarlyStop:
-    """Without settings it never stops."""
+    """Early stopping. Without settings it never stops. Rank 0 decides.
+
+    Earlier measurements are read from the metrics of the run, so a resumed run decides like an uninterrupted one.
+    """
 
     def __init__(self, settings: EarlyStopping | None, world: World):
         self.settings, self.world = settings, world
         self._measure: Measure | None = None if settings is None else measure_of(settings.metric)
         self._best: tuple[float, int] | None = None
-        """The best value so far that was an improvement, and its step."""
+        """The best value and its step."""
         self._waited = 0
-        """Measurements since."""
+        """Measurements since the best value."""
 
     @property
     def reached(self) -> bool:
@@ -41,25 +156,24 @@ class EarlyStop:
 
     @property
     def validated(self) -> bool:
-        """Whether only a validation can decide."""
+        """Whether the metric comes from validation."""
         return self._measure is not None and self._measure.validated
 
     def recall(self, logged: Iterable[tuple[int, Mapping[str, float]]]) -> None:
-        """Steps of the run that were logged before, in order."""
+        """Counts the logged metrics of earlier steps, in order."""
         for step, metrics in self.world.gather(list(logged) if self.settings is not None else [])[0]:
             self._count(step, metrics)
 
     def observe(self, step: int, metrics: Mapping[str, float], *, validated: bool) -> bool:
-        """A step's metrics; whether the run ends with it. Every process calls it, and gets the same answer."""
+        """Counts the metrics of a step; returns whether the run ends (a collective)."""
         if self._measure is None or (self._measure.validated and not validated):
             return False
         name = self._measure.name
-        told = self.world.gather({name: metrics[name]} if name in metrics else {})[0]
-        self._count(step, told)
+        self._count(step, self.world.gather({name: metrics[name]} if name in metrics else {})[0])
         return self.reached
 
     def missed(self, metrics: Mapping[str, float]) -> str | None:
-        """What to say of a validation that should have measured the metric and did not: nothing was counted."""
+        """A warning if a validation did not measure the metric."""
         if self._measure is None or not self._measure.validated or self._measure.name in metrics:
             return None
         return f"run.early_stopping.metric: this validation has no {self._measure.name}, so it does not count"
@@ -69,7 +183,7 @@ class EarlyStop:
         if measure is None or settings is None or measure.name not in metrics or self.reached:
             return
         value = measure.value(metrics)
-        # A value that is no number has improved nothing.
+        # NaN is not an improvement.
         if value is not None and (
             self._best is None or measure.rank(value) < measure.rank(self._best[0]) - settings.min_delta
         ):
@@ -83,7 +197,7 @@ class EarlyStop:
         assert self._measure is not None
         name, times = self._measure.name, self.settings.patience
         if self._best is None:
-            return f"stopped early after step {step}: {name} was no number {times} times"
+            return f"stopped early after step {step}: {name} was not a number {times} times"
         value, at = self._best
         least = f" by more than {self.settings.min_delta:g}" if self.settings.min_delta else ""
         return (
@@ -94,7 +208,7 @@ class EarlyStop:
 
 @dataclass(frozen=True)
 class IdleCause:
-    """Why the updates of a step change nothing, and what to do."""
+    """Why the updates of a step change nothing, and the remedy."""
 
     cause: str
     remedy: str
@@ -102,21 +216,20 @@ class IdleCause:
 
 class IdleUpdates:
     """Counts consecutive steps whose updates change nothing: the gradient of every update is exactly zero, or the step
-    has no learning signal (`no_signal`). The learning rate does not matter, and neither does weight decay. A step with
-    one useful update is not idle, whatever its other updates are.
+    has no learning signal (`find_idle_cause`). A step with one useful update is not idle.
     """
 
     def __init__(self, learners: Sequence[Learner], most: int | None):
         self._learners, self._most = learners, most
         self._before = self._effective()
         self.signal: IdleCause | None = None
-        """What the loop found missing in the step's data."""
+        """Why the data of the step has no learning signal."""
         self.count = 0
         self._cause = IdleCause("", "")
         self._step = self._seen = 0
 
     def observe(self) -> str | None:
-        """A step is over. Returns a warning at the first idle step after `QUIET` others."""
+        """Counts a finished step. Returns a warning at the first idle step after `QUIET` other steps."""
         effective, signal = self._effective(), self.signal
         changed = effective != self._before and signal is None
         self._before, self.signal, self._step = effective, None, self._step + 1
@@ -139,12 +252,12 @@ class IdleUpdates:
             "run.max_idle_updates",
             f"the updates of the last {self.count} steps changed nothing: {self._cause.cause}. Stopped after step "
             f"{step}, with a checkpoint",
-            f"{self._cause.remedy}; or set run.max_idle_updates=0 to train on",
+            f"{self._cause.remedy}; or set run.max_idle_updates=0 to continue",
             code="idle-updates",
         )
 
     def _effective(self) -> int:
-        return sum(learner.effective for learner in self._learners)
+        return sum(learner.num_effective_updates for learner in self._learners)
 
     def _unexplained(self) -> IdleCause:
         zero = "the gradient of the loss is exactly zero"
@@ -153,22 +266,22 @@ class IdleUpdates:
         return IdleCause(zero, "check the loss and its settings, and the rows (lockstep data show)")
 
 
-def no_signal(learned: Learned, recipe: Recipe) -> IdleCause | None:
-    """What the responses of a step lack for its updates to learn from them (a collective); None where there is some.
+def find_idle_cause(batch: TrainBatch, recipe: Recipe) -> IdleCause | None:
+    """Why the responses of a step have no learning signal; None if they have one (a collective).
 
-    A divergence, an entropy bonus or a router's loss may still give a gradient: it is not what the rewards ask for.
-    Without rewards, as when a teacher alone is followed, the divergence is what is learned.
+    KL, entropy bonus or router loss may still have a gradient, but do not follow the rewards. Without rewards (only a
+    teacher) the KL is the signal.
     """
-    experience, advantages = learned.experience, learned.advantages
-    metrics, whole = advantages.metrics, experience.whole
+    experience, advantages = batch.experience, batch.advantages
+    metrics, reduce = advantages.metrics, experience.reduce
     kept_K = advantages.keep_K > 0
-    if advantages.times_S is not None:
-        kept_K &= advantages.times_S[experience.sequence_K] > 0
+    if advantages.repeats_S is not None:
+        kept_K &= advantages.repeats_S[experience.sequence_K] > 0
     cut = metrics.get("response/skipped_ratio", 0.0)
-    if not whole.count(int(kept_K.sum())):
+    if not reduce.count(int(kept_K.sum())):
         return _all_masked(cut)
     rewarded = any(active_weights(recipe.reward)[0].values())
-    if not rewarded or whole.greatest(advantages.advantages_K[kept_K].abs()) > 0:
+    if not rewarded or reduce.max(advantages.advantages_K[kept_K].abs()) > 0:
         return None
     masked = f"{cut:.0%} of the responses are masked as truncated, and of the others " if cut else ""
     if estimator_row(recipe.algorithm.advantage).groups and not metrics["critic/mixed_groups"]:
@@ -176,8 +289,8 @@ def no_signal(learned: Learned, recipe: Recipe) -> IdleCause | None:
         return IdleCause(
             f"{masked}every advantage is zero, because all responses of each group earned the same reward (mean "
             f"{mean:.4g})",
-            "check that the reward can tell answers apart (samples.jsonl), and that the task is neither far too hard "
-            "nor too easy for the model",
+            "check that the reward distinguishes answers (samples.jsonl), and that the task is neither too hard nor "
+            "too easy for the model",
         )
     return IdleCause(f"{masked}every advantage is zero", "check the reward (samples.jsonl) and algorithm.advantage")
 
@@ -196,33 +309,32 @@ def _all_masked(cut: float) -> IdleCause:
     )
 
 
-# Warnings of an online run: what looks like trouble and what it usually means, said once, not at every step. Steps
-# that train nothing are counted by `IdleUpdates`.
-
-# A warning is said once; it is said again after its sign has been away for this many steps.
+# A warning is repeated only after this many steps without its sign.
 STEPS_BETWEEN_WARNINGS = 20
 COLLAPSED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class WarningSign:
+    """A sign of trouble in the metrics, and what it usually means."""
+
     name: str
     shows: Callable[[dict[str, float]], bool]
     meaning: str
 
 
 class Warnings:
-    """Looks at the metrics of one step after another."""
+    """Warnings from the metrics of an online run."""
 
     def __init__(self, recipe: Recipe):
         self._first_entropy: float | None = None
         self._seen: dict[str, int] = {}
         self._step = 0
-        self._known = [
+        self._signs = [
             WarningSign(
                 "entropy",
                 self._collapsed,
-                "entropy has fallen below a twentieth of where it began: the policy hardly tries anything any more. "
+                "entropy is below a twentieth of its initial value: the policy hardly explores any more. "
                 "Raise algorithm.clip_high or algorithm.entropy, or lower optim.lr",
             ),
             *(
@@ -238,7 +350,7 @@ class Warnings:
         self._step += 1
         if self._first_entropy is None:
             self._first_entropy = metrics.get("actor/entropy")
-        for warning in self._known:
+        for warning in self._signs:
             if not warning.shows(metrics):
                 continue
             last = self._seen.get(warning.name)
@@ -252,19 +364,19 @@ class Warnings:
 
 
 def _runs_away(recipe: Recipe) -> WarningSign:
-    """Two seeds of one task: a run that learned stayed at 0.002, one that fell apart passed 0.02 on its way to 0.06."""
-    held = "Remove algorithm.rollout_correction.weight and set algorithm.rollout_correction.bypass=true, or lower"
-    remedy = held if loss_row(recipe.algorithm.loss).holds else "Lower"
+    """Measured on one task: a run that learned stayed at 0.002, one that diverged passed 0.02 on its way to 0.06."""
+    bypass = "Remove algorithm.rollout_correction.weight and set algorithm.rollout_correction.bypass=true, or lower"
+    remedy = bypass if loss_row(recipe.algorithm.loss).trust_region else "Lower"
     return WarningSign(
         "runs away",
         lambda metrics: metrics.get("rollout_corr/k3", 0.0) > 0.02,
-        "the policy runs away from the one that drew the responses (rollout_corr/k3 is over 0.02), which truncated "
-        f"importance sampling does not stop. {remedy} optim.lr or rollout.max_staleness",
+        "the policy diverges from the one that generated the responses (rollout_corr/k3 is over 0.02); truncated "
+        f"importance sampling does not prevent this. {remedy} optim.lr or rollout.max_staleness",
     )
 
 
 def _since_the_draw(recipe: Recipe) -> list[WarningSign]:
-    """How far the policy is from the one that its ratios are to. That of stale responses is some steps away."""
+    """Signs that the policy moved too far from the old policy of its ratios."""
     stale = bool(recipe.rollout.max_staleness)
     from_draw = stale and recipe.algorithm.rollout_correction.bypass
     fewer = "or make fewer updates of a step (algorithm.epochs, batch.prompts_per_update)"

@@ -18,7 +18,7 @@ from lockstep.methods import METHODS
 from lockstep.methods.base import Objective
 from lockstep.model.check import CHECK_TOLERANCE
 from lockstep.model.kernel_trial import refuse_unless_replayed
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
 from lockstep.preflight.batch_plan import BatchPlan, make_loader
 from lockstep.preflight.prepare import prepare
@@ -30,17 +30,15 @@ from lockstep.run.runtime import open_runtime
 from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
 from lockstep.train.reference_logprobs import add_cache
-from lockstep.train.tape_hooks import record_rows
+from lockstep.train.run_writer import record_rows
 from lockstep.train.training import Training, open_training
 from lockstep.types import Item
 
-# Before the first update policy and reference are the same model, so the loss is a number known beforehand.
-#
-# Where it is not, something is wrong that no curve shows later: another dtype or file, an adapter that does not start
-# at zero, a log-prob cache of another run, a reference that is scored in another way.
+# Before the first update policy and reference are the same model, so the initial loss is predictable. A difference
+# shows another dtype or file, an adapter that does not start at zero, or a log-prob cache of another run.
 
-# A log-probability of the same weights in the same micro-batches. Libraries may still choose another order of sums, so
-# half precision is held only to what tells another model from rounding.
+# Tolerance for the same weights in the same micro-batches. Libraries may still sum in another order, so half precision
+# is only checked against differences beyond rounding.
 SAME_BATCHES = {**CHECK_TOLERANCE, torch.float32: 1e-4}
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -55,7 +53,7 @@ def assert_identity(
     items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
 ) -> None:
     """Refuse to train when the first update does not see policy and reference agree. A replay continues and locates."""
-    kind, wanted = reference_kind(recipe), objective.start()
+    kind, wanted = reference_kind(recipe), objective.initial_loss()
     if kind == "none":
         return
     lora = recipe.model.lora
@@ -67,11 +65,11 @@ def assert_identity(
         console.say(f"the reference is another model ({reference_folder(recipe)}): the first loss may be any")
         return
     update = models.arrange(items)
-    own, reference = models.logprobs(update), models.reference_logprobs(update)
+    policy, reference = models.logprobs(update), models.reference_logprobs(update)
     dtype = DTYPES[recipe.model.dtype]
     # A cache was made in other micro-batches.
     tolerance = (CHECK_TOLERANCE if kind == "disk" else SAME_BATCHES)[dtype]
-    if not _agree(update, own, reference, tolerance, kind):
+    if not _agree(update, policy, reference, tolerance, kind):
         return
     if wanted is None or (kind == "disk" and dtype != torch.float32):
         return  # the sum of a cache's rounding in half precision moves the loss at will
@@ -92,9 +90,9 @@ def assert_identity(
     console.say(f"before the first step policy and reference agree: loss {loss:.6f}")
 
 
-def _agree(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
+def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
     """Whether all log-probabilities do. Where they do not, training is refused and a replay continues."""
-    difference = (own - reference).abs()
+    difference = (policy - reference).abs()
     worst = int(difference.argmax())
     if float(difference[worst]) <= most:
         return True
@@ -104,16 +102,13 @@ def _agree(update: Update[Any], own: torch.Tensor, reference: torch.Tensor, most
         Problem(
             f"step 0, {example.origin}",
             f"policy and reference must be the same model before the first update, and {differing:,} of "
-            f"{len(difference):,} log-probabilities differ; the worst is {float(own[worst]):.6f} against "
+            f"{len(difference):,} log-probabilities differ; the worst is {float(policy[worst]):.6f} against "
             f"{float(reference[worst]):.6f}",
             CAUSES[kind],
             code="wrong-initial-loss",
         )
     )
     return False
-
-
-# The offline loop: rows in, updates out. Every offline method is this loop with another row of `methods/`.
 
 
 def train_offline(recipe: Recipe, console: Console, *, accept_changed: bool = False) -> None:
@@ -130,7 +125,7 @@ def train_offline(recipe: Recipe, console: Console, *, accept_changed: bool = Fa
 
 @dataclass(frozen=True)
 class Offline:
-    """What the steps of an offline run share."""
+    """The objects that all steps of an offline run use."""
 
     training: Training
     loader: Loader[Any]
@@ -142,7 +137,7 @@ class Offline:
 def open_offline(
     recipe: Recipe, console: Console, *, keeps: bool = True, accept_changed: bool = False
 ) -> Iterator[Offline]:
-    """Everything that the loop needs, checked and loaded. A replay `keeps` nothing."""
+    """Checks the recipe and loads everything. A replay sets `keeps` to False."""
     with open_runtime(recipe, console) as runtime:
         device, console = runtime.device, runtime.console
         prepared = prepare(recipe, device, runtime.world.size, console)
@@ -165,13 +160,13 @@ def open_offline(
 
 
 def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, float]:
-    """One update on some rows; returns its metrics."""
+    """One update; returns its metrics."""
     training, objective = offline.training, offline.objective
     models, run = training.models, training.run
     learner, batches = models.trained, offline.batches
-    models.heard = []
+    models.reference_outputs = []
     task = objective.task(models.arrange(rows), models)
-    record_rows(training.tape, rows, models.heard)
+    record_rows(training.tape, rows, models.reference_outputs)
     outcome = learner.forward_backward(task.batches, task.loss, task.divisor)
     reported = objective.report(outcome.sums, task.divisor)
     return {
@@ -179,6 +174,6 @@ def train_step(rows: Sequence[Any], offline: Offline, step: int) -> dict[str, fl
         "train/loss": outcome.loss,
         **{f"train/{name}": value for name, value in reported.items()},
         "train/tokens": outcome.tokens,
-        "train/trained_tokens": outcome.targets // task.answers,
+        "train/trained_tokens": outcome.targets // task.targets_per_token,
         **learner.optim_step(learning_rate(step, batches.steps, run.recipe.optim)),
     }

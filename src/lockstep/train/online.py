@@ -1,5 +1,4 @@
-"""The online loop: the policy answers prompts, rewards judge the answers, updates follow. Every online method is this
-loop with other keys."""
+"""The online loop: generate responses, score them, update. All online methods use it with different keys."""
 
 from __future__ import annotations
 
@@ -15,13 +14,17 @@ from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
 from lockstep.run.console import Console
 from lockstep.run.runtime import open_runtime
-from lockstep.train.advantages import Learned, estimate_advantages, next_coefficient
-from lockstep.train.logprobs import annotate, check_engine_logprobs, lay_updates, moved, plan_updates
-from lockstep.train.monitor import Warnings, no_signal
-from lockstep.train.rollout_checks import failure_warning
+from lockstep.train.advantages import TrainBatch, estimate_advantages, next_coefficient
+from lockstep.train.experience import (
+    check_rollout_logprobs,
+    compute_model_outputs,
+    pack_minibatches,
+    plan_updates,
+    redistribute,
+)
+from lockstep.train.monitor import Warnings, failure_warning, find_idle_cause
 from lockstep.train.rollouts import Rollouts, take_rollouts
-from lockstep.train.run_writer import store_samples
-from lockstep.train.tape_hooks import record_rollouts
+from lockstep.train.run_writer import record_rollouts, store_samples
 from lockstep.train.training import Training, open_training
 from lockstep.train.update import update
 from lockstep.types import Prompt
@@ -41,7 +44,7 @@ def train_online(recipe: Recipe, console: Console, *, accept_changed: bool = Fal
 
 @dataclass(frozen=True)
 class Online:
-    """What the steps of an online run share."""
+    """The objects that all steps of an online run use."""
 
     training: Training
     loader: Loader[Prompt]
@@ -49,7 +52,7 @@ class Online:
     warnings: Warnings
 
     def take_rollouts(self) -> Rollouts:
-        """The next prompts, answered and scored."""
+        """Generates and scores responses to the next prompts."""
         training, run = self.training, self.training.run
         position = int(training.carried["position"])
         rollouts = take_rollouts(self.loader, position, training.generator, self.scorer, run.recipe, run.phases)
@@ -59,7 +62,7 @@ class Online:
 
 @contextmanager
 def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept: bool = False) -> Iterator[Online]:
-    """Everything that the loop needs, checked and loaded. A replay `keeps` nothing; `accept` changed models."""
+    """Checks the recipe and loads everything. A replay sets `keeps` to False; `accept`: resume with changed models."""
     with open_runtime(recipe, console) as runtime:
         prepared = prepare_online(recipe, runtime.device, runtime.world.size, runtime.console)
         with (
@@ -72,23 +75,23 @@ def open_online(recipe: Recipe, console: Console, *, keeps: bool = True, accept:
 
 
 def train_step(rollouts: Rollouts, online: Online, step: int) -> dict[str, float]:
-    """What a step learns from its rollouts; returns its metrics."""
+    """Trains on the rollouts of a step; returns its metrics."""
     training = online.training
     run, models, beta = training.run, training.models, training.carried["kl_coefficient"]
     recipe, batches = run.recipe, run.prepared.batches
-    updates = lay_updates(rollouts.experience, models, recipe.batch)
-    experience = moved(rollouts.experience, updates, run.world)
+    updates = pack_minibatches(rollouts.experience, models, recipe.batch)
+    experience = redistribute(rollouts.experience, updates, run.world)
     plans = plan_updates(experience, updates, models)
-    known = annotate(plans, models, recipe, run.phases, experience.engine_K)
-    # A replay trains on recorded log-probs, and reports what differs.
-    checked = check_engine_logprobs(plans, models, recipe, run.phases, experience, known) if training.keeps else {}
+    outputs = compute_model_outputs(plans, models, recipe, run.phases, experience.rollout_logprobs_K)
+    # A replay trains on recorded log-probs and reports differences.
+    checked = check_rollout_logprobs(plans, models, recipe, run.phases, experience, outputs) if training.keeps else {}
     with run.phases("adv"):
-        advantages = estimate_advantages(experience, known, recipe, beta, (recipe.run.seed, step))
-    record_rollouts(training.tape, rollouts, experience, known, advantages)
-    learned = Learned(experience, known, advantages)
-    training.idle.signal = no_signal(learned, recipe)
+        advantages = estimate_advantages(experience, outputs, recipe, beta, (recipe.run.seed, step))
+    record_rollouts(training.tape, rollouts, experience, outputs, advantages)
+    batch = TrainBatch(experience, outputs, advantages)
+    training.idle.signal = find_idle_cause(batch, recipe)
     metrics = {**rollouts.metrics, **checked, **advantages.metrics}
-    metrics |= update(plans, learned, models, recipe, beta, step, batches.steps, run.phases)
+    metrics |= update(plans, batch, models, recipe, beta, step, batches.steps, run.phases)
     metrics["training/epoch"] = rollouts.position / batches.rows
     next_beta = next_coefficient(recipe, beta, metrics, experience.sequences)
     training.carried.update(position=float(rollouts.position), kl_coefficient=next_beta)

@@ -1,7 +1,7 @@
-"""The online loop with generation beside it: a worker answers the prompts of coming steps while this step is trained.
+"""The asynchronous online loop: a worker process generates for later steps while the current step is trained.
 
-The stages are those of `online.py`; only who generates, and when, is another. Of several ranks each has a worker, which
-is handed the whole weights and answers its rank's share of the prompts.
+The stages are those of `online.py`. Every rank has a worker, which gets the full weights and generates the responses of
+its rank's prompts.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ def train_online_async(recipe: Recipe, console: Console, *, accept_changed: bool
 
 
 class Ahead:
-    """The rollouts of coming steps. Weights are of version `step` before step `step`, counted from 0, is trained: they
-    have seen so many steps. What the worker generates of step k is begun with version k - `max_staleness` or later."""
+    """Generates the rollouts of later steps. The weights before step `step` (from 0) have version `step`. The worker
+    starts the responses of step k with version k - `max_staleness` or later."""
 
     def __init__(self, online: Online, engine: WorkerEngine):
         self.online, self.engine, self.world = online, engine, online.training.run.world
         self._ahead = AskedAhead(self.world.engine, self.world.engines)
         self.generator = online.training.generator.answered_by(engine, self._ahead)
-        self._asked = 0
-        """Prompts before this position in the data have been asked."""
+        self._requested = 0
+        """Prompts before this data position have been requested."""
         self._clock = _Clock(engine, self.world)
 
     def hand_over(self, step: int) -> None:
-        """The weights as they are now, and the prompts that may be answered with them."""
+        """Sends the current weights, and the prompts that may be generated with them."""
         training, recipe = self.online.training, self.online.training.run.recipe
         position, steps = int(training.carried["position"]), training.run.prepared.batches.steps
         coming = min(step + (recipe.rollout.max_staleness or 0), steps - 1) - step
-        first = max(self._asked, position)
-        self._asked = max(first, position + (coming + 1) * recipe.batch.prompts)
+        first = max(self._requested, position)
+        self._requested = max(first, position + (coming + 1) * recipe.batch.prompts)
         requests: list[Request] = []
         sampling = training_sampling(recipe, self.generator.stop_ids)
-        # Step by step: each is divided evenly, and none is answered before an earlier one.
-        for start in range(first, self._asked, recipe.batch.prompts):
-            # As `take_rollouts` asks for them when their step has come: its position in the data is a prompt's key.
-            keys = range(start, min(start + recipe.batch.prompts, self._asked))
+        # Each step is divided over the ranks separately, in order.
+        for start in range(first, self._requested, recipe.batch.prompts):
+            # The same keys as in `take_rollouts`: the data positions of the prompts.
+            keys = range(start, min(start + recipe.batch.prompts, self._requested))
             prompts = self.online.loader.between(keys.start, keys.stop)
             expected = self.generator.lengths.of(prompts)
             requests += self._ahead.ask(prompts, keys, recipe.rollout.n, sampling, expected)
@@ -72,29 +72,31 @@ class Ahead:
             self.engine.hand_over(step, requests, sampling)
 
     def take_rollouts(self, step: int) -> Rollouts:
-        """The next prompts, answered and scored. A step that needs more than was asked ahead (dynamic sampling,
-        a greedy baseline) has them answered before all others."""
+        """The scored rollouts of the step. Further requests of the step (dynamic sampling, a greedy baseline) have
+        priority."""
         online, run = self.online, self.online.training.run
         position = int(online.training.carried["position"])
         rollouts = take_rollouts(online.loader, position, self.generator, online.scorer, run.recipe, run.phases)
-        return replace(rollouts, metrics={**rollouts.metrics, **staleness(rollouts, step, self.world)})
+        return replace(rollouts, metrics={**rollouts.metrics, **staleness_metrics(rollouts, step, self.world)})
 
     def use(self) -> dict[str, float]:
-        """Of the step just trained: how much of its time each side was at work, and how long the trainer waited (a
-        collective)."""
+        """Utilisation of worker and trainer in the last step, and the waiting time of the trainer (a collective)."""
         return self._clock.lap()
 
 
 @contextmanager
 def open_worker(online: Online) -> Iterator[Ahead]:
-    """The rollout worker of this rank, which ends with this process, however that ends."""
+    """The rollout worker of this rank. It ends with this process."""
     training = online.training
     run, policy, device = training.run, training.models.module, training.models.device
     assert isinstance(policy, Policy)
     log = run.folder.path / "rollout" / ("worker.log" if run.world.size == 1 else f"worker_{run.world.rank}.log")
-    collective, own = collective_of(run.recipe, run.device), device_of_worker(run.recipe, run.world.local_rank)
+    collective, worker_device = (
+        collective_of(run.recipe, run.device),
+        device_of_worker(run.recipe, run.world.local_rank),
+    )
     with _threads_divided(run.recipe, device):
-        engine = WorkerEngine(policy, device, run.recipe, run.prepared.end_tokens, log, collective, own)
+        engine = WorkerEngine(policy, device, run.recipe, run.prepared.end_tokens, log, collective, worker_device)
         try:
             yield Ahead(online, engine)
         finally:
@@ -103,9 +105,8 @@ def open_worker(online: Online) -> Iterator[Ahead]:
 
 @contextmanager
 def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """A rank and its worker that compute at the same time on one CPU have half of the rank's threads each. A worker
-    that waits for each step's weights takes turns with the rank, and has them all: their number decides the last digits
-    of a sum."""
+    """On the CPU, a rank and its worker that run concurrently get half of the threads each. With `max_staleness` 0 they
+    take turns and have all threads, because the number of threads changes the rounding of sums."""
     before = torch.get_num_threads()
     if device.type == "cpu" and recipe.rollout.max_staleness:
         torch.set_num_threads(each_of(2, before))
@@ -115,22 +116,21 @@ def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def staleness(rollouts: Rollouts, step: int, world: World) -> dict[str, float]:
-    """By how many steps the weights that drew a token are older than those that it trains, over the policy's tokens of
-    all ranks (a collective)."""
+def staleness_metrics(rollouts: Rollouts, step: int, world: World) -> dict[str, float]:
+    """Staleness in steps of the weights that generated the policy tokens, over all ranks (a collective)."""
     ages = [
         step - version
         for rollout in rollouts.experience.rollouts
-        for version, trained in zip(rollout.versions, rollout.trained, strict=True)
-        if trained
+        for version, mask in zip(rollout.versions, rollout.loss_mask, strict=True)
+        if mask
     ]
-    # A response is on one rank, where it was generated; some may have generated none.
+    # Some ranks may have generated no response.
     sums, counts, most = zip(*world.gather((sum(ages), len(ages), max(ages, default=0))), strict=True)
     return {"async/staleness_mean": sum(sums) / sum(counts), "async/staleness_max": float(max(most))}
 
 
 class _Clock:
-    """Both sides' use of the time between two steps' ends."""
+    """Utilisation of worker and trainer between the ends of two steps."""
 
     def __init__(self, engine: WorkerEngine, world: World):
         self.engine, self.world = engine, world
@@ -143,12 +143,12 @@ class _Clock:
         now = self._now()
         passed, busy, waited = (after - before for after, before in zip(now, self._last, strict=True))
         self._last = now
-        # The clocks are read one after the other: a share may come out a little over all of it.
-        own = min(1.0, busy / passed), max(0.0, 1.0 - waited / passed), waited
-        worker, trainer, wait = zip(*self.world.gather(own), strict=True)
+        # The clocks are read one after the other, so a share can slightly exceed 1.
+        shares = min(1.0, busy / passed), max(0.0, 1.0 - waited / passed), waited
+        worker, trainer, wait = zip(*self.world.gather(shares), strict=True)
         return {
             "async/worker_busy": sum(worker) / len(worker),
-            # Ranks go on together: where one waits for its worker, the others wait for it.
+            # If one rank waits for its worker, all ranks wait for it.
             "async/trainer_busy": min(trainer),
             "async/wait_s": max(wait),
         }

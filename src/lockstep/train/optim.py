@@ -1,4 +1,4 @@
-"""AdamW over the trained parameters, with fp32 master weights where asked, and the learning-rate schedule."""
+"""AdamW with optional fp32 master weights, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from lockstep.recipe.schema import Optim
 
 
 def learning_rate(step: int, total: int, settings: Optim) -> float:
-    """The rate of update `step` (from 0) of `total`: a linear warm-up from lr/warmup, then the schedule.
+    """The learning rate of update `step` (from 0) of `total`: a linear warm-up from lr/warmup, then the schedule.
 
-    The first update after the warm-up has the peak; cosine and linear would reach the minimum one update after
-    the last, so that no update is spent on a rate of zero. wsd stays at the peak and falls linearly in the last
-    `decay` share of the updates.
+    The first update after the warm-up has the peak. Cosine and linear reach the minimum one update after the last, so
+    no update has a rate of zero. wsd stays at the peak and falls linearly in the last `decay` share of the updates.
     """
     warmup = warmup_steps(total, settings)
     if step < warmup:
@@ -41,12 +40,12 @@ def learning_rate(step: int, total: int, settings: Optim) -> float:
 
 
 def warmup_steps(total: int, settings: Optim) -> int:
-    """A share below 1 counts in updates of the run; a whole number is taken as it is."""
+    """Values below 1 are a share of the updates; others are a number of updates."""
     return round(settings.warmup * total) if settings.warmup < 1 else int(settings.warmup)
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16: halve on overflow and skip the update, double after a quiet while."""
+    """Dynamic loss scaling for fp16: halved on overflow, when the update is skipped; doubled after a while."""
 
     GROWTH_INTERVAL = 1000
 
@@ -64,12 +63,11 @@ class LossScale:
 
 
 class Optimizer:
-    """AdamW on the parameters themselves, or on fp32 masters that the parameters follow.
+    """AdamW on the parameters, or on fp32 master weights that are copied to the parameters.
 
-    With masters the gradients of each micro-batch are added up in fp32 (`collect`), so that neither a long
-    accumulation nor a small update is lost to rounding. `kernel` names the device's own step with masters (its
-    `adamw`): that one takes the gradient of a single micro-batch as it is. Weight decay skips the parameters that
-    `spared` names and those of one dimension, unless `settings.decay_all`.
+    With master weights the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` names the fused
+    step of the device (its `adamw`), which takes the gradient of a single micro-batch without conversion. Weight decay
+    skips the parameters in `spared` and those of one dimension, unless `settings.decay_all`.
     """
 
     def __init__(
@@ -85,13 +83,15 @@ class Optimizer:
         self.parameters = dict(parameters)
         self.masters = masters
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
-        self._held: dict[str, torch.Tensor] = {}
-        """With a kernel of the device: the gradients, in fp32 once there was a second micro-batch."""
+        self._grads: dict[str, torch.Tensor] = {}
+        """Gradients for the device kernel, in fp32 from the second micro-batch on."""
         self._ready: Any = None
-        """The update of these gradients, once their norm was asked for."""
-        self.stepped = {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
-        self.trained: dict[str, torch.Tensor] = dict(self.stepped) if masters else dict(self.parameters)
-        self.decays = decays_of(self.parameters, settings, spared)
+        """The prepared kernel update, after `gradient_norm`."""
+        self.master_weights = (
+            {name: p.detach().float().clone() for name, p in self.parameters.items()} if masters else {}
+        )
+        self.trained: dict[str, torch.Tensor] = dict(self.master_weights) if masters else dict(self.parameters)
+        self.decays = weight_decays(self.parameters, settings, spared)
         kinds: dict[float, list[torch.Tensor]] = {}
         for name, p in self.trained.items():
             kinds.setdefault(self.decays[name], []).append(p)
@@ -106,9 +106,9 @@ class Optimizer:
             fused=fused and self._kernel is None,
         )
 
-    def masters_held(self) -> dict[str, torch.Tensor]:
-        """The fp32 masters by name as this rank holds them; none where the parameters themselves are stepped."""
-        return dict(self.stepped)
+    def local_masters(self) -> dict[str, torch.Tensor]:
+        """The local fp32 master weights by name; empty without master weights."""
+        return dict(self.master_weights)
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -119,7 +119,7 @@ class Optimizer:
             if parameter.grad is None:
                 continue
             if self._kernel is not None:
-                self._hold(name, parameter.grad)
+                self._accumulate(name, parameter.grad)
                 parameter.grad = None
                 continue
             master = self.trained[name]
@@ -127,25 +127,25 @@ class Optimizer:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
-    def _hold(self, name: str, gradient: torch.Tensor) -> None:
-        held, self._ready = self._held.get(name), None
-        self._held[name] = gradient if held is None else held.float().add_(gradient)
+    def _accumulate(self, name: str, gradient: torch.Tensor) -> None:
+        grad, self._ready = self._grads.get(name), None
+        self._grads[name] = gradient if grad is None else grad.float().add_(gradient)
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """What `step` is going to take for the parameter, before it is clipped."""
-        held = self._held.get(name)
-        return self.trained[name].grad if held is None else held
+        """The accumulated gradient of a parameter, before clipping."""
+        grad = self._grads.get(name)
+        return self.trained[name].grad if grad is None else grad
 
     @torch.no_grad()
     def gradient_norm(self, scale: float = 1.0) -> torch.Tensor:
         """Undo the loss scale and return the norm of all gradients."""
         if self._kernel is not None:
             if scale != 1.0:
-                self._held = {name: gradient.float().div_(scale) for name, gradient in self._held.items()}
-            if not self._held:
+                self._grads = {name: gradient.float().div_(scale) for name, gradient in self._grads.items()}
+            if not self._grads:
                 return torch.zeros(())
-            norms = torch._foreach_norm(list(self._held.values()), 2, dtype=torch.float32)
-            # While the device is busy with the norm and what is before it.
+            norms = torch._foreach_norm(list(self._grads.values()), 2, dtype=torch.float32)
+            # Prepared while the device computes the norm.
             self._ready = self._update_of(self._kernel)
             return torch.linalg.vector_norm(torch.stack(norms))
         gradients = [p.grad for p in self.trained.values() if p.grad is not None]
@@ -156,7 +156,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clip, update, forget the gradients."""
+        """Clip, update, and clear the gradients."""
         if self._kernel is not None:
             self._step_at_once(self._kernel, lr, norm)
             self.forget()
@@ -167,16 +167,16 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        for name, master in self.stepped.items():
+        for name, master in self.master_weights.items():
             self.parameters[name].copy_(master)
         self.forget()
 
     def _update_of(self, kernel: ModuleType) -> Any:
         entries = []
-        for name, gradient in self._held.items():
+        for name, gradient in self._grads.items():
             master = self.trained[name]
             state = self.adamw.state.get(master)
-            # Fresh ones become the optimizer's state in the step, as torch's do.
+            # New moments become optimizer state in the step, as in torch.
             moments = (state["exp_avg"], state["exp_avg_sq"]) if state else [torch.zeros_like(master) for _ in range(2)]
             entries.append(kernel.Entry(self.parameters[name].data, gradient, master, *moments, self.decays[name]))
         return kernel.AdamwUpdate(entries)
@@ -191,33 +191,33 @@ class Optimizer:
                 state |= {"step": torch.zeros(()), "exp_avg": entry.mean, "exp_avg_sq": entry.square}
             state["step"] += 1
             counts.append(state["step"].item())
-        group = self.adamw.param_groups[0]  # all groups differ in their weight decay alone
+        group = self.adamw.param_groups[0]  # the groups differ only in weight decay
         ready.step(counts, clip, lr=lr, betas=group["betas"], eps=group["eps"])
 
     def forget(self) -> None:
-        self._held, self._ready = {}, None
+        self._grads, self._ready = {}, None
         self.adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def held(self) -> dict[str, torch.Tensor]:
-        """State by name as this rank holds it: slices where the parameters are sharded."""
-        state = {f"master/{name}": master for name, master in self.stepped.items()}
+    def local_state(self) -> dict[str, torch.Tensor]:
+        """The local optimizer state by name: shards if the parameters are sharded."""
+        state = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             for key, value in self.adamw.state[parameter].items():
                 state[f"{key}/{name}"] = value
         return state
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Whole state by name, on the host (a collective when sharded)."""
-        return {name: whole(value).cpu() for name, value in self.held().items()}
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """The full optimizer state by name, on the host (a collective if sharded)."""
+        return {name: whole(value).cpu() for name, value in self.local_state().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from such a state; of one that is stored each rank reads its own slices."""
-        targets = {f"master/{name}": master for name, master in self.stepped.items()}
+        """Restore a state; from files, each rank reads its shards."""
+        targets = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             state = self.adamw.state[parameter]
-            # AdamW makes its state at the first step; a restored one needs it before.
+            # AdamW creates its state in the first step; restoring needs it before.
             # The fused kernel keeps its step count on the device.
             state["step"] = torch.zeros((), device=parameter.device if self.adamw.defaults["fused"] else None)
             for key in ("exp_avg", "exp_avg_sq"):
@@ -226,14 +226,14 @@ class Optimizer:
         fill_all(targets, tensors)
 
 
-def decays_of(parameters: Mapping[str, torch.Tensor], settings: Optim, spared: Collection[str]) -> dict[str, float]:
+def weight_decays(parameters: Mapping[str, torch.Tensor], settings: Optim, spared: Collection[str]) -> dict[str, float]:
     """The weight decay of each parameter."""
     decayed = {name for name, p in parameters.items() if settings.decay_all or (p.ndim >= 2 and name not in spared)}
     return {name: settings.weight_decay if name in decayed else 0.0 for name in parameters}
 
 
 def device_kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:
-    """The device's own step with masters; None where torch's is used."""
+    """The fused AdamW of the device; None for that of torch."""
     if name != "triton" or importlib.util.find_spec("triton") is None:
         return None
     from lockstep.kernels import adamw_triton as triton_adamw

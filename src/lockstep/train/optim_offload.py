@@ -1,7 +1,7 @@
-"""AdamW whose state, or weights and gradients, live on the host: the same numbers as on the device.
+"""AdamW with state, or weights and gradients, on the host; the results are the same as on the device.
 
-The update itself is computed on the device, by the same operators, a few parameters at a time: what it needs is
-brought there and written back. Elementwise operators give the same for one parameter as for all of them together.
+The update is computed on the device with the same operators, a few parameters at a time: tensors are copied to the
+device and back. Elementwise operators give the same results for one parameter as for many.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lockstep.parallel.sharded_files import fill_all
 from lockstep.parallel.sharding import total_norm
 from lockstep.parallel.tensor import is_sliced
 from lockstep.recipe.schema import Optim
-from lockstep.train.optim import Optimizer, decays_of, device_kernel
+from lockstep.train.optim import Optimizer, device_kernel, weight_decays
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostOptimizer(Optimizer):
-    """`device` computes; `state_on_host` says where masters and moments live between updates. Weights and gradients
-    are where the model has them."""
+    """`device` computes the update; `state_on_host`: master weights and moments are on the host between updates.
+    Weights and gradients are on the device of the model."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class HostOptimizer(Optimizer):
         spared: Collection[str] = (),
     ):
         self.parameters = dict(parameters)
-        self.decays = decays_of(self.parameters, settings, spared)
+        self.decays = weight_decays(self.parameters, settings, spared)
         self.masters, self.device, self.state_on_host, self.settings = masters, device, state_on_host, settings
         self.clip = settings.clip
         self.fused = fused
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._room = HostRoom(device)
-        self._held: dict[str, torch.Tensor] = {}
-        """Gradients that were taken over from the parameters; without masters, once their norm was asked for."""
+        self._grads: dict[str, torch.Tensor] = {}
+        """Gradients taken from the parameters; without master weights, from `gradient_norm` on."""
         self._state = {name: self._fresh(parameter) for name, parameter in self.parameters.items()}
-        """By parameter: the slice of the master and the moments that this rank has, and the count of steps."""
+        """By parameter: this rank's shard of master weight and moments, and the step count."""
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         weight = local(parameter.detach())
@@ -63,7 +63,7 @@ class HostOptimizer(Optimizer):
     def _home(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._room.copy(tensor) if self.state_on_host else on_device(tensor, self.device)
 
-    def masters_held(self) -> dict[str, torch.Tensor]:
+    def local_masters(self) -> dict[str, torch.Tensor]:
         if not self.masters:
             return {}
         return {name: _as_sliced(state["master"], self.parameters[name]) for name, state in self._state.items()}
@@ -75,29 +75,29 @@ class HostOptimizer(Optimizer):
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            held = self._held.get(name)
-            if held is None:
-                self._held[name] = parameter.grad if self._kernel is not None else parameter.grad.float()
+            grad = self._grads.get(name)
+            if grad is None:
+                self._grads[name] = parameter.grad if self._kernel is not None else parameter.grad.float()
             else:
-                self._held[name] = held.float().add_(parameter.grad)
+                self._grads[name] = grad.float().add_(parameter.grad)
             parameter.grad = None
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        return self._held.get(name, self.parameters[name].grad)
+        return self._grads.get(name, self.parameters[name].grad)
 
     @torch.no_grad()
     def gradient_norm(self, scale: float = 1.0) -> torch.Tensor:
         if not self.masters:
             taken = {name: parameter.grad for name, parameter in self.parameters.items()}
-            self._held = {name: gradient for name, gradient in taken.items() if gradient is not None}
-        self._held = {name: _moved(gradient, self.device) for name, gradient in self._held.items()}
+            self._grads = {name: gradient for name, gradient in taken.items() if gradient is not None}
+        self._grads = {name: _moved(gradient, self.device) for name, gradient in self._grads.items()}
         if scale != 1.0:
-            self._held = {name: gradient.div_(scale) for name, gradient in self._held.items()}
+            self._grads = {name: gradient.div_(scale) for name, gradient in self._grads.items()}
         if self._kernel is None:
-            return total_norm(self._held.values())
-        if not self._held:
+            return total_norm(self._grads.values())
+        if not self._grads:
             return torch.zeros(())
-        norms = torch._foreach_norm(list(self._held.values()), 2, dtype=torch.float32)
+        norms = torch._foreach_norm(list(self._grads.values()), 2, dtype=torch.float32)
         return torch.linalg.vector_norm(torch.stack(norms))
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class HostOptimizer(Optimizer):
     def _parts(self) -> Iterator[list[str]]:
         names: list[str] = []
         numbers = 0
-        for name, gradient in self._held.items():
+        for name, gradient in self._grads.items():
             size = local(gradient).numel()
             if names and numbers + size > TOGETHER:
                 yield names
@@ -145,7 +145,7 @@ class HostOptimizer(Optimizer):
         beta1, beta2 = self.settings.betas
         for decay in dict.fromkeys(self.decays[name] for name in names):
             group = [name for name in names if self.decays[name] == decay]
-            gradients = [local(self._held[name]) for name in group]
+            gradients = [local(self._grads[name]) for name in group]
             if factor is not None:
                 torch._foreach_mul_(gradients, factor.to(gradients[0].device))
             adamw(
@@ -178,18 +178,18 @@ class HostOptimizer(Optimizer):
         for name in names:
             one = here[name]
             moments = one["exp_avg"], one["exp_avg_sq"]
-            entries.append(kernel.Entry(weights[name], self._held[name], one["weight"], *moments, self.decays[name]))
+            entries.append(kernel.Entry(weights[name], self._grads[name], one["weight"], *moments, self.decays[name]))
             self._state[name]["step"] += 1
             counts.append(self._state[name]["step"].item())
         betas = (self.settings.betas[0], self.settings.betas[1])
         kernel.AdamwUpdate(entries).step(counts, factor, lr=lr, betas=betas, eps=self.settings.eps)
 
     def forget(self) -> None:
-        self._held = {}
+        self._grads = {}
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def held(self) -> dict[str, torch.Tensor]:
+    def local_state(self) -> dict[str, torch.Tensor]:
         return {
             f"{key}/{name}": value if key == "step" else _as_sliced(value, self.parameters[name])
             for name, state in self._state.items()
@@ -197,16 +197,16 @@ class HostOptimizer(Optimizer):
         }
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        fill_all(self.held(), tensors)
+        fill_all(self.local_state(), tensors)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The slice that this rank has."""
+    """The local shard of a tensor."""
     return tensor.to_local() if is_sliced(tensor) else tensor
 
 
 def _as_sliced(slice_: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A slice of what has the parameter's shape, over the same ranks."""
+    """A local shard as a DTensor with the layout of the parameter."""
     if not is_sliced(parameter):
         return slice_
     from torch.distributed.tensor import DTensor
@@ -220,8 +220,7 @@ def _moved(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device: itself where it lives there. Where host and device are one it is copied all the same, so that
-    what is forgotten to be written back is missed there too."""
+    """The tensor on the device. On the CPU it is copied too, so that a missing write-back is noticed in tests."""
     return tensor if tensor.device == device and device.type != "cpu" else on_device(tensor, device)
 
 

@@ -1,4 +1,4 @@
-"""What a reference or a teacher says of every row, asked once and read from disk from then on."""
+"""Cached log-probs of a reference or teacher for all rows, computed once and read from disk."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from lockstep.data.array_store import Joined, sequences
 from lockstep.data.batching import of_all, own_part, to_device
 from lockstep.device.base import Device
-from lockstep.kernels.divergence import Whole, likeliest
+from lockstep.kernels.logit_divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
 from lockstep.preflight.prepare import Prepared
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.run.console import Console
 from lockstep.train.logprob_cache import Columns, LogprobCache, Shape, fingerprint, open_cache
-from lockstep.train.models import Models, load_reference, load_teacher, over_targets
+from lockstep.train.models import Models, load_reference, load_teacher, score_targets
 from lockstep.types import Item
 
 
 def add_cache(models: Models, recipe: Recipe, prepared: Prepared, device: Device, console: Console) -> None:
-    """Give the models the answers that the recipe wants computed beforehand, or the teacher that it wants asked."""
+    """Adds the cached outputs of reference or teacher that the recipe requires, or loads the teacher."""
     world = models.world
     if reference_kind(recipe) == "disk":
         models.cache = _of_reference(models, recipe, prepared, device, console)
@@ -43,10 +43,10 @@ def _of_reference(models: Models, recipe: Recipe, prepared: Prepared, device: De
         if not loaded:
             loaded.append(load_reference(recipe, device, world, models.device))
         update = models.arrange(items)
-        return {"logprobs": over_targets(loaded[0], update, world, models.device, lambda scores: scores.logprobs_K)}
+        return {"logprobs": score_targets(loaded[0], update, world, models.device, lambda scores: scores.logprobs_K)}
 
-    shapes, asked = {"logprobs": Shape("float32")}, {"dtype": recipe.model.dtype}
-    return _opened(models, recipe, prepared, console, "reference", reference_folder(recipe), asked, shapes, compute)
+    shapes, settings = {"logprobs": Shape("float32")}, {"dtype": recipe.model.dtype}
+    return _open(models, recipe, prepared, console, "reference", reference_folder(recipe), settings, shapes, compute)
 
 
 def _of_teacher(
@@ -64,32 +64,32 @@ def _of_teacher(
         ids, logprobs = torch.zeros(update.targets, k), torch.zeros(update.targets, k + 1)
         with evaluating(loaded[0]):
             for batch in update.batches:
-                whole = loaded[0](to_device(own_part(batch), models.device))
-                assert isinstance(whole, Whole)
-                top = likeliest(whole, k, temperature)
-                # As floats: token ids are far below what fp32 counts exactly, and ranks add up one type.
+                distributions = loaded[0](to_device(own_part(batch), models.device))
+                assert isinstance(distributions, Whole)
+                top = likeliest(distributions, k, temperature)
+                # As floats, because ranks sum one dtype; fp32 represents token ids exactly.
                 ids[batch.index_K] = of_all(batch, top.ids_Kk.float()).cpu()
                 logprobs[batch.index_K] = of_all(batch, top.logprobs_Kk1).cpu()
         return {"ids": world.sum_tensor(ids).int(), "logprobs": world.sum_tensor(logprobs)}
 
     shapes = {"ids": Shape("int32", k), "logprobs": Shape("float32", k + 1)}
-    asked = {"dtype": recipe.model.dtype, "top_k": k, "temperature": temperature}
-    return _opened(models, recipe, prepared, console, "teacher", str(recipe.distill.teacher), asked, shapes, compute)
+    settings = {"dtype": recipe.model.dtype, "top_k": k, "temperature": temperature}
+    return _open(models, recipe, prepared, console, "teacher", str(recipe.distill.teacher), settings, shapes, compute)
 
 
-def _opened(
+def _open(
     models: Models,
     recipe: Recipe,
     prepared: Prepared,
     console: Console,
     kind: str,
     path: str,
-    asked: dict[str, Any],
+    settings: dict[str, Any],
     shapes: dict[str, Shape],
     compute: Callable[[Sequence[Item]], Columns],
 ) -> LogprobCache:
     items: Sequence[Item] = Joined([prepared.train.items, prepared.val.items if prepared.val else []])
-    identity = fingerprint(path, sequences(items), asked)
+    identity = fingerprint(path, sequences(items), settings)
     parent = Path(recipe.run.folder) / "tables"
-    with console.task(f"What the {kind} says of every row", len(items)) as task:
+    with console.task(f"Computing the outputs of the {kind}", len(items)) as task:
         return open_cache(parent, kind, identity, shapes, items, compute, models.world, task.advance)

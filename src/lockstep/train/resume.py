@@ -29,8 +29,6 @@ from lockstep.run.folder import RunFolder, read_object
 from lockstep.run.metrics import rewind_lines
 from lockstep.train.optim import Optimizer, learning_rate
 
-# May this run go on from that checkpoint? Said with the difference when it may not.
-
 Fingerprints = dict[str, dict[str, Any]]
 """By the key that names a model: its `path` as the recipe has it, and a digest of each of its `files`."""
 
@@ -59,9 +57,9 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
-    # A harmless group of keys that the version which wrote the checkpoint did not have is no change.
+    # Resumable groups of keys that the version of the checkpoint did not have are no change.
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
-    # Another secret, or another way to the same one, is no change of what is trained.
+    # Secrets are compared in masked form.
     old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
     unlike = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return [Changed(key, old.get(key), new.get(key)) for key in unlike]
@@ -72,10 +70,10 @@ def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str]) -> list[Changed]:
-    """Refuse a recipe that would train something else; returns the changes that a run may resume with.
+    """Refuse changes of the recipe that a run cannot resume with; returns the other changes.
 
-    `roles`: the keys of the models that the run has now (`model_paths`). Another path of a model is no change where the
-    checkpoint has its fingerprint: the content is compared.
+    `roles`: the keys of the models of the run (`model_paths`). Another path of a model is allowed if the checkpoint has
+    its fingerprint: the content is compared.
     """
     changed = changed_keys(state.recipe, now)
     compared = _models_by_key(roles)
@@ -95,14 +93,14 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
     return changed
 
 
-def rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]:
-    """What changed keys do to the learning rate of the next step: another rate, schedule, warm-up or length."""
+def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]:
+    """Warnings about changes of the learning rate of the next step by changed keys."""
     before, step = state.planned, state.step
     if before is None or step >= steps:
         return []
-    told = state.recipe.get("optim", {})
-    known = {key: value for key, value in told.items() if key in Optim.model_fields}
-    earlier = Optim.model_validate({**recipe.optim.model_dump(), **known})
+    stored = state.recipe.get("optim", {})
+    valid = {key: value for key, value in stored.items() if key in Optim.model_fields}
+    earlier = Optim.model_validate({**recipe.optim.model_dump(), **valid})
     pairs = {"learning rate": (earlier, recipe.optim)}
     if has_critic(recipe):
         rates = state.recipe.get("critic", {}).get("lr", recipe.critic.lr), recipe.critic.lr
@@ -114,19 +112,19 @@ def rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]:
         if step < before and now == learning_rate(step, before, old):
             continue
         was = f"{learning_rate(step, before, old):.3g}" if step < before else "none, it was done"
-        rates_told = f"step {step + 1} has {now:.3g} (before: {was})"
+        rates_text = f"step {step + 1} has {now:.3g} (before: {was})"
         if before == steps:
-            found.append(f"the {name} follows other keys after step {step}: {rates_told}")
+            found.append(f"the {name} follows other keys after step {step}: {rates_text}")
         else:
             found.append(
                 f"the {name} up to step {step} was planned for {before} steps and from there on for {steps}: "
-                f"{rates_told}; its curve is not that of a run of {steps} steps"
+                f"{rates_text}; its curve is not that of a run of {steps} steps"
             )
     return found
 
 
 def model_paths(recipe: Recipe) -> dict[str, str]:
-    """The path of each model that the run reads, by the key that names it. Several reward models are numbered."""
+    """The path of each model of the run, by recipe key. Several reward models are numbered."""
     paths = {"model.path": recipe.model.path}
     if recipe.model.lora is not None and recipe.model.lora.adapter is not None:
         paths["model.lora.adapter"] = recipe.model.lora.adapter
@@ -147,7 +145,7 @@ def model_paths(recipe: Recipe) -> dict[str, str]:
 
 
 def model_fingerprints(paths: dict[str, str], progress: Callable[[str], None]) -> Fingerprints:
-    """What the folder of each model holds, by content. A folder with several roles is read once."""
+    """The fingerprint of each model folder. A folder with several roles is read once."""
     read: dict[str, dict[str, str]] = {}
     found: Fingerprints = {}
     for key, path in paths.items():
@@ -181,8 +179,8 @@ def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: 
     return changes
 
 
-def changed_decay(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
-    """What weight decay skips from here on and did not skip in the steps before, which an earlier version made."""
+def weight_decay_changes(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
+    """Warnings about parameters whose weight decay differs from that of an earlier version of lockstep."""
     if state.decay_rule or not optim.weight_decay:
         return []
     if optim.decay_all:
@@ -206,11 +204,11 @@ _DECAYED_NOW = (
 
 
 def refuse_unlike_machines(every: list[Fingerprints | None]) -> None:
-    """Refuse ranks whose machines have other content at the same path: each rank reads its slices from its own."""
-    told = [(rank, one) for rank, one in enumerate(every) if one is not None]
-    first, wanted = told[0]
+    """Refuse different content of a model on different machines."""
+    ranks = [(rank, one) for rank, one in enumerate(every) if one is not None]
+    first, wanted = ranks[0]
     problems = []
-    for rank, one in told[1:]:
+    for rank, one in ranks[1:]:
         for key, model in one.items():
             shared = [name for name in model["files"] if name in wanted[key]["files"]]
             unlike = [name for name in shared if model["files"][name] != wanted[key]["files"][name]]
@@ -240,8 +238,8 @@ def _first(names: list[str], most: int = 3) -> str:
 
 
 def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Refuse training rows other than those the run began with: their order would no longer mean the same. Returns
-    sentences about validation rows that have changed."""
+    """Refuse changed training rows, because the run continues at a position in them. Returns warnings about changed
+    validation rows."""
     unlike = {
         part: _differences(before.get(part, []), now.get(part, []))
         for part in ("train", "val")
@@ -288,25 +286,22 @@ def _differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[s
     return found or ["the files are in another order or grouping"]
 
 
-# `lockstep train --resume-from`: a new run that begins as a copy of another one up to one of its checkpoints.
-#
-# The other run stays as it is. What the new folder begins with is what a run that got this far leaves: the
-# checkpoint, the metrics and samples up to it, and the recipes that trained it; from there on it is resumed like any
-# run.
+# `lockstep train --resume-from`: a new run folder with a copy of a checkpoint of another run, and the metrics, samples
+# and recipes up to it. The copy is resumed like any run; the other run is not changed.
 
 ORIGIN = "resumed_from.json"
-"""In a run folder that began as a copy: of which run, and after which step."""
+"""File in a copied run folder: the source run and step."""
 
 
 def adopt(recipe: Recipe, path: Path) -> str | None:
-    """Prepare the recipe's run folder; what to say of it, or None where it has gone on from there already."""
+    """Create the run folder as a copy; returns a message, or None if it was created before."""
     found = checkpoint_at(path)
     step, target = int(found.name.removeprefix("step_")), RunFolder(Path(recipe.run.folder) / recipe.run.name)
     source = RunFolder(found.parent.parent)
     if target.path.exists() and target.path.samefile(source.path):
         newer = [other for other in checkpoints.steps_in(target.checkpoints) if other > step]
         if newer:
-            why = f"the run has gone on to step {newer[-1]}: going back would throw away what it trained since"
+            why = f"the run has reached step {newer[-1]}: going back would discard later steps"
             raise Refusal.at(f"--resume-from {path}", why, "give the new run another run.name", code="already-exists")
         return None
     origin = {"run": str(source.path), "step": step, "manifest": checksum(found / checkpoints.MANIFEST)}
@@ -314,7 +309,7 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
         file = target.path / ORIGIN
         if file.is_file() and read_object(file).get("manifest") == origin["manifest"]:
             return None
-        why = f"{target.path} is there already, and did not begin with this checkpoint"
+        why = f"{target.path} exists and does not start from this checkpoint"
         raise Refusal.at(
             f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out", code="already-exists"
         )
@@ -326,18 +321,18 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
             (aside / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise unwritten(target.path, error) from error
-    return f"{target.path} begins with {found}"
+    return f"{target.path} starts from {found}"
 
 
 def checkpoint_at(path: Path) -> Path:
-    """A whole checkpoint: the one that the path is, or the newest of the run that it is."""
+    """The checkpoint at the path, or the newest one of the run at the path."""
     where = f"--resume-from {path}"
     if (path / checkpoints.STATE).is_file() and path.name.startswith("step_"):
         found = path
     else:
         steps = checkpoints.steps_in(RunFolder(path).checkpoints)
         if not steps:
-            why = "is no checkpoint, and no run folder that has one"
+            why = "is neither a checkpoint nor a run folder with one"
             raise Refusal.at(
                 where,
                 why,
@@ -359,7 +354,7 @@ def _copy(source: RunFolder, found: Path, step: int, target: RunFolder) -> None:
             shutil.copyfile(file, target.path / file.name)
     for file in (target.metrics, target.samples):
         rewind_lines(file, step)
-    # Each recipe by the last step that it trained; the one that held at the checkpoint is the present one.
+    # Earlier recipes are stored by the last step that they trained.
     parts = {last: file for last, file in source.earlier_recipes().items() if last < step}
     for last, file in parts.items():
         shutil.copyfile(file, target.earlier_recipe(last))
@@ -370,7 +365,7 @@ def _copy(source: RunFolder, found: Path, step: int, target: RunFolder) -> None:
 
 
 def _linked(source: str, target: str) -> None:
-    """A checkpoint's files are never written again, so both folders may have the same ones."""
+    """Checkpoint files are never rewritten, so a hard link is enough."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links

@@ -1,4 +1,4 @@
-"""The rollouts of a step: prompts taken, answered, judged, and, with dynamic sampling, replaced where all agree."""
+"""The rollouts of a step: responses to the next prompts, scored; dynamic sampling replaces uniform groups."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from lockstep.rollout.collect import everyone
 from lockstep.rollout.engine import training_sampling
 from lockstep.rollout.generator import Generator
 from lockstep.run.metrics import PhaseTimer
-from lockstep.train import rollout_checks as checks
-from lockstep.train.experience import Experience, spread_experience, summarised
-from lockstep.types import FAILED, Failure, Prompt, Rollout, Sampling, Score, Summary
+from lockstep.train import monitor as checks
+from lockstep.train.experience import Experience, build_spread_experience, rollout_metas
+from lockstep.types import FAILED, Failure, Prompt, Rollout, RolloutMeta, Sampling, Score
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The responses to learn from, those that could not be scored, and where the next step begins in the data."""
+    """The scored responses, the failed ones, and the data position of the next step."""
 
     experience: Experience
     failed: checks.Unscored
     position: int
     metrics: dict[str, float]
     generated: list[Rollout] | None = None
-    """What the engine answered, where a replay learns from recorded responses instead."""
-    judged_S: torch.Tensor | None = None
-    """What this run's rewards say of recorded responses that are learned from."""
+    """Replay only: the generated responses, if the step trains on recorded ones."""
+    rescored_S: torch.Tensor | None = None
+    """Replay only: this run's scores of the recorded responses."""
 
 
 def take_rollouts(
     loader: Loader[Prompt], position: int, generator: Generator, scorer: Scorer, recipe: Recipe, phases: PhaseTimer
 ) -> Rollouts:
-    """The next prompts, from `position` in the data on, answered and scored."""
-    answers = _Answers(generator, scorer, recipe, phases)
+    """Generates and scores responses to the prompts from data position `position` on."""
+    collector = _Collector(generator, scorer, recipe, phases)
     wanted, settings = recipe.batch.prompts, recipe.algorithm.dynamic_sampling
     max_batches = settings.max_gen_batches
-    kept: list[list[Summary]] = []
-    uniform: list[list[Summary]] = []
+    kept: list[list[RolloutMeta]] = []
+    uniform: list[list[RolloutMeta]] = []
     prompts: dict[int, Prompt] = {}
     used = 0
     while len(kept) < wanted and used < max_batches:
         missing = wanted - len(kept)
         taken = dict(enumerate(loader.between(position, position + missing), start=position))
         prompts |= taken
-        position += missing
-        used += 1
-        for group in _groups(answers.sampled(taken)):
-            (kept if max_batches == 1 or checks.teaches(group, prompts, settings) else uniform).append(group)
-    # The limit of batches is reached: groups that teach nothing fill the step, so that its size stays what it is.
+        position, used = position + missing, used + 1
+        for group in _groups(collector.sample(taken)):
+            (kept if max_batches == 1 or checks.has_signal(group, prompts, settings) else uniform).append(group)
+    # The limit is reached: uniform groups fill the step, so that its size does not change.
     filled = kept + uniform[: wanted - len(kept)]
-    # A prompt was known by its position in the data; from here on by its index in the step.
+    # From here on `prompt_index` is the index in the step, not the position in the data.
     index = {group[0].prompt_index: number for number, group in enumerate(filled)}
     rollouts = [replace(one, prompt_index=index[one.prompt_index]) for group in filled for one in group]
-    here = [replace(one, prompt_index=index[one.prompt_index]) for one in answers.here if one.prompt_index in index]
-    answers.here.clear()
-    asked = {number: prompts[at] for at, number in index.items()}
-    baselines = answers.baselines(asked) if estimator_row(recipe.algorithm.advantage).greedy_baseline else None
-    failed = answers.failed()
-    checks.refuse_failures(failed, len(answers.every), recipe.reward.max_failures)
-    experience = spread_experience(rollouts, asked, here, baselines, generator.world)
-    checks.refuse_nothing_left(failed, len(answers.every), experience.sequences)
-    metrics = checks.rollout_metrics(answers.every, rollouts, failed.count)
-    metrics |= checks.straggler_metrics(generator.world.gather((answers.seconds, answers.taken)))
+    local = [replace(one, prompt_index=index[one.prompt_index]) for one in collector.local if one.prompt_index in index]
+    collector.local.clear()
+    step_prompts = {number: prompts[at] for at, number in index.items()}
+    needs_baseline = estimator_row(recipe.algorithm.advantage).greedy_baseline
+    baselines = collector.greedy_scores(step_prompts) if needs_baseline else None
+    failed = collector.gather_failed()
+    checks.refuse_failures(failed, len(collector.every), recipe.reward.max_failures)
+    experience = build_spread_experience(rollouts, step_prompts, local, baselines, generator.world)
+    checks.refuse_nothing_left(failed, len(collector.every), experience.sequences)
+    metrics = checks.rollout_metrics(collector.every, rollouts, failed.count)
+    metrics |= checks.straggler_metrics(generator.world.gather((collector.seconds, collector.taken)))
     if max_batches > 1:
         metrics |= {
             "train/num_gen_batches": float(used),
@@ -79,64 +79,66 @@ def take_rollouts(
 
 
 @dataclass
-class _Answers:
-    """Responses with the score that they are trained on: what is known of all, and those that this rank generated."""
+class _Collector:
+    """Generates and scores the responses of a step; keeps the metadata of all and the local rollouts."""
 
     generator: Generator
     scorer: Scorer
     recipe: Recipe
     phases: PhaseTimer
-    here: list[Rollout] = field(default_factory=list)
-    every: list[Summary] = field(default_factory=list)
+    local: list[Rollout] = field(default_factory=list)
+    every: list[RolloutMeta] = field(default_factory=list)
     seconds: float = 0.0
     taken: int = 0
     _failed: list[list[Rollout]] = field(default_factory=list)
-    """Of those here, by call."""
+    """Failed local rollouts of each call."""
 
     @property
     def sampling(self) -> Sampling:
         return training_sampling(self.recipe, self.generator.stop_ids)
 
-    def sampled(self, prompts: Mapping[int, Prompt]) -> list[Summary]:
-        """Of prompts by their position in the data, which is their key too."""
-        own, summaries = self._generate(prompts, self.recipe.rollout.n, self.sampling)
-        self.here += own
-        return summaries
+    def sample(self, prompts: Mapping[int, Prompt]) -> list[RolloutMeta]:
+        """Samples prompts, given by their position in the data, which is also their noise key."""
+        local, metas = self._generate(prompts, self.recipe.rollout.n, self.sampling)
+        self.local += local
+        return metas
 
-    def baselines(self, prompts: Mapping[int, Prompt]) -> dict[int, float]:
-        """The score of the likeliest response to each prompt of the step; none where it could not be scored."""
+    def greedy_scores(self, prompts: Mapping[int, Prompt]) -> dict[int, float]:
+        """The score of the greedy response to each prompt of the step; failed ones are omitted."""
         _, greedy = self._generate(prompts, 1, replace(self.sampling, temperature=0.0))
         return {one.prompt_index: one.score.total for one in greedy if isinstance(one.score, Score)}
 
-    def failed(self) -> checks.Unscored:
-        """Those that could not be scored, the first of them whole on every rank."""
+    def gather_failed(self) -> checks.Unscored:
+        """The failed responses; every rank gets the first ones in full."""
         count = sum(isinstance(one.score, Failure) for one in self.every)
         if not count:
             return checks.Unscored(0, [])
         most = max(self.recipe.log.samples, 1)
-        calls = (everyone(own[:most], self.generator.world) for own in self._failed)
+        calls = (everyone(local[:most], self.generator.world) for local in self._failed)
         return checks.Unscored(count, [one for call in calls for one in call][:most])
 
     def _generate(
         self, prompts: Mapping[int, Prompt], n: int, sampling: Sampling
-    ) -> tuple[list[Rollout], list[Summary]]:
+    ) -> tuple[list[Rollout], list[RolloutMeta]]:
         indices = list(prompts)
         made = self.generator.generate_here(list(prompts.values()), indices, n, sampling, self.scorer, self.phases)
         self.seconds += made.seconds
         self.taken += made.taken
-        own = [shaped(replace(one, prompt_index=indices[one.prompt_index]), self.recipe) for one in made.rollouts]
-        with self.phases("reward"):  # where the ranks wait for the last of them
-            shares = self.generator.world.gather(summarised(own))
-        summaries = sorted((one for share in shares for one in share), key=lambda one: (one.prompt_index, one.sample))
-        for group in _groups([one for one in summaries if one.stop != FAILED]):
-            self.generator.lengths.learn(prompts[group[0].prompt_index], sum(one.tokens for one in group) / len(group))
-        self.every += summaries
-        self._failed.append([one for one in own if isinstance(one.score, Failure)])
-        return own, summaries
+        local = [shaped(replace(one, prompt_index=indices[one.prompt_index]), self.recipe) for one in made.rollouts]
+        with self.phases("reward"):  # the ranks wait for the slowest
+            shares = self.generator.world.gather(rollout_metas(local))
+        metas = sorted((one for share in shares for one in share), key=lambda one: (one.prompt_index, one.sample))
+        for group in _groups([one for one in metas if one.stop != FAILED]):
+            self.generator.lengths.learn(
+                prompts[group[0].prompt_index], sum(one.response_length for one in group) / len(group)
+            )
+        self.every += metas
+        self._failed.append([one for one in local if isinstance(one.score, Failure)])
+        return local, metas
 
 
-def _groups(rollouts: Sequence[Summary]) -> list[list[Summary]]:
-    groups: dict[int, list[Summary]] = {}
+def _groups(rollouts: Sequence[RolloutMeta]) -> list[list[RolloutMeta]]:
+    groups: dict[int, list[RolloutMeta]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.prompt_index, []).append(rollout)
     return list(groups.values())

@@ -1,4 +1,4 @@
-"""What a run writes: folder, metrics, samples, trackers, console. Only rank 0 writes."""
+"""What a run writes: folder, metrics, samples, trackers, tape, console. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -9,37 +9,46 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep.data.encode.chat_template import is_named, template_text
 from lockstep.device.base import Device
+from lockstep.errors import refuse_all
 from lockstep.functions import is_function_path
 from lockstep.masking import sources
 from lockstep.model.fingerprint import model_fingerprint
+from lockstep.model.heads import ValueModel
+from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
+from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.world import World
 from lockstep.preflight.prepare import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import dump_recipe, resolved
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import plugin_file
+from lockstep.run.checkpoint import require_disk
 from lockstep.run.console import Console
 from lockstep.run.files import checksum
-from lockstep.run.folder import RunFolder
+from lockstep.run.folder import RunFolder, describe_environment
 from lockstep.run.metrics import MetricsLog, Phases, append_text, missing_steps, read_metrics, rewind_lines
 from lockstep.run.model_card import before_and_after
 from lockstep.run.sample_log import MOST_TOKENS, TokenTexts, sample_line, token_details
-from lockstep.run.trackers.base import open_sinks
+from lockstep.run.trackers.tracker import open_sinks
+from lockstep.tape.module_trace import unmatched_patterns
+from lockstep.tape.tape_recorder import Recorder, Taped, TapeRecorder
 from lockstep.train.advantages import Advantages
-from lockstep.train.experience import Experience
+from lockstep.train.experience import Experience, ModelOutputs
+from lockstep.train.models import Models
 from lockstep.train.rollouts import Rollouts
+from lockstep.train.step import Learner
 from lockstep.types import Rollout
 
-# The user's own code that a run uses, by content: another file of the same name is another run.
 
+def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """For each recipe key with user code: the value, and the SHA-256 of its file (None without a readable file).
 
-def own_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """By key: what the recipe says, and the SHA-256 of the file it leads to (None where there is no file to read).
-
-    What such a file imports in turn is not looked at.
+    Imports of such a file are not included.
     """
     named = {"data.reader": recipe.data.reader}
     if recipe.method in ONLINE:
@@ -56,21 +65,20 @@ def own_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
     }
 
 
-def changed_code(before: Any, now: dict[str, dict[str, Any]]) -> list[str]:
-    """Of a run that goes on: what has other content than in its earlier part."""
+def code_changes(before: Any, now: dict[str, dict[str, Any]]) -> list[str]:
+    """Warnings about user code that changed since the run was started."""
     if not isinstance(before, dict):
         return []
     return [
-        f"{key} {told['name']}: the file is another one than before this run was resumed"
-        for key, told in now.items()
-        if isinstance(before.get(key), dict) and before[key].get("sha256") != told["sha256"]
+        f"{key} {entry['name']}: the file has changed since this run was started"
+        for key, entry in now.items()
+        if isinstance(before.get(key), dict) and before[key].get("sha256") != entry["sha256"]
     ]
 
 
-# What a run writes and says: its folder, metrics, samples, trackers, console and clock. Rank 0 alone writes.
-
-
 class Run:
+    """The output of a run: folder, metrics, samples, trackers, console and timers."""
+
     def __init__(
         self, prepared: Prepared | PreparedOnline, folder: RunFolder, device: Device, world: World, console: Console
     ):
@@ -82,17 +90,17 @@ class Run:
         self.trackers = open_sinks(list(settings.track), folder, settings.project, console) if world.main else []
         self.fingerprint = self._fingerprint() if world.main else {}
         self.engine: dict[str, Any] = {}
-        """Which engine generates, and its version; nothing where none does."""
+        """The rollout engine and its version; empty without one."""
         self.fallbacks: dict[str, int] | None = None
-        """Operators of the first step that ran on the host for want of a kernel; None before that step."""
+        """Operators of the first step that fell back to the host; None before that step."""
         self.resumed: dict[str, Any] = {}
-        """After which step the run was resumed, the keys that changed, and the changed models that were accepted."""
+        """The step after which the run was resumed, the changed keys, and the accepted changed models."""
         self._step = 0
         self._token_texts = TokenTexts(lambda ids: str(prepared.tokenizer.decode(ids)))
         self._unwritten: Callable[[], None] | None = None
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What is trained, by content, and what kind of model it is."""
+        """The fingerprint of the trained model, its architecture and size."""
         architectures = getattr(self.prepared.config, "architectures", None) or ["unknown"]
         return {
             **model_fingerprint(model_folder(self.recipe.model.path), self.prepared.tokenizer),
@@ -103,24 +111,24 @@ class Run:
     # -- before the first step
 
     def begin(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
-        """Show the plan, write down what is trained, start the trackers. `fused` are the device's operators that stand
-        in the place of a model's own modules."""
+        """Show the plan, write recipe and environment, start the trackers. `fused` are the device's fused operators
+        that replace modules of a model."""
         self._show_plan(fused)
         steps = self.prepared.batches.steps
         if self.world.main:
-            code = own_code(self.recipe)
-            for change in changed_code(self.folder.read_env().get("own_code"), code) if step else []:
+            code = user_code(self.recipe)
+            for change in code_changes(self.folder.read_env().get("own_code"), code) if step else []:
                 self.console.warn(change)
             self._unwritten = partial(self._write_evidence, step, switches, fused, code)
-            # What was trained so far, and where, is told already: who trains nothing more rewrites nothing of it.
+            # A resumed run writes these files with its first logged step, so a finished run keeps its files.
             if step == 0 or not self.folder.recipe.is_file():
-                self._tell()
+                self._write_pending()
             for tracker in self.trackers:
                 tracker.start(self.recipe.run.name, resolved(self.recipe), step)
         self.console.begin(steps, step)
 
     def rewind(self, step: int) -> None:
-        """Forget metrics and samples after `step`, from which the run goes on; before the first it is -1."""
+        """Delete metrics and samples after `step`, from which the run resumes (-1: from the start)."""
         if self.world.main:
             self.metrics.rewind(step)
             rewind_lines(self.folder.samples, step)
@@ -128,7 +136,7 @@ class Run:
                 self._say_lost_steps(step)
 
     def logged(self) -> list[tuple[int, dict[str, float]]]:
-        """The metrics of the steps so far, where this process writes them."""
+        """The metrics of the steps so far; empty on other ranks."""
         return read_metrics(self.folder.metrics) if self.world.main and self.folder.metrics.exists() else []
 
     def _say_lost_steps(self, last: int) -> None:
@@ -136,10 +144,12 @@ class Run:
         logged = [step for step, _ in read_metrics(file)] if file.exists() else []
         if lost := missing_steps(logged, last):
             state = "has a hole" if logged else "is empty" if file.exists() else "is missing"
-            self.console.warn(f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are whole")
+            self.console.warn(
+                f"{file} {state}: the metrics of steps {lost} of {last} are lost; the weights are complete"
+            )
 
-    def _tell(self) -> None:
-        """What is trained from here on, once."""
+    def _write_pending(self) -> None:
+        """Write recipe and environment, once."""
         if self._unwritten is not None:
             self._unwritten()
             self._unwritten = None
@@ -191,7 +201,7 @@ class Run:
 
     @contextmanager
     def timed(self, step: int) -> Iterator[None]:
-        """Step `step` (from 1) and its clock. The first one is also watched for operators the device does not have."""
+        """Times step `step` (from 1). In the first one, operators that fall back to the host are recorded."""
         self._step = step
         self.world.started()
         with self.phases("step"):
@@ -215,7 +225,7 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self.world.main and metrics:
-            self._tell()
+            self._write_pending()
             self.metrics.append(step, metrics)
             for tracker in self.trackers:
                 tracker.log(step, metrics)
@@ -234,28 +244,27 @@ class Run:
         *,
         tokens: bool = False,
     ) -> None:
-        """Responses into samples.jsonl, as evidence. `advantages` are those of the tokens that the policy wrote; with
-        `tokens` the lines tell of each token."""
+        """Append responses to samples.jsonl. `advantages` are per policy token; `tokens` adds token details."""
         if not self.world.main or not rollouts:
             return
-        told = advantages if advantages is not None else [None] * len(rollouts)
+        advantage_lists = advantages if advantages is not None else [None] * len(rollouts)
         lines = [
             sample_line(
                 step,
                 kind,
                 rollout,
-                own[0] if own else None,
-                token_details(rollout, self._token_texts, own) if tokens else None,
+                values[0] if values else None,
+                token_details(rollout, self._token_texts, values) if tokens else None,
             )
-            for rollout, own in zip(rollouts, told, strict=True)
+            for rollout, values in zip(rollouts, advantage_lists, strict=True)
         ]
         append_text(self.folder.samples, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     # -- after the last step
 
     def summarise(self, step: int, use: tuple[str, str]) -> None:
-        """What came out of the run; `use` says what one does with the model."""
-        # A file that is missing was told of when the run was resumed.
+        """Show the results of the run; `use` is how to use the model."""
+        # A missing file was reported when the run was resumed.
         changes = before_and_after(read_metrics(self.folder.metrics) if self.folder.metrics.exists() else [])
         counts = self.prepared.train.counts
         if counts.dropped or counts.truncated:
@@ -272,21 +281,99 @@ class Run:
             tracker.close(ok)
 
 
-# Which responses of a step are stored in samples.jsonl.
-
-
 def store_samples(run: Run, step: int, rollouts: Rollouts, experience: Experience, advantages: Advantages) -> None:
-    """Some responses of the step, and of those that could not be scored the first."""
+    """Store the first responses of the step, and the first failed ones, in samples.jsonl."""
     count = run.recipe.log.samples
     if count:
         ends = [int(last) + 1 for last in experience.last_K]
-        # Cut to what is told of a response, before it travels.
+        # Truncated to the stored tokens before it is sent.
         spans = [slice(first, min(end, first + MOST_TOKENS)) for first, end in zip([0, *ends], ends, strict=False)]
-        own = zip(experience.numbers, experience.rollouts, spans, strict=True)
-        shares = run.world.gather([(n, r, advantages.advantages_K[at].tolist()) for n, r, at in own if n < count])
-        chosen = sorted((told for share in shares for told in share), key=lambda told: told[0])
-        # Ranks that divide their micro-batches have the same responses.
-        chosen = list({number: (number, rollout, own) for number, rollout, own in chosen}.values())
-        told = [advantage for _, _, advantage in chosen]
-        run.store(step, "train", [rollout for _, rollout, _ in chosen], told, tokens=True)
+        local = zip(experience.local_numbers, experience.rollouts, spans, strict=True)
+        shares = run.world.gather([(n, r, advantages.advantages_K[at].tolist()) for n, r, at in local if n < count])
+        # Ranks that split their micro-batches have the same responses.
+        chosen = {number: (rollout, values) for share in shares for number, rollout, values in share}
+        ordered = [chosen[number] for number in sorted(chosen)]
+        run.store(step, "train", [rollout for rollout, _ in ordered], [values for _, values in ordered], tokens=True)
     run.store(step, "failed", rollouts.failed.first, tokens=count > 0)
+
+
+# By default a tape stores weights and optimizer state up to this many trained parameters.
+SMALL = 16_000_000
+# Weights, two moments and master weights, in fp32.
+BYTES_A_PARAMETER = 16
+
+
+def make_recorder(run: Run, models: Models, step: int) -> Recorder:
+    """The tape recorder of the run, after `step` steps. The tape of a finished run is not changed."""
+    recipe, steps = run.recipe, run.prepared.batches.steps
+    if not recipe.tape.record or step >= steps:
+        return Recorder()
+    settings, trained = recipe.tape, run.prepared.memory.trained
+    keeps = settings.weights if settings.weights is not None else trained <= SMALL
+    learners: list[Taped] = [*models.learners]
+    refuse_all(unmatched_patterns([one.module for one in models.learners], settings.modules, settings.tensors))
+    aside = run.phases.aside
+    recorder = TapeRecorder(run.folder.tape, settings, learners, run.world, keeps_weights=keeps, aside=aside)
+    if run.world.main and keeps:
+        snapshots = -(-min(settings.steps, steps) // settings.every)
+        less = "raise tape.every, lower tape.steps, set tape.weights=false"
+        require_disk(run.folder.path, trained * BYTES_A_PARAMETER * snapshots, "the tape with weights", less)
+    recorder.open(_manifest(run, models), step)
+    return recorder
+
+
+def _manifest(run: Run, models: Models) -> dict[str, object]:
+    return {
+        "recipe": resolved(run.recipe),
+        "device": run.device.facts(),
+        "world_size": run.world.size,
+        "model": run.fingerprint,
+        "engine": run.engine,
+        "data": run.prepared.fingerprints,
+        "vocabulary": run.prepared.config.vocab_size,
+        "parameters": {
+            learner.name: {name: list(p.shape) for name, p in learner.optimizer.parameters.items()}
+            for learner in models.learners
+        },
+        "spared": {learner.name: sorted(_spared(learner)) for learner in models.learners},
+        "environment": describe_environment(),
+    }
+
+
+def _spared(learner: Learner) -> frozenset[str]:
+    """The parameters without weight decay, according to the model."""
+    assert isinstance(learner.module, Policy | ValueModel)
+    return biases_and_norms(learner.module.stored) & learner.optimizer.parameters.keys()
+
+
+def record_rollouts(
+    tape: Recorder, rollouts: Rollouts, experience: Experience, outputs: ModelOutputs, advantages: Advantages
+) -> None:
+    """Online: record the rollouts and vectors of a step before its first update (a collective)."""
+    if not tape.on:
+        return
+    every = experience.all_rollouts_and_examples()
+    judged_S = experience.scores_S if rollouts.rescored_S is None else rollouts.rescored_S
+    generated = [rollout for rollout, _ in every] if rollouts.generated is None else rollouts.generated
+    tape.rollouts(generated, judged_S, experience.baseline_S)
+    tape.examples([example for _, example in every])
+    # The names are part of the tape format.
+    vectors = {
+        "old": outputs.old_K,
+        "reference": outputs.reference_K,
+        "values": outputs.values_K,
+        "trainer": outputs.trainer_K,
+        "squares": outputs.squares_K,
+        "rewards": advantages.rewards_K,
+        "advantages": advantages.advantages_K,
+        "returns": advantages.returns_K,
+        "keep": advantages.keep_K,
+        "importance": advantages.is_weights_K,
+    }
+    tape.vectors({name: None if value is None else experience.all_gather(value) for name, value in vectors.items()})
+
+
+def record_rows(tape: Recorder, rows: Sequence[Any], references: Sequence[torch.Tensor]) -> None:
+    """Offline: record the rows of an update, and the reference log-probs."""
+    tape.rows(rows)
+    tape.vectors({f"reference{number or ''}": values for number, values in enumerate(references)})

@@ -1,4 +1,4 @@
-"""From a recipe to a run: `lockstep train` and `lockstep.train`."""
+"""Entry points of training: `lockstep train` and `lockstep.train`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Refusal
-from lockstep.functions import file_being_run
+from lockstep.functions import running_file
 from lockstep.launch.launcher import refuse_other_count, refuse_unread
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import recipe_with
@@ -16,15 +16,15 @@ from lockstep.run.output import ONLINE_COLUMNS
 
 
 def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overrides: Any) -> Path:
-    """Train a recipe (a file, the name of a built-in one, or a `lockstep.Recipe`), or go on where it stopped.
+    """Train a recipe (a file, the name of a built-in recipe, or a `lockstep.Recipe`), or resume it.
 
-    `overrides` are groups (`optim={"lr": 1e-4}`) or dotted keys (`**{"optim.lr": 1e-4}`); a function may stand where
-    the recipe takes `path/to/file.py:name`. `accept_changed` resumes a run although files of one of its models have
-    changed since the checkpoint. Returns the run folder.
+    `overrides` are groups (`optim={"lr": 1e-4}`) or dotted keys (`**{"optim.lr": 1e-4}`); a function may replace
+    `path/to/file.py:name`. `accept_changed` resumes a run even if the files of its models have changed since the
+    checkpoint. Returns the run folder.
     """
-    file = file_being_run()
+    file = running_file()
     if file is not None:
-        why = "is imported for a function in it, and starts a training run when it is imported"
+        why = "is imported for one of its functions, and the import starts a training run"
         raise Refusal.at(file, why, 'put the run under: if __name__ == "__main__":', code="import-side-effect")
     return run_recipe(recipe_with(recipe, overrides), accept_changed=accept_changed)
 
@@ -34,12 +34,15 @@ def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
     if recipe.method in ONLINE:
-        from lockstep.train.online import train_online
-        from lockstep.train.online_async import train_online_async
-
-        loop = train_online if recipe.rollout.max_staleness is None else train_online_async
         console = Console.open(ONLINE_COLUMNS, every=recipe.log.every, lines=True)
-        loop(recipe, console, accept_changed=accept_changed)
+        if recipe.rollout.max_staleness is None:
+            from lockstep.train.online import train_online
+
+            train_online(recipe, console, accept_changed=accept_changed)
+        else:
+            from lockstep.train.online_async import train_online_async
+
+            train_online_async(recipe, console, accept_changed=accept_changed)
     else:
         from lockstep.train.offline import train_offline
 

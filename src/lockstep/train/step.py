@@ -1,4 +1,8 @@
-"""The two training verbs, `forward_backward(batch, loss)` and `optim_step()`; the balance loss of MoE routers."""
+"""The two training operations, `forward_backward` and `optim_step`, and the load-balancing loss of MoE routers.
+
+Losses are sums. The divisor is counted over the update and all ranks, so micro-batches, loss scaling and sharding do
+not change a gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lockstep.algorithms.token_losses import Routed, load_balance, routed
+from lockstep.algorithms.token_losses import Routed, count_routed, load_balance
 from lockstep.data.batching import run_on
 from lockstep.device.base import fetched
 from lockstep.errors import Refusal
 from lockstep.model.decoder import Decoder
 from lockstep.model.policy import evaluating
 from lockstep.parallel.world import World
-from lockstep.tape.update_observer import Observer
+from lockstep.tape.tape_recorder import Observer
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.types import Loss, MicroBatch, Origin, Sums
 
-# The load-balancing loss of a mixture of experts, over a whole update.
-#
-# It is a product of two means over all tokens: how often an expert was chosen, and how probable it was. Who was
-# chosen must be known before the first gradient, so the micro-batches are run once without one. Then no division into
-# micro-batches or ranks can change the loss.
-
 
 class Balance:
-    """Of a module that trains; `coefficient` times the loss is added to the method's own."""
+    """The load-balancing loss of MoE routers over an update; `coefficient` times it is added to the loss of the method.
+
+    It is a product of two means over all tokens: how often an expert was chosen, and its probability. The choices are
+    counted before the first gradient, in an extra pass, so the loss does not depend on micro-batches or ranks.
+    """
 
     def __init__(self, module: nn.Module, decoder: Decoder, coefficient: float, experts: int, world: World) -> None:
         self.coefficient = coefficient
@@ -37,57 +39,52 @@ class Balance:
         self._module, self._decoder, self._experts, self._world = module, decoder, experts, world
         self._chosen_E = torch.zeros(0)
         self._rows = 0.0
-        decoder.tells_routers = True
+        decoder.records_router_logits = True
 
     @torch.no_grad()
     def count(self, micro_batches: Sequence[MicroBatch], run: Callable[[MicroBatch], object]) -> None:
-        """Who is chosen in the whole update: `run` takes a micro-batch through the module."""
+        """Counts the chosen experts of the update. `run` runs a micro-batch through the module."""
         sums = []
         with evaluating(self._module):
             for batch in micro_batches:
                 run(batch)
                 found = self._routed(batch)
                 sums.append(torch.cat([found.chosen_E, found.probs_E, found.rows[None]]).cpu())
-        # Added up in double precision, on the host.
-        whole = self._world.sum_tensor(torch.stack(sums).double().sum(0))
-        self._chosen_E, probs_E = whole[:-1].chunk(2)
-        self._rows = float(whole[-1])
+        # Summed in double precision, on the host.
+        totals = self._world.sum_tensor(torch.stack(sums).double().sum(0))
+        self._chosen_E, probs_E = totals[:-1].chunk(2)
+        self._rows = float(totals[-1])
         self.value = float(load_balance(self._chosen_E, probs_E, self._rows))
 
     def part(self, batch: MicroBatch) -> torch.Tensor:
-        """What the micro-batch that was run last has of the weighted loss."""
+        """The part of the last micro-batch in the weighted loss."""
         probs_E = self._routed(batch).probs_E
         return self.coefficient * load_balance(self._chosen_E.to(probs_E), probs_E, self._rows)
 
     def _routed(self, batch: MicroBatch) -> Routed:
         logits = self._decoder.router_logits
-        return routed(logits, self._experts, token_weights(batch).to(logits[0].device))
+        return count_routed(logits, self._experts, token_weights(batch).to(logits[0].device))
 
 
 def token_weights(batch: MicroBatch) -> torch.Tensor:
-    """How many sequences of a micro-batch have each token of its line or rows: a shared beginning stands there once,
-    padding belongs to none, and the one token of an empty share neither."""
+    """The number of sequences that contain each token of a micro-batch: several for a shared prefix, 0 for padding and
+    for the dummy token of an empty micro-batch."""
     rows, width = batch.input_ids_NT.shape
     if not batch.tokens:
         return torch.zeros(rows * width)
-    if batch.line_E is not None:
-        return torch.bincount(batch.line_E.cpu(), minlength=rows * width).float()
+    if batch.packed_index_E is not None:
+        return torch.bincount(batch.packed_index_E.cpu(), minlength=rows * width).float()
     if batch.packed:
         return (torch.arange(rows * width) < sum(batch.lengths)).float()
     return (torch.arange(width) < torch.tensor(batch.lengths)[:, None]).float().flatten()
 
-
-# The two verbs of training: `forward_backward(batch, loss)` and `optim_step()`.
-#
-# Micro-batches, loss scaling, sharding and master weights live below them. Losses are sums; what they are divided by
-# is counted over the whole update and all ranks first, so none of those can change a gradient.
 
 SHOWN_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an update's forward passes gave: the mean loss, and companions as sums and maxima over all ranks."""
+    """The result of the forward passes of an update: the mean loss, and metrics as sums and maxima over all ranks."""
 
     loss: float
     sums: dict[str, float]
@@ -96,12 +93,12 @@ class Outcome:
     tokens: int
 
     def means(self) -> dict[str, float]:
-        """Companions per target."""
+        """Metrics per target."""
         return {name: value / self.targets for name, value in self.sums.items()}
 
 
 class Learner:
-    """A module and its optimizer on one device of the world. `name` heads its metrics."""
+    """A module and its optimizer on one device. `name` is the prefix of its metrics."""
 
     def __init__(
         self,
@@ -122,54 +119,54 @@ class Learner:
         self.balance = balance
         self.observer = Observer()
         self.skipped = 0
-        self.effective = 0
-        """Updates whose gradient was not zero, skipped ones included."""
+        self.num_effective_updates = 0
+        """Number of updates with a non-zero gradient, including skipped ones."""
         self._origins: list[Origin] = []
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, divisor: float | None = None
     ) -> Outcome:
-        """Gradients of the loss over `divisor`, by default the update's targets: then it is a mean over tokens."""
+        """Computes the gradients of the loss divided by `divisor` (default: number of targets, so a token mean)."""
         counts = [sum(len(b.targets_K) for b in micro_batches), sum(b.tokens for b in micro_batches)]
         targets, tokens = self.world.sum(counts)
         self._origins = [origin for batch in micro_batches for origin in batch.origins]
         if not targets:
             raise Refusal.at(
                 self._rows(self._origins),
-                "no token of the whole update is trained",
+                "no token of the update is trained",
                 "check the loss mask of these rows (lockstep data show)",
                 code="no-trained-token",
             )
-        whole = divisor or targets
+        divisor = divisor or targets
         scale = self.scale.value if self.scale else 1.0
         if self.balance:
             self.balance.count(micro_batches, lambda batch: run_on(self.module, batch, self.device))
         every: list[_Arriving] = []
         for batch in micro_batches:
             output = run_on(self.module, batch, self.device)
-            self.observer.passed(batch, output)
+            self.observer.on_forward(batch, output)
             sums = loss(output, batch)
-            # On their way to the host while the device goes backward.
+            # Copied to the host while the device runs the backward pass.
             every.append(_Arriving(sums))
-            total = sums.loss * (scale / whole)
+            total = sums.loss * (scale / divisor)
             if self.balance:
-                # A mean over the update already, and no part of what the method minimises.
+                # Already a mean over the update.
                 total = total + self.balance.part(batch) * scale
             total.backward()
             self.optimizer.collect()
-        # Added up in double precision, on the host: not every device has it.
+        # Summed in double precision, on the host: not every device supports it.
         values = [float(sums.loss()) for sums in every]
-        mean = self.world.sum([sum(values)])[0] / whole
+        mean = self.world.sum([sum(values)])[0] / divisor
         if not math.isfinite(mean):
             self._refuse_loss(values, micro_batches)
-        self.observer.summed(mean, whole, int(targets), scale)
-        return Outcome(mean, *self._companions(every), targets=int(targets), tokens=int(tokens))
+        self.observer.on_loss(mean, divisor, int(targets), scale)
+        return Outcome(mean, *self._metrics(every), targets=int(targets), tokens=int(tokens))
 
     def optim_step(self, lr: float, divisor: float = 1.0) -> dict[str, float]:
-        """One update with what `forward_backward` left behind, over `divisor` where that was not divided yet."""
+        """One optimizer step with the gradients of `forward_backward`, divided by `divisor`."""
         norm = self.optimizer.gradient_norm((self.scale.value if self.scale else 1.0) * divisor)
         size = norm.item()
-        self.effective += size != 0
+        self.num_effective_updates += size != 0
         metrics = {f"{self.name}/grad_norm": size, f"{self.name}/lr": lr}
         if self.balance:
             metrics[f"{self.name}/aux_loss"] = self.balance.value
@@ -178,7 +175,7 @@ class Learner:
             self.scale.update(overflowed=not finite)
             metrics[f"{self.name}/loss_scale"] = self.scale.value
             if not finite and self.scale.value >= 1:
-                # Overflow is how fp16 finds its scale; the update is skipped and counted.
+                # fp16 finds its scale by overflows; the update is skipped and counted.
                 self.skipped += 1
                 self.optimizer.forget()
                 return metrics | {f"{self.name}/grad_norm": 0.0, f"{self.name}/skipped": float(self.skipped)}
@@ -190,12 +187,12 @@ class Learner:
                 "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
                 code="not-finite",
             )
-        self.observer.measured(norm, lr)
+        self.observer.on_gradients(norm, lr)
         self.optimizer.step(lr, norm)
-        self.observer.stepped()
+        self.observer.on_step()
         return metrics
 
-    def _companions(self, every: list[_Arriving]) -> tuple[dict[str, float], dict[str, float]]:
+    def _metrics(self, every: list[_Arriving]) -> tuple[dict[str, float], dict[str, float]]:
         names, largest = every[0].names, every[0].largest
         sums: dict[str, float] = {}
         if names:
@@ -218,8 +215,8 @@ class Learner:
         )
 
     def _rows(self, mine: Sequence[Origin]) -> str:
-        """Names of rows, those of the other ranks among them (all ranks stop at the same place)."""
-        # Ranks that divide their micro-batches have the same rows.
+        """Names of the rows of all ranks (a collective)."""
+        # Ranks that split their micro-batches have the same rows.
         origins = list(dict.fromkeys(origin for share in self.world.gather(list(mine)) for origin in share))
         names = ", ".join(str(origin) for origin in origins[:SHOWN_ROWS])
         rest = len(origins) - SHOWN_ROWS
@@ -227,14 +224,14 @@ class Learner:
 
 
 class _Arriving:
-    """The sums of a micro-batch on their way to the host: each part is a call that waits for it."""
+    """The sums of a micro-batch while they are copied to the host; each attribute is a call that waits."""
 
     def __init__(self, sums: Sums):
         self.names, self.largest = sorted(sums.metrics), sorted(sums.maxima)
         self.loss = fetched(sums.loss.detach())
-        self.metrics = _together([sums.metrics[name] for name in self.names])
-        self.maxima = _together([sums.maxima[name] for name in self.largest])
+        self.metrics = _stack_on_host([sums.metrics[name] for name in self.names])
+        self.maxima = _stack_on_host([sums.maxima[name] for name in self.largest])
 
 
-def _together(numbers: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+def _stack_on_host(numbers: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
     return fetched(torch.stack([number.detach() for number in numbers])) if numbers else lambda: torch.empty(0)

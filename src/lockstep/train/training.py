@@ -1,4 +1,4 @@
-"""A run in progress: opened, stepped, validated, finished."""
+"""A training run: opening, steps, validation, checkpoints, end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lockstep.parallel.world import World
 from lockstep.preflight.prepare import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
+from lockstep.rollout.collect import Examiner, encode_questions, prompt_format, validation_keys
 from lockstep.rollout.engine import validation_sampling
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.questions import Examiner, asked_as, encode_questions, validation_keys
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, run_folder
@@ -35,18 +35,15 @@ from lockstep.tape.tape_recorder import Recorder
 from lockstep.train.checkpointing import Checkpointer, Position
 from lockstep.train.models import Models, Packing, build_critic, build_learner, build_reference
 from lockstep.train.monitor import EarlyStop, IdleUpdates
-from lockstep.train.run_writer import Run
-from lockstep.train.tape_hooks import recorder_of
+from lockstep.train.run_writer import Run, make_recorder
 from lockstep.types import Prompt, Question, Rollout
 
-# Validation of a run: the loss on its validation rows, and the answers to its questions.
-
-# Answers of a validation that are stored in samples.jsonl.
+# Number of validation answers that are stored in samples.jsonl.
 STORED_ANSWERS = 20
 
 
 class Validator:
-    """`loss_on_rows` gives the metrics of the validation rows, where there are some."""
+    """Validation on rows and questions. `loss_on_rows` computes the metrics of the validation rows."""
 
     def __init__(
         self,
@@ -61,7 +58,7 @@ class Validator:
         self.loss_on_rows = loss_on_rows
         self.prompts: list[Prompt] = []
         if generator is not None:
-            data = asked_as(recipe)
+            data = prompt_format(recipe)
             self.prompts = encode_questions(generator.tokenizer, questions, recipe.data.system, data)
 
     def validate(self, step: int) -> tuple[dict[str, float], list[Rollout]]:
@@ -84,15 +81,13 @@ class Validator:
         return self.generator.generate(self.prompts, keys, self.recipe.val.n, sampling, self.judge)
 
 
-# Metrics that the recipe names, held against those that the first step gave: a typing error costs one step.
-
-# What answers to questions may be measured by (`evaluate/validation.py`): of all, or of one data source.
+# Metrics of answers (`evaluate/validation.py`), over all questions or of one data source.
 _ANSWERS = re.compile(r"val/(accuracy|reward|answered|failed|(pass|maj)@\d+)(/.+)?|val-core/.+")
 
 
 def refuse_unmeasured(recipe: Recipe, metrics: Collection[str]) -> None:
-    """Refuse names that no step and no validation of this run is going to have. `metrics` are the names of a step's, of
-    the first process: all come to the same answer."""
+    """Refuse metric names in the recipe that the run does not measure, after the first step. `metrics` are the names of
+    rank 0, so all ranks decide the same."""
     refuse_all(list(_unmeasured(recipe, metrics)))
 
 
@@ -104,10 +99,10 @@ def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
         measure = None if words is None else measure_of(words)
         if measure is None or _expected(measure, recipe, metrics):
             continue
-        known = [name for name in sorted(metrics) if not name.startswith(("timing_s/", "perf/"))]
-        known += [f"val/{name.removeprefix('train/')}" for name in known if name.startswith("train/")]
-        known += ["val/accuracy", "val/reward"] if recipe.val.questions else []
-        near = difflib.get_close_matches(measure.name, known, n=1)
+        names = [name for name in sorted(metrics) if not name.startswith(("timing_s/", "perf/"))]
+        names += [f"val/{name.removeprefix('train/')}" for name in names if name.startswith("train/")]
+        names += ["val/accuracy", "val/reward"] if recipe.val.questions else []
+        near = difflib.get_close_matches(measure.name, names, n=1)
         remedy = f"did you mean {near[0]}?" if near else "the names are those of metrics.jsonl"
         if not recipe.val.questions and _ANSWERS.fullmatch(measure.name):
             remedy = "set val.questions: it is measured on answers"
@@ -116,19 +111,16 @@ def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
 
 def _expected(measure: Measure, recipe: Recipe, metrics: Collection[str]) -> bool:
     if not measure.validated:
-        # Undefined, and so missing, in a step whose returns are all the same.
+        # Missing in a step with equal returns.
         sometimes = measure.name == "critic/vf_explained_var" and "critic/values/mean" in metrics
         return sometimes or measure.name in metrics
-    # Rows are measured by what their method reports of an update too.
+    # Validation on rows has the metrics of an update.
     on_rows = bool(recipe.data.val) and f"train/{measure.name.removeprefix('val/')}" in metrics
     return on_rows or bool(recipe.val.questions and _ANSWERS.fullmatch(measure.name))
 
 
-# A run in progress: what it trains, where it stands, and what happens when a step is done.
-
-
 class Training:
-    """`keeps` is False for a replay, which leaves no model behind and validates nothing."""
+    """A training run. `keeps` is False for a replay, which saves and validates nothing."""
 
     def __init__(
         self,
@@ -148,11 +140,11 @@ class Training:
         self.early = EarlyStop(run.recipe.run.early_stopping if keeps else None, run.world)
         self.early.recall(run.logged())
         self.idle = IdleUpdates(models.learners, run.recipe.run.max_idle_updates if keeps else None)
-        self.tape: Recorder = recorder_of(run, models, self.position.step)
+        self.tape: Recorder = make_recorder(run, models, self.position.step)
 
     @property
     def carried(self) -> dict[str, float]:
-        """Numbers that the loop hands from one step to the next; checkpoints and tapes hold them."""
+        """Values that the loop carries from step to step; stored in checkpoints and tapes."""
         return self.position.carried
 
     @property
@@ -161,7 +153,7 @@ class Training:
         return self._generator
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, counted from 0, until the run has no more to gain."""
+        """The remaining steps, counted from 0, until early stopping."""
         while self.position.step < self.run.prepared.batches.steps and not self.early.reached:
             yield self.position.step
 
@@ -183,7 +175,7 @@ class Training:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Step `step` (from 1), on the tape and on the clock."""
+        """Records and times step `step` (from 1)."""
         self.tape.begin(step, self.carried)
         if self._generator is not None:
             self._generator.after(step - 1)
@@ -191,7 +183,7 @@ class Training:
             yield
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log, validate and save as the recipe asks; stop here if the user asked."""
+        """Log, validate and save; stop if the user requested it."""
         with self.run.world.stage(f"the end of step {step}"):
             self._finish_step(step, metrics)
 
@@ -203,16 +195,16 @@ class Training:
         if step == self._first and self.keeps:
             refuse_unmeasured(recipe, run.world.gather(list(metrics))[0])
         last = step == prepared.batches.steps
-        stopping, idle = self._asked_to_stop()
+        stopping, idle = self._should_stop()
         planned = last or _due(step, recipe.checkpoint.every)
-        # A checkpoint that only a Ctrl-C asks for is not validated: the log stays that of an undisturbed run.
+        # A checkpoint after Ctrl-C is not validated, so the log equals that of an uninterrupted run.
         measure = self.checkpointer.measure
         needed = planned and recipe.checkpoint.keep_best > 0 and measure.validated
         validated = self.keeps and (last or needed or _due(step, recipe.val.every))
         if validated:
             metrics |= self._validate(step)
-        if validated and (said := self.early.missed(metrics)):
-            run.console.warn(said)
+        if validated and (warning := self.early.missed(metrics)):
+            run.console.warn(warning)
         if self.early.observe(step, metrics, validated=validated) and not last:
             last = planned = True
             if not validated:
@@ -221,7 +213,7 @@ class Training:
         run.log(step, metrics)
         self.position.step = step
         if "val/score_std" in metrics:
-            # What a reward model's scores are normalised by travels with its checkpoints.
+            # The normalisation of a reward model is stored in its checkpoints.
             self.carried.update(score_mean=metrics["val/score_mean"], score_std=metrics["val/score_std"])
         if self.keeps and (planned or stopping or idle):
             rows_seen = prepared.rows_seen(step, self.carried)
@@ -229,23 +221,22 @@ class Training:
             self.checkpointer.save(self.position, rows_seen, metrics)
             if last or stopping or idle:
                 self.checkpointer.settle()
-        self.checkpointer.tell()
+        self.checkpointer.print_messages()
         self.tape.leave(step)
         if idle and not last:
             raise self.idle.refusal(step)
         if stopping and not last:
-            raise Interrupted(f"stopped after step {step}, saved; the same command goes on from there")
+            raise Interrupted(f"stopped after step {step}, saved; run the same command to resume")
 
-    def _asked_to_stop(self) -> tuple[bool, bool]:
-        """Whether the user asked on any rank, and whether the updates have been idle for too long; the same everywhere
-        (a collective)."""
+    def _should_stop(self) -> tuple[bool, bool]:
+        """Whether the user requested a stop on any rank, and whether updates were idle for too long (collective)."""
         if (warning := self.idle.observe()) and self.keeps:
             self.run.console.warn(warning)
-        told = self.run.world.gather((len(self._interrupt), self.idle.count))
-        return any(asked for asked, _ in told), self.idle.reached(told[0][1])
+        ranks = self.run.world.gather((len(self._interrupt), self.idle.count))
+        return any(interrupts for interrupts, _ in ranks), self.idle.reached(ranks[0][1])
 
     def finish(self) -> None:
-        """Export, and say what came out of it."""
+        """Export the model and print a summary."""
         run, step = self.run, self.position.step
         self.tape.flush()
         run.console.end()
@@ -253,13 +244,13 @@ class Training:
             run.console.say(self.early.sentence(step))
         if run.world.main and self.keeps:
             self.checkpointer.export(step)
-            run.summarise(step, next_use(run.recipe.method, run.folder.path))
+            run.summarise(step, usage_hint(run.recipe.method, run.folder.path))
 
     def close(self, *, ok: bool) -> None:
         if self._generator is not None:
             self._generator.close()
         self.checkpointer.close()
-        # Of a run that failed the first error is the one to tell.
+        # After a failure the first error is reported.
         with nullcontext() if ok else suppress(Refusal):
             self.tape.close()
         self.run.close(ok=ok)
@@ -274,8 +265,7 @@ def open_training(
     keeps: bool = True,
     accept_changed: bool = False,
 ) -> Iterator[Training]:
-    """A run that is fresh or resumed, and closed whatever happens. `accept_changed`: also where files of a model have
-    changed since the checkpoint."""
+    """Starts or resumes a run, and closes it. `accept_changed`: resume even if the files of a model have changed."""
     folder, world, console = run_folder(prepared.recipe), runtime.world, runtime.console
     if world.main:
         _claim(folder, prepared)
@@ -284,7 +274,7 @@ def open_training(
         try:
             models = load_models(run)
             checkpointer = Checkpointer(run, models, keeps=keeps, accept_changed=accept_changed)
-            training = _started(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps)
+            training = _start_training(run, checkpointer, judge, interrupt, runtime.switches, keeps=keeps)
         except BaseException:
             run.close(ok=False)
             raise
@@ -296,7 +286,7 @@ def open_training(
         training.close(ok=True)
 
 
-def _started(
+def _start_training(
     run: Run,
     checkpointer: Checkpointer,
     judge: Examiner,
@@ -306,7 +296,7 @@ def _started(
     keeps: bool,
 ) -> Training:
     recipe, prepared, world, models = run.recipe, run.prepared, run.world, checkpointer.models
-    # Each rank draws its own dropout masks; the ranks of a tensor group see the same tokens and draw the same.
+    # Ranks draw different dropout masks, except tensor-parallel ranks, which have the same tokens.
     seed_generators(recipe.run.seed + world.engine, run.device)
     generator = None
     if isinstance(prepared, PreparedOnline) or prepared.questions:
@@ -364,7 +354,7 @@ def _claim(folder: RunFolder, prepared: Prepared | PreparedOnline) -> None:
     if not used and _finished(folder, prepared.batches.steps):
         raise Refusal.at(
             f"run folder {folder.path}",
-            "holds a run that is done, without its checkpoints: starting again would write over its metrics",
+            "contains a finished run without checkpoints: starting again would overwrite its metrics",
             "choose another run.name, or remove the folder",
             code="already-exists",
         )
@@ -373,7 +363,7 @@ def _claim(folder: RunFolder, prepared: Prepared | PreparedOnline) -> None:
 
 
 def _finished(folder: RunFolder, steps: int) -> bool:
-    """A run that ended leaves a model, or at least the metrics of all steps."""
+    """Whether the folder has an exported model or the metrics of all steps."""
     if not folder.metrics.exists():
         return False
     return folder.export.exists() or steps in [step for step, _ in read_metrics(folder.metrics)]
@@ -400,9 +390,9 @@ def _graceful_interrupt(console: Console) -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def next_use(method: str, run: Path) -> tuple[str, str]:
-    """What one does with the model that came out."""
-    what, how = METHODS[method].use if method in METHODS else Method.use
+def usage_hint(method: str, run: Path) -> tuple[str, str]:
+    """How to use the trained model."""
+    what, how = METHODS[method].usage if method in METHODS else Method.usage
     return what, how.format(run=quote(str(run)))
 
 

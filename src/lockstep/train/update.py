@@ -1,4 +1,4 @@
-"""The updates of a step: the policy on its loss, the critic on the returns."""
+"""The updates of a step: policy and critic."""
 
 from __future__ import annotations
 
@@ -8,24 +8,16 @@ from dataclasses import replace
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.recipe import Recipe
 from lockstep.run.metrics import PhaseTimer
-from lockstep.train.advantages import Learned
-from lockstep.train.logprobs import UpdatePlan
+from lockstep.train import update_terms as terms
+from lockstep.train.advantages import TrainBatch
+from lockstep.train.experience import UpdatePlan
 from lockstep.train.models import Models
 from lockstep.train.optim import learning_rate
-from lockstep.train.update_terms import (
-    PolicyLoss,
-    held_tokens,
-    loss_of,
-    over_updates,
-    policy_metrics,
-    refuse_disagreement,
-    update_critic,
-)
 
 
 def update(
     plans: Sequence[UpdatePlan],
-    learned: Learned,
+    batch: TrainBatch,
     models: Models,
     recipe: Recipe,
     kl_coefficient: float,
@@ -33,7 +25,7 @@ def update(
     steps: int,
     phases: PhaseTimer,
 ) -> dict[str, float]:
-    """Every optimizer step of a step of the run; metrics are means over them (of maxima, the largest)."""
+    """Runs all updates of a step; metrics are means over the updates, or the maximum for names in `_max`."""
     rate = learning_rate(step, steps, recipe.optim)
     critic_rate = learning_rate(step, steps, recipe.optim.model_copy(update={"lr": recipe.critic.lr}))
     done: list[dict[str, float]] = []
@@ -42,53 +34,53 @@ def update(
             metrics: dict[str, float] = {}
             if models.critic is not None:
                 with phases("update_critic"):
-                    metrics |= update_critic(plan, learned, models, recipe, critic_rate)
+                    metrics |= terms.update_critic(plan, batch, models, recipe, critic_rate)
             if models.critic is None or step >= recipe.critic.warmup:
                 seed = (recipe.run.seed, step, epoch, number)
                 with phases("update_actor"):
-                    metrics |= update_policy(plan, learned, models, recipe, kl_coefficient, rate, seed)
+                    metrics |= update_policy(plan, batch, models, recipe, kl_coefficient, rate, seed)
             done.append(metrics)
-    return over_updates(done)
+    return terms.combine_updates(done)
 
 
 def update_policy(
     plan: UpdatePlan,
-    learned: Learned,
+    batch: TrainBatch,
     models: Models,
     recipe: Recipe,
     kl_coefficient: float,
     lr: float,
     seed: tuple[int, ...],
 ) -> dict[str, float]:
-    """One optimizer step of the policy on a part of the experience."""
+    """One optimizer step of the policy on one mini-batch."""
     algorithm, tokens = recipe.algorithm, plan.tokens
-    experience, known, advantages = learned.experience, learned.known, learned.advantages
+    experience, outputs, advantages = batch.experience, batch.outputs, batch.advantages
     sequence_K = experience.sequence_K[tokens] - plan.responses.start
-    sequences, whole = plan.responses.stop - plan.responses.start, experience.whole
-    times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
-    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, times_S, whole
-    average_K, divisor = aggregation_weights(algorithm.aggregation, *counted)
-    penalty_K = average_K
+    sequences, reduce = plan.responses.stop - plan.responses.start, experience.reduce
+    repeats_S = None if advantages.repeats_S is None else advantages.repeats_S[plan.responses]
+    counted = sequence_K, advantages.keep_K[tokens], sequences, recipe.rollout.max_tokens, repeats_S, reduce
+    loss_weights_K, divisor = aggregation_weights(algorithm.aggregation, *counted)
+    penalty_K = loss_weights_K
     if algorithm.penalty_aggregation is not None:
-        weights_K, own = aggregation_weights(algorithm.penalty_aggregation, *counted)
-        penalty_K = weights_K * (divisor / own)
-    loss = PolicyLoss(
+        penalty_K, own_divisor = aggregation_weights(algorithm.penalty_aggregation, *counted)
+        penalty_K = penalty_K * (divisor / own_divisor)
+    loss = terms.PolicyLoss(
         algorithm,
-        loss_of(algorithm),
+        terms.make_policy_loss(algorithm),
         models.device,
         kl_coefficient,
         sequence_K=sequence_K,
         advantages_K=advantages.advantages_K[tokens],
-        average_K=average_K,
+        loss_weights_K=loss_weights_K,
         penalty_K=penalty_K,
-        importance_K=advantages.importance_K[tokens],
-        engine_K=experience.engine_K[tokens],
-        old_K=None if known.old_K is None else known.old_K[tokens],
-        reference_K=None if known.reference_K is None else known.reference_K[tokens],
-        held_K=held_tokens(algorithm, learned, plan, seed),
+        is_weights_K=advantages.is_weights_K[tokens],
+        rollout_logprobs_K=experience.rollout_logprobs_K[tokens],
+        old_K=None if outputs.old_K is None else outputs.old_K[tokens],
+        reference_K=None if outputs.reference_K is None else outputs.reference_K[tokens],
+        selected_K=terms.select_tokens(algorithm, batch, plan, seed),
     )
-    batches = [replace(batch, token_grads=loss.token_grads(batch)) for batch in plan.batches]
-    outcome = models.trained.forward_backward(batches, loss, divisor)
-    metrics = policy_metrics(outcome, divisor, float(whole.count(int((average_K > 0).sum()))))
-    refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
+    micro_batches = [replace(one, token_grads=loss.token_grads(one)) for one in plan.batches]
+    outcome = models.trained.forward_backward(micro_batches, loss, divisor)
+    metrics = terms.policy_metrics(outcome, divisor, float(reduce.count(int((loss_weights_K > 0).sum()))))
+    terms.refuse_disagreement(metrics, recipe.rollout.max_probs_diff)
     return metrics | models.trained.optim_step(lr)

@@ -1,19 +1,20 @@
-"""The terms of an update: policy loss, value loss, and their metrics."""
+"""The terms of an update: policy loss, critic update, and their metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from lockstep.algorithms import user_functions as own
 from lockstep.algorithms.divergence import divergence
-from lockstep.algorithms.policy_loss import PolicyTokens
+from lockstep.algorithms.policy_loss import LOSSES, PolicyTokens
 from lockstep.algorithms.reduce import aggregation_weights
 from lockstep.algorithms.token_losses import value_loss
-from lockstep.algorithms.token_selection import HELD
+from lockstep.algorithms.token_selection import SELECTORS
+from lockstep.algorithms.user_functions import user_policy_loss
 from lockstep.device.base import sent
 from lockstep.errors import Refusal
 from lockstep.kernels.logprob import Scores, TokenGrads
@@ -21,33 +22,31 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.registry import loss_row
 from lockstep.run.runtime import generator_of
-from lockstep.train.advantages import Learned
-from lockstep.train.logprobs import UpdatePlan
+from lockstep.train.advantages import TrainBatch
+from lockstep.train.experience import UpdatePlan
 from lockstep.train.models import Models
 from lockstep.train.step import Outcome
 from lockstep.types import MicroBatch, Sums
 
-# The metrics of updates: sums as means, several updates as one, and what stops a run before it learns from them.
 
-
-def over_updates(done: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of several updates as means over those that have them; of maxima, the largest."""
+def combine_updates(done: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several updates: means over the updates that have them; for `_max` names, the maximum."""
     names = dict.fromkeys(name for metrics in done for name in metrics)
-    return {name: _together(name, [metrics[name] for metrics in done if name in metrics]) for name in names}
+    return {name: _combine(name, [metrics[name] for metrics in done if name in metrics]) for name in names}
 
 
-def _together(name: str, values: Sequence[float]) -> float:
+def _combine(name: str, values: Sequence[float]) -> float:
     return max(values) if name.endswith("_max") else sum(values) / len(values)
 
 
-def per_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
-    """Sums over the kept tokens of an update as their means. An update that keeps none has no such number."""
+def mean_over_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
+    """Means from sums over the kept tokens; empty if no token is kept."""
     return {name: value / kept for name, value in sums.items()} if kept else {}
 
 
 def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, float]:
-    """Terms of the loss as the loss averages them, the rest per kept token; engine against trainer per token. What is
-    undefined is left out: means over no kept token, the deviation of one token."""
+    """Loss terms divided like the loss, other sums per kept token, engine against trainer per token. Undefined values
+    are omitted: means without kept tokens, the deviation of one token."""
     sums, means = dict(outcome.sums), outcome.means()
     averaged = {name: sums.pop(name) / divisor for name in ("pg_loss", "kl_loss") if name in sums}
     averaged = averaged if kept else {}
@@ -56,7 +55,7 @@ def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, f
     return {
         "actor/loss": outcome.loss,
         **{f"actor/{name}": value for name, value in averaged.items()},
-        **{f"actor/{name}": value for name, value in per_kept(sums, kept).items()},
+        **{f"actor/{name}": value for name, value in mean_over_kept(sums, kept).items()},
         "training/rollout_probs_diff_mean": means["probs_diff"],
         "training/rollout_probs_diff_max": outcome.maxima["probs_diff"],
         **({"training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5} if outcome.targets > 1 else {}),
@@ -64,7 +63,7 @@ def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, f
 
 
 def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
-    """Stop before the update when engine and trainer see different models."""
+    """Stop before the update if the probabilities of engine and trainer differ too much."""
     mean = metrics["training/rollout_probs_diff_mean"]
     if most is not None and mean > most:
         raise Refusal.at(
@@ -76,39 +75,39 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
         )
 
 
-# The loss of the policy's updates: that which a recipe names, with divergence and entropy, on a micro-batch.
-
-
-def loss_of(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
-    """The policy loss with the keys it reads."""
-    keys = _keys(algorithm, loss_row(algorithm.loss).keys)
-    return own.policy_loss(algorithm.loss, keys, algorithm.function_timeout)
+def make_policy_loss(algorithm: Algorithm) -> Callable[[PolicyTokens], Sums]:
+    """The policy loss of the recipe with its settings: a built-in loss or a user function."""
+    if algorithm.loss not in LOSSES:
+        return user_policy_loss(algorithm.loss, algorithm.function_timeout)
+    return partial(LOSSES[algorithm.loss], **_keys(algorithm, loss_row(algorithm.loss).keys))
 
 
 def _keys(algorithm: Algorithm, names: Mapping[str, str]) -> dict[str, Any]:
     return {argument: getattr(algorithm, key) for argument, key in names.items()}
 
 
-def held_tokens(algorithm: Algorithm, learned: Learned, plan: UpdatePlan, seed: tuple[int, ...]) -> torch.Tensor | None:
-    """Tokens that the covariance losses hold back, chosen over the whole update."""
-    held = loss_row(algorithm.loss).held
-    if held is None:
+def select_tokens(
+    algorithm: Algorithm, batch: TrainBatch, plan: UpdatePlan, seed: tuple[int, ...]
+) -> torch.Tensor | None:
+    """The tokens that `clip_cov` or `kl_cov` selects in the update; None for other losses."""
+    keys = loss_row(algorithm.loss).selection_keys
+    if keys is None:
         return None
-    old_K, advantages = learned.known.old_K, learned.advantages
+    old_K, advantages = batch.outputs.old_K, batch.advantages
     assert old_K is not None
-    experience, tokens = learned.experience, plan.tokens
-    # Chosen by rank and by a draw over all of them, which no sum tells: every rank looks at the whole update.
+    experience, tokens = batch.experience, plan.tokens
+    # The selection needs all tokens of the update, so every rank gathers them.
     vectors = [
-        experience.everywhere(vector_K[tokens], plan.responses)
+        experience.all_gather(vector_K[tokens], plan.responses)
         for vector_K in (old_K, advantages.advantages_K, advantages.keep_K)
     ]
-    held_K = HELD[algorithm.loss](*vectors, **_keys(algorithm, held), generator=generator_of(seed))
-    return held_K if experience.world.size == 1 else held_K[experience.places_of(plan.responses)]
+    selected_K = SELECTORS[algorithm.loss](*vectors, **_keys(algorithm, keys), generator=generator_of(seed))
+    return selected_K if experience.world.size == 1 else selected_K[experience.local_positions(plan.responses)]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of a micro-batch, which finds its tokens in this rank's vectors of the update."""
+    """The policy loss of a micro-batch, with this rank's vectors of the update."""
 
     algorithm: Algorithm
     policy_loss: Callable[[PolicyTokens], Sums]
@@ -116,66 +115,65 @@ class PolicyLoss:
     kl_coefficient: float
     sequence_K: torch.Tensor
     advantages_K: torch.Tensor
-    average_K: torch.Tensor
+    loss_weights_K: torch.Tensor
     penalty_K: torch.Tensor
-    """How divergence and entropy are averaged, up to the same divisor."""
-    importance_K: torch.Tensor
-    engine_K: torch.Tensor
+    """Weights of the KL and entropy terms, with the same divisor."""
+    is_weights_K: torch.Tensor
+    rollout_logprobs_K: torch.Tensor
     old_K: torch.Tensor | None
     reference_K: torch.Tensor | None
-    held_K: torch.Tensor | None
+    selected_K: torch.Tensor | None
 
     def __call__(self, scores: Scores, batch: MicroBatch) -> Sums:
-        tokens, logprobs = self._tokens(batch.own_K), scores.logprobs_K
+        tokens, logprobs = self._tokens(batch.vector_index_K), scores.logprobs_K
         sums = self._sums(logprobs, scores.entropies_K, tokens)
-        # The first update of a step compares what the engine said with what the trainer says of the same weights: over
-        # all tokens, since those that disagree most are left out of everything else.
+        # Compare the probabilities of engine and trainer over all tokens, including those that are masked elsewhere.
         bypass = self.algorithm.rollout_correction.bypass
         old = logprobs.detach() if tokens.old_K is None or bypass else tokens.old_K
-        difference = (old.exp() - sent(self.engine_K[batch.own_K], self.device).exp()).abs()
+        difference = (old.exp() - sent(self.rollout_logprobs_K[batch.vector_index_K], self.device).exp()).abs()
         sums.metrics |= {"probs_diff": difference.sum(), "probs_diff_squared": difference.square().sum()}
         largest = difference.max() if len(difference) else difference.new_zeros(())
         return Sums(sums.loss, sums.metrics, {"probs_diff": largest})
 
     def token_grads(self, batch: MicroBatch) -> TokenGrads | None:
-        """The loss's gradients by log-probabilities and entropies, token by token; None where tokens depend on others.
+        """Gradients of the loss by log-probs and entropies per token, up to the factor of the update.
 
-        Up to the factor that the update puts before the sum.
+        None if the loss at a token depends on other tokens.
         """
         if not loss_row(self.algorithm.loss).tokenwise:
             return None
-        whole: list[_Tokens] = []
+        cached: list[_Tokens] = []
 
         def token_grads(
             logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            if not whole:
-                whole.append(self._tokens(batch.own_K))
+            if not cached:
+                cached.append(self._tokens(batch.vector_index_K))
             with torch.enable_grad():
-                own = logprobs_R.detach().requires_grad_()
-                spread = None if entropies_R is None else entropies_R.detach().requires_grad_()
-                loss = self._sums(own, spread, whole[0].part(part)).loss
-                inputs = [own] if spread is None or not self.algorithm.entropy else [own, spread]
-                found = torch.autograd.grad(loss, inputs)
-            return found[0], found[1] if len(found) > 1 else None
+                logprobs = logprobs_R.detach().requires_grad_()
+                entropies = None if entropies_R is None else entropies_R.detach().requires_grad_()
+                loss = self._sums(logprobs, entropies, cached[0].part(part)).loss
+                inputs = [logprobs] if entropies is None or not self.algorithm.entropy else [logprobs, entropies]
+                grads = torch.autograd.grad(loss, inputs)
+            return grads[0], grads[1] if len(grads) > 1 else None
 
         return token_grads
 
-    def _tokens(self, own_K: torch.Tensor) -> _Tokens:
+    def _tokens(self, index_K: torch.Tensor) -> _Tokens:
         def take(vector: torch.Tensor | None) -> torch.Tensor | None:
-            return None if vector is None else sent(vector[own_K], self.device)
+            return None if vector is None else sent(vector[index_K], self.device)
 
-        local_K = torch.unique_consecutive(self.sequence_K[own_K], return_inverse=True)[1]
-        weights = (self.advantages_K, self.average_K, self.penalty_K, self.importance_K)
-        vectors = (*weights, self.old_K, self.reference_K, self.held_K)
+        local_K = torch.unique_consecutive(self.sequence_K[index_K], return_inverse=True)[1]
+        weights = (self.advantages_K, self.loss_weights_K, self.penalty_K, self.is_weights_K)
+        vectors = (*weights, self.old_K, self.reference_K, self.selected_K)
         return _Tokens(sent(local_K, self.device), *map(take, vectors))  # type: ignore[arg-type]
 
     def _sums(self, logprobs: torch.Tensor, entropies: torch.Tensor | None, tokens: _Tokens) -> Sums:
         penalty = tokens.penalty_K
         old = logprobs.detach() if tokens.old_K is None else tokens.old_K
-        weights = tokens.average_K * tokens.importance_K
-        seen = PolicyTokens(logprobs, old, tokens.advantages_K, weights, tokens.local_K, tokens.held_K)
-        sums = self.policy_loss(seen)
+        weights = tokens.loss_weights_K * tokens.is_weights_K
+        policy_tokens = PolicyTokens(logprobs, old, tokens.advantages_K, weights, tokens.local_K, tokens.selected_K)
+        sums = self.policy_loss(policy_tokens)
         loss, metrics = sums.loss, {**sums.metrics, "pg_loss": sums.loss}
         if tokens.old_K is None:
             del metrics["ppo_kl"]  # 0 by definition
@@ -190,62 +188,61 @@ class PolicyLoss:
         return Sums(loss, metrics)
 
     def _divergence(
-        self, logprobs: torch.Tensor, reference: torch.Tensor, old: torch.Tensor, average: torch.Tensor
+        self, logprobs: torch.Tensor, reference: torch.Tensor, old: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """From the reference: as averaged in the loss, and in the metrics also per token whatever the aggregation."""
-        # Zero times the infinity of a token that is left out would be NaN, in the sum or in its gradient.
-        kept = average > 0
-        own_K, reference_K, old_K = (torch.where(kept, said, 0.0) for said in (logprobs, reference, old))
+        """KL from the reference: the weighted loss term, and metrics."""
+        # Replace excluded tokens: zero times infinity would be NaN in the sum or its gradient.
+        kept = weights > 0
+        logprobs_K, reference_K, old_K = (torch.where(kept, one, 0.0) for one in (logprobs, reference, old))
         kl = self.algorithm.kl
-        kl_K = divergence(kl.estimator, own_K, reference_K, old_K if kl.weighted else None)
-        total = (average * kl_K).sum()
+        kl_K = divergence(kl.estimator, logprobs_K, reference_K, old_K if kl.weighted else None)
+        total = (weights * kl_K).sum()
         return total, {"kl_loss": total, "kl": kl_K.sum()}
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What the loss reads of the tokens of a micro-batch, on the device."""
+    """The loss inputs of a micro-batch, on the device."""
 
     local_K: torch.Tensor
-    """Which of its sequences, 0, 1, ..., a token belongs to."""
+    """The sequence of each token, counted from 0 within the micro-batch."""
     advantages_K: torch.Tensor
-    average_K: torch.Tensor
+    loss_weights_K: torch.Tensor
     penalty_K: torch.Tensor
-    importance_K: torch.Tensor
+    is_weights_K: torch.Tensor
     old_K: torch.Tensor | None
     reference_K: torch.Tensor | None
-    held_K: torch.Tensor | None
+    selected_K: torch.Tensor | None
 
     def part(self, part: slice) -> _Tokens:
         return _Tokens(*(None if vector is None else vector[part] for vector in vars(self).values()))  # type: ignore[arg-type]
 
 
-# An update of the critic: its values on the returns.
-
-
-def update_critic(plan: UpdatePlan, learned: Learned, models: Models, recipe: Recipe, lr: float) -> dict[str, float]:
-    """One optimizer step of the critic on a part of the experience."""
-    values_K, advantages = learned.known.values_K, learned.advantages
+def update_critic(plan: UpdatePlan, batch: TrainBatch, models: Models, recipe: Recipe, lr: float) -> dict[str, float]:
+    """One optimizer step of the critic on one mini-batch."""
+    values_K, advantages = batch.outputs.values_K, batch.advantages
     assert models.critic is not None
     assert values_K is not None
     tokens, clip = plan.tokens, recipe.critic.clip
     old_K, returns_K, keep_K = values_K[tokens], advantages.returns_K[tokens], advantages.keep_K[tokens]
-    sequence_K = learned.experience.sequence_K[tokens] - plan.responses.start
-    sequences, whole = plan.responses.stop - plan.responses.start, learned.experience.whole
-    times_S = None if advantages.times_S is None else advantages.times_S[plan.responses]
-    average_K, divisor = aggregation_weights(
-        recipe.critic.aggregation, sequence_K, keep_K, sequences, recipe.rollout.max_tokens, times_S, whole
+    sequence_K = batch.experience.sequence_K[tokens] - plan.responses.start
+    sequences, reduce = plan.responses.stop - plan.responses.start, batch.experience.reduce
+    repeats_S = None if advantages.repeats_S is None else advantages.repeats_S[plan.responses]
+    loss_weights_K, divisor = aggregation_weights(
+        recipe.critic.aggregation, sequence_K, keep_K, sequences, recipe.rollout.max_tokens, repeats_S, reduce
     )
 
-    def loss(values_K: torch.Tensor, batch: MicroBatch) -> Sums:
-        old, returns, average = (sent(vector[batch.own_K], models.device) for vector in (old_K, returns_K, average_K))
-        return value_loss(values_K, old, returns, average, clip=clip)
+    def loss(values_K: torch.Tensor, micro_batch: MicroBatch) -> Sums:
+        old, returns, weights = (
+            sent(vector[micro_batch.vector_index_K], models.device) for vector in (old_K, returns_K, loss_weights_K)
+        )
+        return value_loss(values_K, old, returns, weights, clip=clip)
 
-    kept = float(whole.count(int((average_K > 0).sum())))
+    kept = float(reduce.count(int((loss_weights_K > 0).sum())))
     outcome = models.critic.forward_backward(plan.batches, loss, divisor)
     names = {"vf_clipfrac": "critic/vf_clipfrac", "vpred": "critic/vpred_mean"}
     return {
         "critic/vf_loss": outcome.loss,
-        **{names[name]: value for name, value in per_kept(outcome.sums, kept).items()},
+        **{names[name]: value for name, value in mean_over_kept(outcome.sums, kept).items()},
         **models.critic.optim_step(lr),
     }

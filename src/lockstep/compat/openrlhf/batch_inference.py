@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 
 def run_batch(order: BatchOrder) -> None:
     """Generate or score, and write the output file."""
-    device, sentence = explain("auto")
+    device, explanation = explain("auto")
     out = Path(order.out)
     with joined(device) as world:
         console = Console.open() if world.main else Console.silent()
-        console.say(sentence)
+        console.say(explanation)
         rows = _rows(order)
         if world.main:
             out.parent.mkdir(parents=True, exist_ok=True)
             refuse_unwritable(out, "--output_path")
         if order.task == "rm":
-            made = _scored(order, rows, device, world, console)
+            output = _scored(order, rows, device, world, console)
         else:
-            made = _generated(order, rows, device, world, console)
+            output = _generated(order, rows, device, world, console)
         if world.main:
-            write_rows(out, made)
-            console.say(f"wrote {out}: {len(made):,} rows")
+            write_rows(out, output)
+            console.say(f"wrote {out}: {len(output):,} rows")
 
 
 def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
     """The rows of all data sets, each up to `max_samples`; with `--iter`, the slice of that iteration."""
     most = order["max_samples"]
-    each: list[Iterable[tuple[Row, Origin]]] = []
+    parts: list[Iterable[tuple[Row, Origin]]] = []
     for source in sources(",".join(order.sources), None, "train"):
-        found = read_rows(source["path"])
-        each.append((found[i], found.origin(i)) for i in range(min(most, len(found))))
-    rows = chain.from_iterable(each)
+        table = read_rows(source["path"])
+        parts.append((table[i], table.origin(i)) for i in range(min(most, len(table))))
+    rows = chain.from_iterable(parts)
     if order.task == "rm" or order["iter"] is None:
         kept = list(islice(rows, most))
     else:
@@ -81,7 +81,7 @@ def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
 # Answers -----------------------------------------------------------------------------------------------------------
 
 
-class _NoJudge:
+class _NoScorer:
     """Scores nothing: another command scores the answers."""
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]:
@@ -129,7 +129,7 @@ def _generated(
             range(len(prompts)),
             n,
             sampling,
-            _NoJudge(),
+            _NoScorer(),
             advance=lambda done: task.advance(done * world.size),
         )
     # Texts of vLLM keep special tokens; texts of `generate` do not.
@@ -193,11 +193,11 @@ def _scored(
     with console.task("Scoring", None):
         scores = dict(zip(mine, model.score([encoded[number] or [] for number in mine]), strict=True))
     scores = {number: score for part in world.gather(scores) for number, score in part.items()}
-    found: list[dict[str, Any]] = [{"input": texts[n][0], "output": texts[n][1], "reward": scores[n]} for n in kept]
-    rewards = [row["reward"] for row in found]
+    scored: list[dict[str, Any]] = [{"input": texts[n][0], "output": texts[n][1], "reward": scores[n]} for n in kept]
+    rewards = [row["reward"] for row in scored]
     deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     console.say(f"rewards: mean {statistics.fmean(rewards):.4f}, deviation {deviation:.4f}")
-    return processed(order["post_processor"], found, order["reward_template"], order["normalize_reward"])
+    return processed(order["post_processor"], scored, order["reward_template"], order["normalize_reward"])
 
 
 def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, origin: Origin) -> tuple[str, str]:
@@ -289,12 +289,12 @@ def processed(
 
 def _best_and_worst(rows: Sequence[ScoredAnswer]) -> list[tuple[ScoredAnswer, ScoredAnswer]]:
     """The best and worst answer of each prompt, in order; among equal rewards the first."""
-    found: dict[str, list[ScoredAnswer]] = {}
+    by_prompt: dict[str, list[ScoredAnswer]] = {}
     for row in rows:
-        found.setdefault(row["input"], []).append(row)
+        by_prompt.setdefault(row["input"], []).append(row)
     return [
         (max(group, key=lambda row: row["reward"]), min(group, key=lambda row: row["reward"]))
-        for group in found.values()
+        for group in by_prompt.values()
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lockstep.compat.command_grammar import FLAG_TYPES, Flag, is_dotted, parse_flags
-from lockstep.compat.conversion_output import own_defaults, program_name
+from lockstep.compat.conversion_output import lockstep_defaults, program_name
 from lockstep.compat.key_table import Conversion, KeyRow, KeyRule, Settings, convert, load_tables, table_rows
 from lockstep.compat.openrlhf.openrlhf_inference import refuse_training
 from lockstep.compat.openrlhf.openrlhf_ppo import PPO_RULES
@@ -19,19 +19,19 @@ from lockstep.compat.openrlhf.openrlhf_rules import offline_rules
 _FLAT_ONLY = ("train_kto", "train_prm", "train_kd")
 
 
-def convert_openrlhf(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> Conversion:
-    """Convert `openrlhf.cli.PROGRAM WORDS`. `wheres` has the place of each word in a script."""
+def convert_openrlhf(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
+    """Convert `openrlhf.cli.PROGRAM WORDS`. `locations` has the place of each word in a script."""
     tables = load_tables("openrlhf")
     if (name := program.rsplit(".", 1)[-1]) in tables["inference"]:
-        refuse_training(name, words, wheres)
+        refuse_training(name, words, locations)
     name = program_name("openrlhf", program, tables)
     dotted = is_dotted(words) and name not in _FLAT_ONLY
     rows = table_rows("openrlhf", name)
-    parsed = parse_flags(words, flags_of(rows, dotted), wheres)
+    parsed = parse_flags(words, flags_of(rows, dotted), locations)
     spelled = {row.key: f"--{row.name(dotted)}" for row in rows if row.name(dotted)}
     defaults = defaults_of(name, dotted)
     settings = Settings(f"OpenRLHF {'0.11' if dotted else '0.7'}", name, parsed.given, defaults, spelled)
-    done = convert(settings, rows, rules_of(name), own_defaults)
+    done = convert(settings, rows, rules_of(name), lockstep_defaults)
     done.problems[:0] = parsed.problems
     return done
 
@@ -52,5 +52,5 @@ def defaults_of(program: str, dotted: bool) -> dict[str, Any]:
         for row in table_rows("openrlhf", program)
         if row.default is not None and (row.name(dotted) or row.key == "min_lr_ratio")
     }
-    own: dict[str, Any] = load_tables("openrlhf")["defaults"][program]
-    return shared | own.get("dotted" if dotted else "flat", own)
+    defaults: dict[str, Any] = load_tables("openrlhf")["defaults"][program]
+    return shared | defaults.get("dotted" if dotted else "flat", defaults)

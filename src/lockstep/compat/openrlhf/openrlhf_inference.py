@@ -1,4 +1,4 @@
-"""Flags of OpenRLHF's `batch_inference` and `serve_rm`, and the lockstep functions that run them.
+"""Command lines of OpenRLHF's `batch_inference` and `serve_rm`: flags, defaults and checks.
 
 `batch_inference` exists only in 0.7, `serve_rm` in 0.7 and 0.11.
 """
@@ -108,25 +108,11 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def refuse_training(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> None:
+def refuse_training(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> None:
     """Refuse to convert the command to a recipe, and name the command that runs it."""
-    parsed = parse_flags(words, _flags(program, words), wheres)
+    parsed = parse_flags(words, _flags(program, words), locations)
     remedy = f"run the command itself: python -m lockstep.compat.openrlhf {program} ..."
     raise Refusal([*parsed.problems, Problem(f"openrlhf {program}", "does not train", remedy, code="not-training")])
-
-
-def run_inference(program: str, words: Sequence[str]) -> None:
-    """Run the command."""
-    if program == "batch_inference":
-        order = batch_order(words)
-
-        from lockstep.compat.openrlhf.batch_inference import run_batch
-
-        run_batch(order)
-        return
-    from lockstep.serve.model_server import serve
-
-    serve(*rewards_served(words))
 
 
 def batch_order(words: Sequence[str]) -> BatchOrder:
@@ -178,7 +164,7 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
 def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
     """The arguments of `serve` for a `serve_rm` command."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits, is_loopback
-    from lockstep.serve.model_server import ForeignRewards, ServeSettings
+    from lockstep.serve.model_server import ServeRmOptions, ServeSettings
 
     given, problems = _given("serve_rm", words)
     if not given.get("reward_pretrain"):
@@ -199,7 +185,7 @@ def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
         given["reward_pretrain"],
         dtype=dtype,
         max_length=given.get("max_len", 2048),
-        foreign=ForeignRewards(ended=not is_dotted(words), normalized=bool(given.get("normalize_reward"))),
+        serve_rm=ServeRmOptions(append_eos=not is_dotted(words), normalize=bool(given.get("normalize_reward"))),
     )
     return serving, ListenAddress(host, given.get("port", 5000), key), ServeLimits(queue=4096, body_bytes=256 * 2**20)
 

@@ -27,11 +27,11 @@ KIND, BOUNDS, LEVEL, MODE, GATE = (f"{GROUP}_{name}" for name in ("type", "thres
 
 
 def algorithm_rule(done: Conversion) -> None:
-    found = done.lookup(ESTIMATOR)
-    if found is None:
+    values = done.lookup(ESTIMATOR)
+    if values is None:
         return
     name = done[ESTIMATOR]
-    for to, value in found.items():
+    for to, value in values.items():
         done.write(to, value, ESTIMATOR)
     if name == "rloo" and is_dotted_command(done):  # 0.11 does not whiten RLOO
         done.write("algorithm.whiten.over", "none", ESTIMATOR)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.compat.command_grammar import ParsedOverrides, parse_overrides
-from lockstep.compat.conversion_output import own_defaults, program_name
+from lockstep.compat.conversion_output import lockstep_defaults, program_name
 from lockstep.compat.key_table import Conversion, Setting, Settings, convert, load_tables, table_rows
 from lockstep.compat.verl.verl_main_ppo import PPO_RULES
 from lockstep.compat.verl.verl_rules import SFT_RULES
@@ -16,18 +16,18 @@ _RULES = {"main_ppo": PPO_RULES, "sft": SFT_RULES}
 _CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer_engine", "dapo_trainer")
 
 
-def convert_verl(program: str, words: Sequence[str], wheres: Sequence[str] = ()) -> Conversion:
-    """Convert `verl PROGRAM WORDS`. `wheres` has the place of each word in a script."""
+def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
+    """Convert `verl PROGRAM WORDS`. `locations` has the place of each word in a script."""
     tables = load_tables("verl")
     name = program_name("verl", program, tables)
     trainer = tables["programs"][name]
     rows = table_rows("verl", trainer)
     defaults = {row.key: row.default for row in rows if row.default is not None}
-    parsed = parse_overrides(words, wheres, defaults)
+    parsed = parse_overrides(words, locations, defaults)
     given = renamed(parsed.given) if trainer == "main_ppo" else parsed.given
     version = "0.9" if _is_09(name, given) else "0.4"
     defaults |= tables["defaults"][trainer][version]
-    done = convert(Settings(f"verl {version}", trainer, given, defaults), rows, _RULES[trainer], own_defaults)
+    done = convert(Settings(f"verl {version}", trainer, given, defaults), rows, _RULES[trainer], lockstep_defaults)
     done.problems[:0] = parsed.problems + _config_problems(parsed)
     return done
 
@@ -35,11 +35,11 @@ def convert_verl(program: str, words: Sequence[str], wheres: Sequence[str] = ())
 def renamed(given: dict[str, Setting]) -> dict[str, Setting]:
     """The keys of 0.9 by their names in 0.4."""
     names: dict[str, str] = load_tables("verl")["renamed"]
-    found = {}
+    settings = {}
     for key, value in given.items():
         new = next((name for name in names if key == name or key.startswith(name)), None)
-        found[key if new is None else names[new] + key[len(new) :]] = value
-    return found
+        settings[key if new is None else names[new] + key[len(new) :]] = value
+    return settings
 
 
 def _is_09(program: str, given: dict[str, Setting]) -> bool:

@@ -55,11 +55,11 @@ ONCE = "lockstep rejects once per step, before its first update; verl rejects at
 
 
 def algorithm_rule(done: Conversion) -> None:
-    found = done.lookup(ESTIMATOR)
-    if found is None:
+    values = done.lookup(ESTIMATOR)
+    if values is None:
         return
-    advantage = found["algorithm.advantage"]
-    done.write("method", found["method"], ESTIMATOR)
+    advantage = values["algorithm.advantage"]
+    done.write("method", values["method"], ESTIMATOR)
     if advantage == "grpo" and not done[NORM_BY_STD]:
         done.write("algorithm.advantage", "dr_grpo", NORM_BY_STD)
     else:
@@ -124,7 +124,7 @@ def _gdpo(done: Conversion, advantage: str) -> None:
 
 
 def _loss(done: Conversion) -> None:
-    if done[BYPASS]:  # bypass mode has its own loss_type and ignores loss_mode
+    if done[BYPASS]:  # bypass mode reads loss_type and ignores loss_mode
         loss = "clip"
         if str(done[BYPASS_LOSS]) == "reinforce":
             loss = "policy_gradient" if done[WEIGHT] is None else "importance"

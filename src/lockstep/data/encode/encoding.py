@@ -98,7 +98,7 @@ def fit_responses(
 
 def prompt_length(example: Example) -> int:
     """Number of tokens before the response."""
-    return example.trained.index(1)
+    return example.loss_mask.index(1)
 
 
 def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str = "") -> None:
@@ -253,7 +253,7 @@ def formatted(prompt: str, form: str | None) -> str:
 
 def last_trained(example: Example) -> int:
     """The last trained token of the row. Generation must stop at it."""
-    return example.ids[bytes(example.trained).rindex(1)]
+    return example.ids[bytes(example.loss_mask).rindex(1)]
 
 
 def as_chat(prompt: Any) -> list[Any]:

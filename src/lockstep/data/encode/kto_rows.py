@@ -17,10 +17,10 @@ from lockstep.data.encode.preference_rows import (
     pair_of,
     prompt_description,
 )
-from lockstep.data.encode.responses import ResponseEncoder
+from lockstep.data.encode.responses import ResponseEncoder, ResponseRows
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
-from lockstep.types import Example, Judged, Origin, Row
+from lockstep.types import Example, LabeledResponse, Origin, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
     raise finder.unknown("hold the judged responses", "set data.prompt_key, data.response_key and data.label_key")
 
 
-class JudgedRows:
+class LabeledRows(ResponseRows):
     """Reads the rows of one source as labelled responses, and counts the labels."""
 
     unusable = 0
@@ -81,19 +81,7 @@ class JudgedRows:
         self.finder = finder
         self.tally: Counter[str] = Counter()
 
-    @property
-    def split_rows(self) -> int:
-        return self.encode.split_rows
-
-    @property
-    def special_rows(self) -> int:
-        return self.encode.special_rows
-
-    @property
-    def unseparated_rows(self) -> int:
-        return self.encode.unseparated_rows
-
-    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Judged] | None]:
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[LabeledResponse] | None]:
         columns = self.columns
         if isinstance(columns, RankingColumns):
             names, responses = pair_of(row, columns, origin)
@@ -110,11 +98,11 @@ class JudgedRows:
         self.tally.update("desirable" if entry.item.desirable else "undesirable" for entry in kept if entry is not None)
         return kept
 
-    def _kept(self, example: Example, name: str, desirable: bool) -> Kept[Judged] | None:
+    def _kept(self, example: Example, name: str, desirable: bool) -> Kept[LabeledResponse] | None:
         fitted = fit_responses([example], [name], self.limit, self.overlong)
         if fitted is None:
             return None
-        return Kept.of(Judged(fitted[0], desirable), len(fitted[0]) < len(example), (last_trained(example),))
+        return Kept.of(LabeledResponse(fitted[0], desirable), len(fitted[0]) < len(example), (last_trained(example),))
 
     def found(self) -> str:
         return self._found() + self.finder.unread(*self.columns.names)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.data.encode.columns import NO_EXTRA_COLUMNS, ColumnFinder, ExtraColumns, filled, lookup
 from lockstep.data.encode.dialogue import Turns, as_turns, divide
 from lockstep.data.encode.encoding import Encoding, fit_responses, last_trained, refuse_equal
-from lockstep.data.encode.responses import DIALOGUES, ResponseEncoder
+from lockstep.data.encode.responses import DIALOGUES, ResponseEncoder, ResponseRows
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Refusal
 from lockstep.types import Example, Origin, Ranking, Row, ScoredExample
@@ -133,7 +133,7 @@ def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
     )
 
 
-class RankingRows:
+class RankingRows(ResponseRows):
     """Reads the rows of one source as rankings. `read` is the model output that is used: log-probs of the response, or
     a score at the last token. Without `several`, a row has two responses."""
 
@@ -144,18 +144,6 @@ class RankingRows:
         self.read, self.several, self.finder = read, several, finder
         self.tally: Counter[str] = Counter()
         self.encode = ResponseEncoder(Encoding(tokenizer, finder.data, learned=read == "response"))
-
-    @property
-    def split_rows(self) -> int:
-        return self.encode.split_rows
-
-    @property
-    def special_rows(self) -> int:
-        return self.encode.special_rows
-
-    @property
-    def unseparated_rows(self) -> int:
-        return self.encode.unseparated_rows
 
     @property
     def unusable(self) -> int:

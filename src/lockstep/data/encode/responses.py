@@ -119,7 +119,25 @@ class ResponseEncoder:
         prompt = self.encoding.ids(spans.text[:border])
         moved = Spans(spans.text[border:], tuple((start - border, end - border) for start, end in spans.trained))
         answer, _ = encode_spans(tokenizer, moved, origin)
-        return Example(array("q", [*prompt, *answer.ids]), bytes([*[0] * len(prompt), *answer.trained]), origin)
+        return Example(array("q", [*prompt, *answer.ids]), bytes([*[0] * len(prompt), *answer.loss_mask]), origin)
+
+
+class ResponseRows:
+    """Base of the row readers that encode with a `ResponseEncoder`: its counts of rows."""
+
+    encode: ResponseEncoder
+
+    @property
+    def split_rows(self) -> int:
+        return self.encode.split_rows
+
+    @property
+    def special_rows(self) -> int:
+        return self.encode.special_rows
+
+    @property
+    def unseparated_rows(self) -> int:
+        return self.encode.unseparated_rows
 
 
 def _answer(response: Turns) -> list[Message]:

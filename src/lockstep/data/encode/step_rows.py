@@ -22,7 +22,7 @@ from lockstep.data.encode.encoding import Encoding, as_chat, fit
 from lockstep.data.encode.template_checks import refuse_dropped_by_template
 from lockstep.data.row_reader import Kept
 from lockstep.errors import Problem, Refusal, refuse_all
-from lockstep.types import Message, Origin, Row, ScoredExample, Steps
+from lockstep.types import Message, Origin, Row, ScoredExample, StepLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -278,7 +278,7 @@ class StepRows:
                 "data.system", "rows of text with placeholders have no place for it", "remove it", code="unused-key"
             )
 
-    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Steps] | None]:
+    def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:
         read = self._labelled(row, origin)
         if read is None:
             self.tally["unrated"] += 1
@@ -290,7 +290,7 @@ class StepRows:
             array("q", ids), bytes(len(ids)), origin, positions=tuple(positions), token_ids=self.marks.token_ids
         )
         self.encoding.refuse_two_openings(example)
-        item = Steps(example, tuple(labels))
+        item = StepLabels(example, tuple(labels))
         fitted = fit_steps(item, self.limit, self.overlong)
         return [None] if fitted is None else [Kept.of(fitted, fitted is not item)]
 
@@ -413,11 +413,11 @@ class StepRows:
             )
 
 
-def fit_steps(item: Steps, limit: int, overlong: str) -> Steps | None:
+def fit_steps(item: StepLabels, limit: int, overlong: str) -> StepLabels | None:
     """The item within `limit` tokens, with the remaining steps; None if it is dropped."""
     fitted = fit(item.example, limit, overlong, needed="placeholder")
     if fitted is None or fitted is item.example:
         return None if fitted is None else item
     # Only one end is cut, with the steps there.
     count = len(fitted.positions)
-    return Steps(fitted, item.labels[-count:] if overlong == "truncate_left" else item.labels[:count])
+    return StepLabels(fitted, item.labels[-count:] if overlong == "truncate_left" else item.labels[:count])

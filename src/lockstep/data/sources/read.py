@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.data.sources.files import DataFile, FileCache, locate
+from lockstep.data.sources.find_files import DataFile, FileCache, locate
 from lockstep.data.sources.formats import parse, read_arrow, read_parquet
 from lockstep.data.sources.rowset import (
     ArrowFile,
@@ -35,7 +35,7 @@ from lockstep.data.sources.rowset import (
     merged,
     partly_there,
 )
-from lockstep.data.sources.user_reader import OwnReader, read_own
+from lockstep.data.sources.user_reader import UserReader, read_user_rows
 from lockstep.errors import Refusal, missing_extra
 from lockstep.run.files import checksum
 
@@ -50,15 +50,15 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_rows(
-    path: str, *, base: Path | None = None, reader: OwnReader | None = None, cache: Path | None = None
+    path: str, *, base: Path | None = None, reader: UserReader | None = None, cache: Path | None = None
 ) -> RowSet:
     """The rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
     Relative paths start at `base` (default: the working directory). Files are sorted by name. `reader` is a user
-    function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/files.py`).
+    function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
     """
     if reader is not None:
-        return read_own(path, reader)
+        return read_user_rows(path, reader)
     if path.startswith(HUB):
         return read_hub(path)
     found = locate(path, base)

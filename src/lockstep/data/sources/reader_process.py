@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.functions import Unloadable, load_by_position, told
-from lockstep.launch.worker_process import limit_memory
+from lockstep.functions import Unloadable, describe_error, load_by_position
+from lockstep.launch.supervisor import exit_if_forked, limit_memory, worker_socket
 
 ROW, BAD_ROW, UNLOADABLE, NO_ROWS, RAISED, OUT_OF_MEMORY, END = b"r", b"b", b"u", b"n", b"x", b"m", b"e"
 CALL = ("path",)
@@ -23,14 +21,10 @@ CALL = ("path",)
 
 def serve(descriptor: int, file: str, name: str, memory_bytes: int, path: str) -> None:
     """Load the reader, then send the rows of `path`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Child processes of the reader must not keep the connection open.
-    os.set_inheritable(descriptor, False)
-    me = os.getpid()
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("wb", 2**16) as stream:
+    worker = os.getpid()
+    with worker_socket(descriptor) as connection, connection.makefile("wb", 2**16) as stream:
         for kind, payload in lines(file, name, memory_bytes, path):
-            if os.getpid() != me:
-                os._exit(0)  # a process forked by the reader that returned from it
+            exit_if_forked(worker)
             stream.write(kind + payload + b"\n")
 
 
@@ -49,12 +43,12 @@ def lines(file: str, name: str, memory_bytes: int, path: str) -> Iterator[tuple[
         for row in found:
             yield encoded(row)
     except MemoryError as error:
-        why = told(error, file)
+        why = describe_error(error, file)
         # Free the memory of the reader first.
         traceback.clear_frames(error.__traceback__)
         yield OUT_OF_MEMORY, json.dumps(why).encode()
     except BaseException as error:  # noqa: BLE001 - any error of the user function is reported
-        yield RAISED, json.dumps(told(error, file)).encode()
+        yield RAISED, json.dumps(describe_error(error, file)).encode()
     else:
         yield END, b""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ from lockstep.data.sources.reader_process import (
 )
 from lockstep.data.sources.rowset import FileInfo, Problems, RowSet, ShapeGroups, TextFile, disagreements, merged
 from lockstep.errors import LostProcess, Refusal
-from lockstep.functions import given, located, own_function
-from lockstep.launch.worker_process import FunctionProcess
+from lockstep.functions import is_registered, load_user_function, locate
+from lockstep.launch.process_pool import LineWorker, ReplyTimeout, WorkerEnded
 from lockstep.recipe.keys_data import Data
 from lockstep.run.output import write
 from lockstep.types import Origin, Row
@@ -39,7 +39,7 @@ REMEDY = "yield a dict of plain values (text, numbers, true and false, lists, di
 
 
 @dataclass(frozen=True)
-class OwnReader:
+class UserReader:
     """A user function that reads rows, `path/to/file.py:name`. `seconds` limits the time for all rows of a path."""
 
     function_path: str
@@ -47,20 +47,20 @@ class OwnReader:
     memory_gb: float = Data.model_fields["reader_memory_gb"].default
 
     @classmethod
-    def of(cls, data: Data) -> OwnReader | None:
+    def of(cls, data: Data) -> UserReader | None:
         return None if data.reader is None else cls(data.reader, data.reader_timeout, data.reader_memory_gb)
 
     def refuse(self, why: str, remedy: str, *, code: str) -> Refusal:
         return Refusal.at(f"{KEY} {self.function_path}", why, remedy, code=code)
 
 
-def read_own(path: str, reader: OwnReader) -> RowSet:
+def read_user_rows(path: str, reader: UserReader) -> RowSet:
     """Read all rows. The hash of their content replaces that of a file.
 
     A process that was killed or stopped from outside is restarted once. The second time raises `LostProcess`: the
     function is not at fault (the host may lack memory), so restarting the run may help.
     """
-    if given(reader.function_path):
+    if is_registered(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
     try:
         return _row_set(path, reader, _in_process(path, reader))
@@ -70,7 +70,7 @@ def read_own(path: str, reader: OwnReader) -> RowSet:
     return _row_set(path, reader, _in_process(path, reader))
 
 
-def _row_set(path: str, reader: OwnReader, messages: Iterable[tuple[bytes, bytes]]) -> RowSet:
+def _row_set(path: str, reader: UserReader, messages: Iterable[tuple[bytes, bytes]]) -> RowSet:
     problems = Problems(path)
     rows: list[Row] = []
     digest, size = hashlib.sha256(), 0
@@ -94,9 +94,9 @@ def _row_set(path: str, reader: OwnReader, messages: Iterable[tuple[bytes, bytes
     return RowSet([TextFile(FileInfo(path, len(rows), size, digest.hexdigest()), merged(groups), rows, None)])
 
 
-def _here(path: str, reader: OwnReader) -> list[tuple[bytes, bytes]]:
+def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
     """Encoded rows, good and bad, of a callable in this process."""
-    function = own_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
+    function = load_user_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
 
     def read(path: str) -> list[tuple[bytes, bytes]]:
         found = function.function(path)
@@ -106,58 +106,39 @@ def _here(path: str, reader: OwnReader) -> list[tuple[bytes, bytes]]:
             )
         return [encoded(row) for row in found]
 
-    return function.calling(read)(path)
+    return function.with_function(read)(path)
 
 
-def _in_process(path: str, reader: OwnReader) -> Iterator[tuple[bytes, bytes]]:
+def _in_process(path: str, reader: UserReader) -> Iterator[tuple[bytes, bytes]]:
     """Encoded rows, good and bad, from the reader's process. Its failure is raised when it occurs."""
-    file, name = located(reader.function_path, KEY)
+    file, name = locate(reader.function_path, KEY)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.log"
         arguments = (str(file), name, int(reader.memory_gb * 2**30), path)
-        process = FunctionProcess("lockstep.data.sources.reader_process:serve", arguments, log)
-        deadline = Deadline(process, reader.seconds)
-        how = b""
+        worker = LineWorker("lockstep.data.sources.reader_process:serve", arguments, log)
+        deadline = time.monotonic() + reader.seconds
+        how, payload, late = b"", None, False
         try:
-            with process.connection.makefile("rb") as stream:
-                for line in stream:
-                    # Ignore a partial line of a process that ended.
-                    how = line[:1] if line.endswith(b"\n") else b""
-                    if how not in (ROW, BAD_ROW):
-                        break
-                    yield how, line[1:-1]
+            while (line := worker.read_line(deadline))[:1] in (ROW, BAD_ROW):
+                yield line[:1], line[1:]
+            how = line[:1]
+        except ReplyTimeout:
+            late = True
+        except WorkerEnded:
+            pass  # reported below, with its last output
         finally:
-            deadline.cancel()
-            status = process.ended()
-            process.connection.close()
+            status = worker.ended()
+            worker.disconnect()
         if how == END:
             return
-        payload = json.loads(line[1:]) if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED) else None
-        why = _failure(path, reader, how, payload, deadline.over, f"its process {status}{_last_line(log)}")
-        disturbed = payload is None and (deadline.stopped if deadline.over else process.disturbed)
-        raise LostProcess(why.problems) if disturbed else why
-
-
-class Deadline:
-    """Kills the reader's process at the time limit."""
-
-    def __init__(self, process: FunctionProcess, seconds: float):
-        self.over = self.stopped = False
-        self._process = process
-        self._clock = threading.Timer(seconds, self._end)
-        self._clock.daemon = True
-        self._clock.start()
-
-    def _end(self) -> None:
-        self.stopped, self.over = self._process.disturbed, True
-        self._process.kill()
-
-    def cancel(self) -> None:
-        self._clock.cancel()
+        if how in (UNLOADABLE, NO_ROWS, OUT_OF_MEMORY, RAISED):
+            payload = json.loads(line[1:])
+        why = _failure(path, reader, how, payload, late, f"its process {status}{_last_line(log)}")
+        raise LostProcess(why.problems) if payload is None and worker.lost else why
 
 
 def _failure(
-    path: str, reader: OwnReader, how: bytes, payload: str | list[str] | None, late: bool, status: str
+    path: str, reader: UserReader, how: bytes, payload: str | list[str] | None, late: bool, status: str
 ) -> Refusal:
     if how == UNLOADABLE:
         assert isinstance(payload, list)

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
 from lockstep.kernels.attention.layout import Cascade, Layout
-from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections, Tensors, merge
+from lockstep.kernels.attention.partial_attention import Gradients, PartialKernel, Sections, Tensors, merge
 
 # Cascade attention: sequences that share a prefix, without copying it. Every token attends to the unshared tokens of
 # its sequence and, where there is one, to the shared prefix. The two parts are merged by their log-sum-exp (lse). With
@@ -236,7 +236,7 @@ def flash_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Partial attention (`parts.py`). The kernel aligns causal sequences at their end too."""
+    """Partial attention (`partial_attention.py`). The kernel aligns causal sequences at their end too."""
     out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         query_THD, key_SGD, value_SGD, *_cu_seqlens(where), False, scale=scale, **_window(window)
     )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.device.base import sent
-from lockstep.kernels.attention.parts import Sections, sections
+from lockstep.kernels.attention.partial_attention import Sections, sections
 
 # The shortest sequence of a bucket as a fraction of its longest. It keeps both padding and the number of buckets small.
 BUCKET_SHARE = 0.75
@@ -43,7 +43,7 @@ class Layout:
     bounds: torch.Tensor
     ends: tuple[int, ...]
     """End of each sequence, as host integers. Some kernels need them, and reading them from the device would sync."""
-    line_E: torch.Tensor | None = None
+    packed_index_E: torch.Tensor | None = None
     """On the host: packed index of each token of the expanded sequences, where prefixes are shared."""
 
     @property
@@ -65,27 +65,31 @@ class Layout:
 
     @cached_property
     def sharing(self) -> Sharing | None:
-        if self.line_E is None:
+        if self.packed_index_E is None:
             return None
-        packed_E, device = self.line_E, self.bounds.device
+        packed_E, device = self.packed_index_E, self.bounds.device
         return Sharing(sent(packed_E, device), sent(_first_of(packed_E), device))
 
     @cached_property
     def cascade(self) -> Cascade | None:
         """The two parts of cascade attention; None without shared prefixes, or where a token is shared twice."""
-        return None if self.line_E is None else _cascade(self.line_E.numpy(), self.ends, self.bounds.device)
+        return (
+            None
+            if self.packed_index_E is None
+            else _cascade(self.packed_index_E.numpy(), self.ends, self.bounds.device)
+        )
 
     @cached_property
     def _regrouped(self) -> _Regrouped:
         starts = (0, *self.ends[:-1])
         lengths = [end - start for start, end in zip(starts, self.ends, strict=True)]
-        if len(set(lengths)) == 1 and self.line_E is None:
+        if len(set(lengths)) == 1 and self.packed_index_E is None:
             return _Regrouped((Bucket(0, len(lengths), lengths[0]),), None, None, None)
         buckets, slots, tokens = _regroup(lengths, (0, *self.ends))
         device, slots_E = self.bounds.device, None
-        if self.line_E is not None:
+        if self.packed_index_E is not None:
             slots_E = sent(slots, device)
-            slots, tokens = slots[_first_of(self.line_E)], self.line_E[tokens]
+            slots, tokens = slots[_first_of(self.packed_index_E)], self.packed_index_E[tokens]
         return _Regrouped(buckets, sent(slots, device), sent(tokens, device), slots_E)
 
 
@@ -104,7 +108,7 @@ class Sharing:
     Only attention needs the expanded sequences. Every other operator works per token and runs once per shared token.
     """
 
-    line_E: torch.Tensor
+    packed_index_E: torch.Tensor
     """Packed index of each token of the expanded sequences."""
     first_T: torch.Tensor
     """For each packed index, the first expanded token that it stands for."""
@@ -125,7 +129,7 @@ class Cascade:
     keys_S: torch.Tensor
 
 
-def _cascade(line_E: np.ndarray, ends: Sequence[int], device: torch.device) -> Cascade | None:
+def _cascade(packed_index_E: np.ndarray, ends: Sequence[int], device: torch.device) -> Cascade | None:
     own: list[int] = []
     queries: list[int] = []
     shares: list[int] = []
@@ -134,7 +138,7 @@ def _cascade(line_E: np.ndarray, ends: Sequence[int], device: torch.device) -> C
     keys: list[np.ndarray] = []
     last: tuple[int, int] | None = None
     for start, end in pairwise((0, *ends)):
-        places = line_E[start:end]
+        places = packed_index_E[start:end]
         # Indices below the write position belong to a shared prefix.
         share = int(np.searchsorted(places, written))
         length = end - start - share
@@ -150,7 +154,7 @@ def _cascade(line_E: np.ndarray, ends: Sequence[int], device: torch.device) -> C
             last = (int(places[0]), share)
         own.append(length)
         written += length
-    every = np.concatenate(keys) if keys else np.empty(0, dtype=line_E.dtype)
+    every = np.concatenate(keys) if keys else np.empty(0, dtype=packed_index_E.dtype)
     if not keys or len(np.unique(every)) < len(every):
         return None
     return Cascade(
@@ -162,20 +166,22 @@ def _cascade(line_E: np.ndarray, ends: Sequence[int], device: torch.device) -> C
 
 
 def make_layout(
-    lengths: Sequence[int], device: torch.device, kernel: str, line_E: torch.Tensor | None = None
+    lengths: Sequence[int], device: torch.device, kernel: str, packed_index_E: torch.Tensor | None = None
 ) -> Layout:
     """Lay sequences of `lengths` out for the attention named `kernel` (a device's `attention`).
 
-    `line_E`: packed index of each token of the expanded sequences, where prefixes are shared.
+    `packed_index_E`: packed index of each token of the expanded sequences, where prefixes are shared.
     """
     ends = list(accumulate(lengths))
     bounds = sent(torch.tensor([0, *ends], dtype=torch.int32), device)
-    return Layout(kernel, max(lengths), bounds, tuple(ends), None if line_E is None else line_E.cpu())
+    return Layout(kernel, max(lengths), bounds, tuple(ends), None if packed_index_E is None else packed_index_E.cpu())
 
 
-def _first_of(line_E: torch.Tensor) -> torch.Tensor:
-    count = len(line_E)
-    return torch.full((int(line_E.max()) + 1,), count).scatter_reduce_(0, line_E, torch.arange(count), "amin")
+def _first_of(packed_index_E: torch.Tensor) -> torch.Tensor:
+    count = len(packed_index_E)
+    return torch.full((int(packed_index_E.max()) + 1,), count).scatter_reduce_(
+        0, packed_index_E, torch.arange(count), "amin"
+    )
 
 
 def padded_layout(rows: int, width: int, device: torch.device, kernel: str) -> Layout:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from lockstep.kernels.attention.layout import Layout
-from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections, Tensors
+from lockstep.kernels.attention.partial_attention import Gradients, PartialKernel, Sections, Tensors
 from lockstep.kernels.fused_modules import KernelTrial
 from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 
@@ -101,7 +101,7 @@ def infer_decode(
     return out.view(batch, heads, size)
 
 
-# Partial attention (`parts.py`). The operator returns the row maximum and the sum of exponentials, so
+# Partial attention. The operator returns the row maximum and the sum of exponentials, so
 # lse = max + log(sum). Its backward takes both: with max = lse, sum = 1 and the merged output it returns this part's
 # contribution to the gradients. By default both are ordered by head within each sequence; `softmax_layout` selects the
 # order of the queries. `partial.py` checks this kernel against the reference before it is used.

@@ -40,43 +40,27 @@ def paged_attention(
     window: int | None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    stored: bool = False,
 ) -> torch.Tensor:
-    """Store the pass's keys and values, then attend causally within each token's sequence."""
+    """Store the pass's keys and values, then attend causally within each token's sequence. `stored`: the cache already
+    holds them."""
     keys, values = step.cache.layer(layer)
-    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda:
+    invariant = step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H)
+    if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and not stored:
         new = key_TGD, value_TGD
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H, new)
-    if step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H):
+    if invariant and not stored:
         invariant_store(key_TGD, value_TGD, keys, values, step.slots_T)
-    else:
+    elif not stored:
         keys.index_copy_(0, step.slots_T, key_TGD)
         values.index_copy_(0, step.slots_T, value_TGD)
-    return cached_attention(
-        query_THD, key_TGD, value_TGD, step, layer, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
-    )
-
-
-def cached_attention(
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    step: PrefillPass | DecodePass,
-    layer: int,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None = None,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Same as `paged_attention` when the cache already holds the pass's keys and values."""
-    keys, values = step.cache.layer(layer)
     if isinstance(step, DecodePass):
         return decode_attention(query_THD, keys, values, step, scale, window, softcap, sinks_H)
     if isinstance(step.where, Layout):
         return varlen_attention(
             query_THD, key_TGD, value_TGD, step.where, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H
         )
-    if step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H):
+    if invariant:
         chunks = (invariant_chunk(query_THD, keys, values, chunk, scale, window) for chunk in step.where)
         return torch.cat(list(chunks))
     chunks = (_chunk_attention(query_THD, keys, values, chunk, scale, window, softcap, sinks_H) for chunk in step.where)

@@ -11,7 +11,7 @@ import torch
 from lockstep.kernels.attention.explicit import SCORE_BYTES
 from lockstep.kernels.attention.flash import FLASH_PARTS, flash_part_fits
 from lockstep.kernels.attention.npu_attention import FUSION_PARTS, TRIAL
-from lockstep.kernels.attention.parts import Gradients, PartialKernel, Sections, Tensors, merge, sections
+from lockstep.kernels.attention.partial_attention import Gradients, PartialKernel, Sections, Tensors, merge, sections
 from lockstep.kernels.fused_modules import Answers, KernelTrial, drawn
 from lockstep.kernels.npu_limits import part_problem
 

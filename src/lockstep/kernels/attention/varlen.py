@@ -41,7 +41,7 @@ def varlen_attention(
     sharing = layout.sharing
     qkv = (_expand(rows, sharing) for rows in (query_THD, key_TGD, value_TGD))
     out = run(*qkv, layout, scale, window, *(() if sinks_H is None else (sinks_H,)))
-    return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.line_E)
+    return out if sharing is None else _Take.apply(out, sharing.first_T, sharing.packed_index_E)
 
 
 def _buckets(
@@ -167,36 +167,36 @@ class _Take(torch.autograd.Function):
 class _Spread(torch.autograd.Function):
     """Gather rows by index where rows repeat (shared prefixes); the backward adds up their gradients.
 
-    `slots_E` are the slots that are not padding, `line_E` the source row of each.
+    `slots_E` are the slots that are not padding, `packed_index_E` the source row of each.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, index: torch.Tensor, slots_E: torch.Tensor | None, line_E: torch.Tensor
+        ctx: Any, rows: torch.Tensor, index: torch.Tensor, slots_E: torch.Tensor | None, packed_index_E: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(slots_E, line_E)
+        ctx.save_for_backward(slots_E, packed_index_E)
         ctx.count = len(rows)
         return rows.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (grad,) = grads
-        slots_E, line_E = ctx.saved_tensors
+        slots_E, packed_index_E = ctx.saved_tensors
         back = grad.new_zeros(ctx.count, *grad.shape[1:])
-        back.index_add_(0, line_E, grad if slots_E is None else grad.index_select(0, slots_E))
+        back.index_add_(0, packed_index_E, grad if slots_E is None else grad.index_select(0, slots_E))
         return back, None, None, None
 
 
 def _expand(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
     """Expand shared prefixes: every sequence gets its copy."""
-    return rows_T if sharing is None else _Spread.apply(rows_T, sharing.line_E, None, sharing.line_E)
+    return rows_T if sharing is None else _Spread.apply(rows_T, sharing.packed_index_E, None, sharing.packed_index_E)
 
 
 def _to_slots(rows_T: torch.Tensor, layout: Layout) -> torch.Tensor:
     if layout.tokens_of_slots is None or layout.slots_of_tokens is None:
         return rows_T
     if layout.sharing is not None:
-        return _Spread.apply(rows_T, layout.tokens_of_slots, layout.slots_E, layout.sharing.line_E)
+        return _Spread.apply(rows_T, layout.tokens_of_slots, layout.slots_E, layout.sharing.packed_index_E)
     return _Take.apply(rows_T, layout.tokens_of_slots, layout.slots_of_tokens)
 
 

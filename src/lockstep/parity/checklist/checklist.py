@@ -23,9 +23,8 @@ from lockstep.run.console import Console
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder
 from lockstep.tape.tape_format import StepRecord, TapeFolder
-from lockstep.tape.tape_recorder import weights_of
+from lockstep.tape.tape_recorder import Observer, weights_of
 from lockstep.tape.tape_rows import rollouts_of
-from lockstep.tape.update_observer import Observer
 from lockstep.train.models import Models
 from lockstep.train.training import Training
 from lockstep.types import Rollout
@@ -212,7 +211,7 @@ def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout]
 
 def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return [
-        replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS], trained=r.trained[:FIRST_TOKENS])
+        replace(r, ids=r.ids[:FIRST_TOKENS], logprobs=r.logprobs[:FIRST_TOKENS], loss_mask=r.loss_mask[:FIRST_TOKENS])
         for r in rollouts
     ]
 

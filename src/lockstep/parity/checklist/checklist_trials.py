@@ -20,10 +20,9 @@ from lockstep.parity.replay.tolerances import Tolerance
 from lockstep.recipe import Recipe
 from lockstep.rollout.engine import training_sampling
 from lockstep.tape.tape_format import StepRecord
-from lockstep.tape.tape_recorder import restore_learner
+from lockstep.tape.tape_recorder import answers_of, restore_learner
 from lockstep.tape.tape_rows import fed_examples
-from lockstep.tape.update_observer import answers_of
-from lockstep.train.experience import Experience, experience_of
+from lockstep.train.experience import Experience, build_experience
 from lockstep.train.models import Models
 from lockstep.train.step import Learner
 from lockstep.train.training import Training
@@ -94,7 +93,7 @@ class Bench:
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
         """The learner's output for each target; of a policy the log-probability."""
-        return self.models.over_targets(learner.module, update, answers_of)
+        return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
         """An update whose gradient is never 0: it raises the outputs, independent of the run's loss."""
@@ -114,18 +113,18 @@ class EngineAndTrainer:
     trainer_K: torch.Tensor
 
     @property
-    def engine_K(self) -> torch.Tensor:
-        return self.experience.engine_K
+    def rollout_logprobs_K(self) -> torch.Tensor:
+        return self.experience.rollout_logprobs_K
 
     @property
     def difference(self) -> float:
-        return root_mean_square(self.engine_K, self.trainer_K)
+        return root_mean_square(self.rollout_logprobs_K, self.trainer_K)
 
     def later(self) -> EngineAndTrainer:
         """Without the first token of each response."""
-        first_K = torch.zeros(len(self.engine_K), dtype=torch.bool)
+        first_K = torch.zeros(len(self.rollout_logprobs_K), dtype=torch.bool)
         first_K[[0, *(int(last) + 1 for last in self.experience.last_K[:-1])]] = True
-        rest = replace(self.experience, engine_K=self.engine_K[~first_K])
+        rest = replace(self.experience, rollout_logprobs_K=self.rollout_logprobs_K[~first_K])
         return EngineAndTrainer(rest, self.trainer_K[~first_K])
 
 
@@ -157,7 +156,7 @@ def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAnd
         _Unjudged(),
         bench.training.run.phases,
     )
-    experience = experience_of(rollouts)
+    experience = build_experience(rollouts)
     return EngineAndTrainer(experience, bench.answers(bench.models.trained, bench.arranged(experience.examples)))
 
 
@@ -209,7 +208,7 @@ def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
     after = generate_and_score(bench)
     bench.restore()
     old_K = bench.answers(learner, bench.arranged(after.experience.examples))
-    moved, stale = root_mean_square(after.trainer_K, old_K), root_mean_square(after.engine_K, old_K)
+    moved, stale = root_mean_square(after.trainer_K, old_K), root_mean_square(after.rollout_logprobs_K, old_K)
     measured = (
         f"after an update at rate {rate:.2g} the engine is {after.difference:.2g} from the trainer's new weights "
         f"(allowed {allowed:.2g}) and {stale:.2g} from the old ones"
@@ -295,17 +294,17 @@ def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
     measured = f"engine against trainer: first token {first.difference:.2g}, "
     measured += f"later ones {later.difference:.2g} (allowed {allowed:.2g})"
     if not first.difference <= allowed:
-        where = worst_difference(first.engine_K, first.trainer_K, "response")
+        where = worst_difference(first.rollout_logprobs_K, first.trainer_K, "response")
         means = (
             f"prefill differs, or the pass that samples the first token ({where}): check how the engine runs a prompt "
             "(positions, mask, cache, temperature); differences of later tokens may follow from it"
         )
     elif not later.difference <= allowed:
-        where = worst_difference(later.engine_K, later.trainer_K, "later token")
+        where = worst_difference(later.rollout_logprobs_K, later.trainer_K, "later token")
         means = (
             f"decode differs and prefill does not ({where}): check the cache of earlier tokens, its blocks, positions"
         )
-    elif len(later.engine_K):
+    elif len(later.rollout_logprobs_K):
         means = "the engine runs prompts and continues responses as the trainer scores them"
     else:
         means = "prefill is correct; no response has a second token to test decode"

@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.data.batching import micro_batch, to_device
 from lockstep.device.cpu import Cpu
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
@@ -45,9 +45,8 @@ from lockstep.recipe import Recipe
 from lockstep.tape.digest import BLOCKS, SKETCH, norm, relative, sketch
 from lockstep.tape.module_trace import BACKWARD, FORWARD, ROOT, Event, Trace
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
-from lockstep.tape.tape_recorder import restore_learner, short
+from lockstep.tape.tape_recorder import answers_of, restore_learner, trace_examples
 from lockstep.tape.tape_rows import fed_examples
-from lockstep.tape.update_observer import answers_of
 from lockstep.train.models import Models, build_critic, build_learner
 from lockstep.train.run_writer import Run
 from lockstep.train.step import Learner
@@ -81,7 +80,9 @@ class Located:
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:
     """Runs on every rank, because a sharded model needs all of them. Rank 0 gets the result."""
     record = tape.read_step(step)
-    batch = micro_batch(short(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0)
+    batch = micro_batch(
+        trace_examples(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0
+    )
     learner = next(one for one in models.learners if one.name == diverged.learner)
     here = to_device(batch, learner.device)
 

@@ -17,7 +17,7 @@ from lockstep.parity.replay.replay_checks import Check, finite, rank_of_rows, sh
 from lockstep.parity.replay.tolerances import Bound, Excess, Tolerance, movement_slope, overall_slope, slope_excess
 from lockstep.tape.digest import BLOCKS, distance, distances, norm, relative
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
-from lockstep.tape.update_observer import sampled
+from lockstep.tape.tape_recorder import sampled
 
 # Smaller movements of weights, relative to their size, vanish in the rounding of the digests.
 SEEN = 1e-5

@@ -30,12 +30,12 @@ from lockstep.run.folder import RunFolder
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.tape.tape_recorder import refuse_no_weights, restore_learner, weights_of
 from lockstep.tape.tape_rows import items_of, rollouts_of
-from lockstep.train.experience import spread_experience, summarised
+from lockstep.train.experience import build_spread_experience, rollout_metas
+from lockstep.train.monitor import Unscored, rollout_metrics
 from lockstep.train.offline import Offline, open_offline
 from lockstep.train.offline import train_step as offline_step
 from lockstep.train.online import Online, open_online
 from lockstep.train.online import train_step as online_step
-from lockstep.train.rollout_checks import Unscored, rollout_metrics
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run_writer import Run
 from lockstep.train.training import Training
@@ -118,17 +118,17 @@ class Replay:
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
         # Generated responses check the engine. They must equal the recorded ones only from the recorded weights.
         own = self.mode == "forced" and not self._other_noise(recipe)
-        generated = online.take_rollouts().experience.everyone() if own else rollouts
+        generated = online.take_rollouts().experience.all_rollouts() if own else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
         baseline = self.tape.read_step(step + 1).tensors.get("step/baseline")
         indices = [rollout.prompt_index for rollout in rollouts]
         baselines = None if baseline is None else dict(zip(indices, baseline.tolist(), strict=True))
         position = int(training.carried["position"]) + recipe.batch.prompts
-        summaries, world = summarised(rollouts), training.run.world
+        summaries, world = rollout_metas(rollouts), training.run.world
         # Complete groups, as a rank generates them.
         here = [rollout for rollout in rollouts if rollout.prompt_index % world.size == world.rank]
         prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
-        experience = spread_experience(summaries, prompts, here, baselines, world)
+        experience = build_spread_experience(summaries, prompts, here, baselines, world)
         metrics = rollout_metrics(summaries, summaries, 0)
         return Rollouts(experience, Unscored(0, []), position, metrics, generated, judged_S)
 

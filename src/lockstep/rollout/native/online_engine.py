@@ -15,8 +15,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.sampling import sequence_keys
 from lockstep.model.policy import output_head
 from lockstep.rollout.native.decode_batch import DecodeState
-from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.native.limits import prefill_budget
+from lockstep.rollout.native.native_engine import NativeEngine, prefill_budget
 from lockstep.rollout.native.runner import Runner
 from lockstep.rollout.native.sampler import choose
 from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt

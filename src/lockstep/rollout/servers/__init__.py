@@ -1,8 +1,8 @@
 """Serving engines (vLLM, SGLang) as rollout engines: separate server processes with a copy of the weights, over HTTP.
 
 `server_engine.py` is the engine that the run calls. `server_manager.py`, `server_process.py` and `fleet.py` start the
-servers and distribute requests. `weight_sync.py` sends weights through files (`file_transport.py`), a collective
-(`collective_transport.py`) or shared memory (`memory_transport.py`), and `weight_check.py` verifies the result.
-`server_client.py` sends HTTP requests; `request_batcher.py` puts many samples into one request. Each engine has a
+servers and distribute requests. `weight_sync.py` sends weights through files, a collective or shared memory
+(`weight_transports.py`), and `weight_check.py` verifies the result. `server_client.py` sends HTTP requests with many
+samples each. Each engine has a
 `ServerAdapter` (`adapter.py`). `plugin` holds the modules that vLLM's processes import.
 """

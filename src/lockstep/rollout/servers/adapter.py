@@ -197,7 +197,7 @@ class ServerAdapter(Protocol):
     package: str
     """The Python package of the engine."""
     samples_together: bool
-    """Whether the route of `ask` accepts many samples per request (`request_batcher.py`)."""
+    """Whether the route of `ask` accepts many samples per request."""
     opens_memory: bool
     """Whether `take` is supported."""
     reads_key_file: bool

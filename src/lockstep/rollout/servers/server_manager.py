@@ -10,7 +10,7 @@ import torch
 
 from lockstep.device.base import Device
 from lockstep.errors import LostProcess, Refusal, with_secrets
-from lockstep.model.load import DTYPES
+from lockstep.model.load_folder import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.recipe.keys_rollout import RolloutSettings

@@ -17,15 +17,15 @@ from pathlib import Path
 from lockstep.device.base import Device
 from lockstep.device.serving import serving_on
 from lockstep.errors import Refusal, with_secrets
-from lockstep.launch.worker_process import FunctionProcess
+from lockstep.launch.process_pool import SupervisedProcess
 from lockstep.masking import conceal
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES, imported
 from lockstep.rollout.servers.adapter import ServerAdapter, ServerFailed, ServerNeeds, ServerStart
-from lockstep.rollout.servers.collective_transport import own_address
 from lockstep.rollout.servers.server_client import ENGINE_KEY, KEY_VARIABLE
+from lockstep.rollout.servers.weight_transports import own_address
 
 HOST = "127.0.0.1"
 LAST_LINES = 25
@@ -39,8 +39,8 @@ class ServerProcess:
         self._command, self._environment, self.log, self._key_file = command, environment, log, key_file
         self._process = self._start()
 
-    def _start(self) -> FunctionProcess:
-        process = FunctionProcess("lockstep.rollout.servers.entry:serve", (self._command,), self.log)
+    def _start(self) -> SupervisedProcess:
+        process = SupervisedProcess("lockstep.rollout.process_entry:run_server", (self._command,), self.log)
         # Not as an argument: every user of the machine can read command lines, and the environment contains the key.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process

@@ -52,12 +52,12 @@ class CheckResult:
     """The tokens of one check, and their log-probs in engine and trainer."""
 
     ids: Sequence[Sequence[int]]
-    engine_K: torch.Tensor
+    rollout_logprobs_K: torch.Tensor
     trainer_K: torch.Tensor
 
     @property
     def off(self) -> Bounds:
-        off_K = (self.engine_K - self.trainer_K).abs().nan_to_num(nan=torch.inf)
+        off_K = (self.rollout_logprobs_K - self.trainer_K).abs().nan_to_num(nan=torch.inf)
         return Bounds(float(off_K.mean()), float(off_K.max()))
 
 
@@ -98,8 +98,8 @@ def checked(
     finally:
         policy.scoring = before
         policy.train(training)
-    engine_K = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
-    return CheckResult([answer.ids for answer in answers], engine_K, trainer_K)
+    rollout_logprobs_K = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
+    return CheckResult([answer.ids for answer in answers], rollout_logprobs_K, trainer_K)
 
 
 def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> Bounds:
@@ -115,18 +115,22 @@ def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> B
 def repeat_noise(first: CheckResult, second: CheckResult) -> float:
     """How much the engine's log-probs differ between two pushes of the same weights."""
     same = _common_tokens(first, second)
-    return float((first.engine_K[same] - second.engine_K[same]).abs().max()) if len(same) else float("inf")
+    return (
+        float((first.rollout_logprobs_K[same] - second.rollout_logprobs_K[same]).abs().max())
+        if len(same)
+        else float("inf")
+    )
 
 
 def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, noise: float) -> str | None:
     """Why a check fails; None if it passes."""
     off = now.off
     if not (off.mean <= bounds.mean and off.largest <= bounds.largest):
-        at = int((now.engine_K - now.trainer_K).abs().nan_to_num(nan=torch.inf).argmax())
+        at = int((now.rollout_logprobs_K - now.trainer_K).abs().nan_to_num(nan=torch.inf).argmax())
         return (
             f"its log-probs of the weight check differ from the trainer's by {off.mean:.3g} on average and "
             f"{off.largest:.3g} at most (bounds {bounds.mean:.3g} and {bounds.largest:.3g}): token {at} has log-prob "
-            f"{now.engine_K[at].item():.6g} in the engine and {now.trainer_K[at].item():.6g} in the trainer"
+            f"{now.rollout_logprobs_K[at].item():.6g} in the engine and {now.trainer_K[at].item():.6g} in the trainer"
         )
     if before is not None and _is_unchanged(now, before, noise):
         return "its log-probs of the weight check are those of the weights before the last update"
@@ -139,7 +143,7 @@ def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
     same = _common_tokens(now, before)
     if len(same) < sum(map(len, now.ids)):
         return False  # other tokens: the weights have changed
-    engine = float((now.engine_K - before.engine_K).abs().max())
+    engine = float((now.rollout_logprobs_K - before.rollout_logprobs_K).abs().max())
     trainer = float((now.trainer_K - before.trainer_K).abs().max())
     return engine <= noise and trainer > 4 * max(noise, 1e-6)
 

@@ -14,11 +14,7 @@ from pathlib import Path
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
 from lockstep.rollout.servers.adapter import Answer, Placed, ServerFailed, WantedSample
-from lockstep.rollout.servers.collective_transport import WeightLink, Weights, by_collective
-from lockstep.rollout.servers.file_transport import transfer_folder, write_adapter, write_weights
 from lockstep.rollout.servers.fleet import Server
-from lockstep.rollout.servers.memory_transport import REMEDY as MEMORY_REMEDY
-from lockstep.rollout.servers.memory_transport import SharedMemory, Unopened, by_memory
 from lockstep.rollout.servers.server_manager import POLL_SECONDS, RESUME_REMEDY, ServerManager, refusal_kind
 from lockstep.rollout.servers.weight_check import (
     MOST,
@@ -29,6 +25,18 @@ from lockstep.rollout.servers.weight_check import (
     checked,
     repeat_noise,
     why_rejected,
+)
+from lockstep.rollout.servers.weight_transports import (
+    REMEDY,
+    SharedMemory,
+    Unopened,
+    WeightLink,
+    Weights,
+    by_collective,
+    by_memory,
+    transfer_folder,
+    write_adapter,
+    write_weights,
 )
 from lockstep.types import Sampling
 
@@ -251,7 +259,7 @@ class WeightSync:
     def _fall_back_to_files(self, why: str) -> None:
         """Falls back to files with a warning; an explicit `memory` setting is an error."""
         if self.settings.weight_sync == "memory":
-            raise ServerFailed(f"{why}: {MEMORY_REMEDY}")
+            raise ServerFailed(f"{why}: {REMEDY}")
         warnings.warn(
             f"weights are sent to {self.server_adapter.name} through files, which is slower: {why}", stacklevel=2
         )

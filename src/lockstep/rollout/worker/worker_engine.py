@@ -18,15 +18,22 @@ from typing import Any
 import torch
 
 from lockstep.errors import LostProcess, Refusal
-from lockstep.launch.worker_process import FunctionProcess
+from lockstep.launch.process_pool import SupervisedProcess
 from lockstep.model.policy import Policy
 from lockstep.parallel.rendezvous import TELL_AGAIN_SECONDS, TELL_SECONDS, say
 from lockstep.parallel.sharding import reshard, whole_on
 from lockstep.recipe import Recipe
-from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Meeting, Opening, Probed
-from lockstep.rollout.worker.worker_weights import (
+from lockstep.rollout.worker.worker_protocol import (
+    Answered,
+    Ask,
     BroadcastFailed,
+    Failed,
+    HandOver,
+    Idle,
+    Meeting,
+    Opening,
     Place,
+    Probed,
     WeightGroup,
     WeightMemory,
     probe,
@@ -81,7 +88,7 @@ class WorkerEngine:
         self.channel, how, files = _channel(policy, collective)
         if isinstance(self.channel, WeightGroup):
             self.channel.ended = lambda: self._ended
-        self.process = FunctionProcess("lockstep.rollout.worker.entry:serve", (), log)
+        self.process = SupervisedProcess("lockstep.rollout.process_entry:serve_worker", (), log)
         self._pipe = _connection(self.process.connection, files)
         threading.Thread(target=self._listen, daemon=True, name="rollout worker").start()
         try:

@@ -23,10 +23,23 @@ from lockstep.parallel.world import World
 from lockstep.recipe.loader import resolved
 from lockstep.recipe.registry import import_plugins
 from lockstep.rollout.generator import Generator
-from lockstep.rollout.native.engine import NativeEngine
-from lockstep.rollout.worker.messages import Answered, Ask, Failed, HandOver, Idle, Meeting, Opening, Probed, Working
-from lockstep.rollout.worker.worker_weights import Place, WeightGroup, WeightMemory, probe
-from lockstep.types import PAUSED, Begun, Completion, Request, Sampling
+from lockstep.rollout.native.native_engine import NativeEngine
+from lockstep.rollout.worker.worker_protocol import (
+    Answered,
+    Ask,
+    Failed,
+    HandOver,
+    Idle,
+    Meeting,
+    Opening,
+    Place,
+    Probed,
+    WeightGroup,
+    WeightMemory,
+    Working,
+    probe,
+)
+from lockstep.types import PAUSED, Completion, PartialResponse, Request, Sampling
 
 # Interval of heartbeats while no response is finished.
 HEARTBEAT_SECONDS = 5.0
@@ -69,13 +82,13 @@ class _Unfinished:
     request: Request
     sampling: Sampling
     first: bool
-    begun: dict[int, Begun]
+    begun: dict[int, PartialResponse]
     versions: dict[int, list[int]]
 
     @classmethod
     def of(cls, number: int, request: Request, ask: Ask) -> _Unfinished:
         samples = range(request.first, request.first + request.n)
-        begun = {sample: Begun() for sample in samples}
+        begun = {sample: PartialResponse() for sample in samples}
         return cls(number, request, ask.sampling, ask.first, begun, {sample: [] for sample in samples})
 
 
@@ -131,13 +144,13 @@ class _Worker:
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
     def _generate(self, jobs: list[_Unfinished]) -> None:
-        requests = [replace(job.request, begun=dict(job.begun)) for job in jobs]
+        requests = [replace(job.request, partial_responses=dict(job.begun)) for job in jobs]
         for completion in self.engine.generate(requests, jobs[0].sampling):
             job, sample = jobs[completion.request], completion.sample
             versions = job.versions[sample]
             versions += [self.version] * (len(completion.ids) - len(versions))
             if completion.stop == PAUSED:
-                job.begun[sample] = Begun(completion.ids, completion.logprobs)
+                job.begun[sample] = PartialResponse(completion.ids, completion.logprobs)
             else:
                 self._send(Answered(job.number, _versioned(completion, versions)))
                 del job.begun[sample]

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.trackers.base import import_tracker, remember_id, tracker_id
+from lockstep.run.trackers.tracker import import_tracker, remember_id, tracker_id
 
 
 class MlflowSink:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
-from lockstep.run.trackers.base import import_tracker
+from lockstep.run.trackers.tracker import import_tracker
 
 
 class TensorboardSink:

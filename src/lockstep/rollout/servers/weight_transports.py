@@ -1,19 +1,19 @@
-"""Weight transport by a collective: one process group of the run and all workers of one server.
-
-Both sides run on separate threads, because a collective cannot be interrupted. The run watches the HTTP request and its
-side of the collective, and stops waiting when either fails or exceeds the time limit.
-"""
+"""How weights reach a server: files, a collective, or shared device memory."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,12 +21,97 @@ import torch
 import torch.distributed as dist
 
 from lockstep.device.base import Device
-from lockstep.errors import Refusal
+from lockstep.errors import Refusal, unwritten
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.registry import ENGINES
-from lockstep.rollout.servers.adapter import Announced, GroupMeeting, ServerAdapter, ServerFailed
+from lockstep.rollout.servers.adapter import Announced, GroupMeeting, Placed, PushedWeights, ServerAdapter, ServerFailed
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, bit_sum, joined, left
+from lockstep.rollout.servers.plugin.lockstep_shared import TensorPlace, device_place, host_places
 from lockstep.rollout.servers.server_client import ServerClient
+from lockstep.rollout.servers.weight_check import fingerprint
+from lockstep.run.tensor_file import write_model
+
+# By files: safetensors in shared memory or a shared folder, written one tensor at a time.
+
+FOLDER_KEY = "rollout.server.folder"
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "lockstep-weights-"
+
+
+@contextmanager
+def transfer_folder(parent: str | None) -> Iterator[Path]:
+    """A new folder that run and server can both access; removed afterwards."""
+    where = Path(parent) if parent is not None else _default_parent()
+    try:
+        _remove_stale(where)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
+    except OSError as error:
+        raise unwritten(where, error, f"name another {FOLDER_KEY}") from error
+    try:
+        if parent is not None:
+            folder.chmod(0o755)  # the server may run as another user
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PushedWeights:
+    """Writes all weights of a model in `dtype`; at most one tensor at a time is converted on the device."""
+    shapes = {name: tensor.shape for name, tensor in weights}
+    _refuse_no_room(folder, sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
+    tensors = dict(weights)
+    sums: dict[str, int] = {}
+
+    def with_checksum(name: str) -> torch.Tensor:
+        tensor = tensors[name].detach().to(dtype)
+        sums[name] = int(bit_sum(tensor))
+        return tensor
+
+    try:
+        write_model(folder, shapes, dtype, with_checksum)
+    except OSError as error:
+        raise unwritten(folder, error, f"name another {FOLDER_KEY}") from error
+    return PushedWeights(sorted(folder.glob("*.safetensors")), list(shapes), [sums[name] for name in shapes])
+
+
+def write_adapter(folder: Path, model: Any) -> None:
+    """Writes the adapter as a PEFT folder."""
+    try:
+        model.save_pretrained(folder, safe_serialization=True)
+    except OSError as error:
+        raise unwritten(folder, error, f"name another {FOLDER_KEY}") from error
+
+
+def _default_parent() -> Path:
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _refuse_no_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise Refusal.at(
+            FOLDER_KEY,
+            f"{folder.parent} has {free / 2**30:.1f} GiB free; the weights need {size / 2**30:.1f} GiB",
+            "name a folder with more free space that run and engine can both access",
+            code="disk-full",
+        )
+
+
+def _remove_stale(parent: Path) -> None:
+    """Removes folders of runs that were killed during a push."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        process = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        # Another run may remove its folder at the same time.
+        with suppress(FileNotFoundError):
+            is_ours = folder.stat().st_uid == os.getuid()
+            if process.isdigit() and is_ours and not Path(f"/proc/{process}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+# By a collective: one process group of the run and all workers of one server.
+#
+# Both sides run on separate threads, because a collective cannot be interrupted. The run watches the HTTP request and
+# its side of the collective, and stops waiting when either fails or exceeds the time limit.
 
 KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
@@ -211,3 +296,72 @@ def first_visible(device: Device) -> int | None:
     visible = os.environ.get(device.visible_variable or "", "")
     first = visible.partition(",")[0].strip()
     return 0 if not visible else int(first) if first.isdigit() else None
+
+
+# By shared memory, for a server on the same machine (`plugin/lockstep_shared.py`).
+
+
+class Unopened(ServerFailed):
+    """The server cannot map the run's memory, and its weights are unchanged."""
+
+
+@dataclass
+class SharedMemory:
+    """The memory locations of the weights of a run. The location of a tensor is computed once per tensor."""
+
+    device: Device
+    _places: dict[str, tuple[int, TensorPlace]] = field(default_factory=dict)
+
+    def placed(self, weights: Weights, dtype: torch.dtype, folder: Path) -> Placed:
+        """The locations of the weights. `folder`: host tensors are copied to a file that the server maps."""
+        for name, tensor in weights:
+            if why := _why_not_shared(tensor, dtype):
+                raise Unopened(f"{name} {why}")
+        tensors = [tensor for _, tensor in weights]
+        sums = list(fingerprint(weights))
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            places = host_places(folder / "weights.bin", tensors, dtype)
+        elif self.device.shares_memory:
+            places = [self._device_place(name, tensor) for name, tensor in weights]
+        else:
+            raise Unopened(f"memory of a {self.device.name} device cannot be shared with another process")
+        # Pending writes to these tensors must be complete.
+        self.device.synchronise()
+        shapes = [list(tensor.shape) for tensor in tensors]
+        return Placed([name for name, _ in weights], shapes, sums, str(dtype).removeprefix("torch."), places)
+
+    def _device_place(self, name: str, tensor: torch.Tensor) -> TensorPlace:
+        address = tensor.data_ptr()
+        cached = self._places.get(name)
+        if cached is None or cached[0] != address:
+            try:
+                self._places[name] = cached = address, device_place(tensor)
+            except RuntimeError as error:
+                raise Unopened(f"{name} cannot be shared: {error}") from error
+        return cached[1]
+
+
+def _why_not_shared(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Why a tensor cannot be shared without a copy, for which the device may lack memory."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        return "is sharded over several processes"
+    if tensor.dtype != dtype:
+        return f"has dtype {tensor.dtype}, and the server computes in {dtype}"
+    return None if tensor.is_contiguous() else "is not contiguous"
+
+
+def by_memory(
+    settings: RolloutSettings, server_adapter: ServerAdapter, device: Device, processes: int, *, adapter: bool
+) -> bool:
+    """Whether weights go by shared memory. `auto` selects it if a single-process run starts the server on the device
+    of the run: same machine, and no copy needed."""
+    if not ENGINES[settings.engine].served or adapter:
+        return False
+    if settings.weight_sync != "auto":
+        return settings.weight_sync == "memory"
+    server = settings.server
+    same_device = server.devices is None or server.devices == [first_visible(device)]
+    exclusive = settings.url is None and processes == 1 and server.tensor_parallel == 1 and same_device
+    return server_adapter.opens_memory and device.shares_memory and exclusive

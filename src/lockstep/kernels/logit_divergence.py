@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.algorithms.divergence import distribution_divergence as divergence
-from lockstep.algorithms.divergence import folded
+from lockstep.algorithms.divergence import fold_rest
 from lockstep.kernels.logprob import CHUNK_BYTES, Head, Scores
 from lockstep.kernels.sampling import Truncation, truncate_
 
@@ -106,7 +106,7 @@ def likeliest(teacher: Whole, k: int, temperature: float, *, chunk_bytes: int = 
     for start in range(0, max(1, len(teacher.hidden_KH)), positions):
         log_p = _teacher(_part(teacher, slice(start, start + positions)), temperature)
         ids.append(log_p.topk(k, dim=-1).indices)
-        logprobs.append(folded(log_p, ids[-1]))
+        logprobs.append(fold_rest(log_p, ids[-1]))
     return Likeliest(torch.cat(ids), torch.cat(logprobs))
 
 
@@ -126,7 +126,7 @@ def _chunk(
     if isinstance(taught, Whole):
         teacher = _teacher(taught, temperature)
     else:
-        student, teacher = folded(student, taught.ids_Kk), taught.logprobs_Kk1
+        student, teacher = fold_rest(student, taught.ids_Kk), taught.logprobs_Kk1
     divergences = divergence(student, teacher, kind=comparison.kind, mix=comparison.mix)
     return chosen, divergences * temperature**2
 

@@ -1,7 +1,9 @@
-"""Exports a trained model as a Hugging Face folder, or its adapter as a PEFT folder."""
+"""Exports a trained model or a merged adapter as a Hugging Face folder, or the adapter as a PEFT folder."""
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,16 +12,24 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from lockstep.errors import Refusal, unwritten
-from lockstep.model.export_check import Verification, verify_export
-from lockstep.model.heads import load_value_model, merge_adapters
-from lockstep.model.load import DTYPES, load_config, load_tokenizer, stream_transformers, with_lora
-from lockstep.model.pretrained import rounded, save_generation, save_model, whole_model
-from lockstep.model.resolve import model_folder
-from lockstep.model.streamed import stored_buffers
-from lockstep.model.weight_conversion import META
+from lockstep.errors import Problem, Refusal, first_line, refuse_all, unwritten
+from lockstep.model.check import tokens
+from lockstep.model.export_check import Verification, probe_of_transformers, verify_export
+from lockstep.model.heads import build_value_model, merge_adapters
+from lockstep.model.load_folder import DTYPES, ModelFolders, config_of, stream_transformers
+from lockstep.model.lora import CONFIG, WEIGHTS, with_adapter
+from lockstep.model.pretrained import (
+    has_tokenizer,
+    pretrained,
+    rounded,
+    save_generation,
+    save_model,
+    tokenizer_of,
+    whole_model,
+)
+from lockstep.model.streamed import META, stored_buffers
 from lockstep.model.weights import refuse_other_weights, restore_weights
 from lockstep.parallel.sharded_files import shapes_of
 from lockstep.recipe.schema import Model
@@ -83,14 +93,15 @@ def export_checkpoint(
     found: Checkpoint,
     out: Path,
     *,
+    folders: ModelFolders,
     adapter: bool = False,
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> Verification:
     """Export a checkpoint as a language model or reward model, with additional text `files`."""
     state, weights = found.state, found.weights
-    how: dict[str, Any] = {"where": str(found.path), "end_tokens": state.end_tokens, "replace": replace}
-    how |= {"files": {**state.files, **files}, "probe": state.probe}
+    how: dict[str, Any] = {"where": str(found.path), "folders": folders, "end_tokens": state.end_tokens}
+    how |= {"files": {**state.files, **files}, "probe": state.probe, "replace": replace}
     if state.kind == "policy":
         return export_model(settings, weights, out, adapter=adapter, **how)
     if adapter:
@@ -106,6 +117,7 @@ def export_model(
     out: Path,
     *,
     where: str,
+    folders: ModelFolders,
     adapter: bool = False,
     end_tokens: Sequence[int] = (),
     replace: bool = False,
@@ -122,21 +134,26 @@ def export_model(
             code="no-adapter",
         )
     _refuse_taken(out, replace)
-    with _written(settings, out) as aside:
-        if settings.lora is not None or not _write_streamed(settings, weights, aside, where, end_tokens):
-            _write_in_memory(settings, weights, aside, where, end_tokens, adapter=adapter)
+    with _written(settings, folders, out) as aside:
+        if settings.lora is not None or not _write_streamed(settings, folders, weights, aside, where, end_tokens):
+            _write_in_memory(settings, folders, weights, aside, where, end_tokens, adapter=adapter)
         _write_texts(aside, files)
-        base = model_folder(settings.path) if adapter else None
+        base = folders.model if adapter else None
         return verify_export(aside, probe, "policy", DTYPES[settings.dtype], str(out), base=base)
 
 
 def _write_streamed(
-    settings: Model, weights: Mapping[str, torch.Tensor], folder: Path, where: str, end_tokens: Sequence[int]
+    settings: Model,
+    folders: ModelFolders,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    where: str,
+    end_tokens: Sequence[int],
 ) -> bool:
     """Write tensor by tensor; False if that is not possible for the model."""
     from transformers import AutoModelForCausalLM
 
-    source = stream_transformers(AutoModelForCausalLM, settings.path, settings.dtype)
+    source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)
     if source is None:
         return False
     refuse_other_weights(source.model, weights, where)
@@ -149,6 +166,7 @@ def _write_streamed(
 
 def _write_in_memory(
     settings: Model,
+    folders: ModelFolders,
     weights: Mapping[str, torch.Tensor],
     folder: Path,
     where: str,
@@ -161,8 +179,8 @@ def _write_in_memory(
 
     where_from = f"model.path {settings.path}"
     dtype = _working(settings, adapter)
-    base = whole_model(AutoModelForCausalLM, model_folder(settings.path), where_from, "its weights", dtype=dtype)
-    model = with_lora(base, settings.lora, seed=0)
+    base = whole_model(AutoModelForCausalLM, folders.model, where_from, "its weights", dtype=dtype)
+    model = with_adapter(base, settings.lora, 0, folders.adapter)
     restore_weights(model, weights, where)
     if adapter:
         # The path of the recipe, not the resolved folder.
@@ -211,6 +229,7 @@ def export_value_model(
     out: Path,
     *,
     where: str,
+    folders: ModelFolders,
     end_tokens: Sequence[int] = (),
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
@@ -218,24 +237,31 @@ def export_value_model(
 ) -> Verification:
     """Export a reward model as a sequence classification folder with one label, with its adapter merged."""
     _refuse_taken(out, replace)
-    with _written(settings, out) as aside:
-        _write_classifier(settings, weights, aside, where, end_tokens)
+    with _written(settings, folders, out) as aside:
+        _write_classifier(settings, folders, weights, aside, where, end_tokens)
         _write_texts(aside, files)
         return verify_export(aside, probe, "value", DTYPES[settings.dtype], str(out))
 
 
 def _write_classifier(
-    settings: Model, weights: Mapping[str, torch.Tensor], folder: Path, where: str, end_tokens: Sequence[int]
+    settings: Model,
+    folders: ModelFolders,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    where: str,
+    end_tokens: Sequence[int],
 ) -> None:
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     working = settings.model_copy(update={"dtype": "fp32"}) if settings.lora else settings
-    trained = load_value_model(working, settings.path, torch.device("cpu"), "sdpa", seed=0, key="model.path")
+    trained = build_value_model(
+        working, folders, torch.device("cpu"), "sdpa", seed=0, name=settings.path, key="model.path"
+    )
     restore_weights(trained, weights, where)
     merge_adapters(trained.decoder)
-    config = load_config(settings.path)
+    config = config_of(folders.model, settings.path)
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(
         config, dtype=DTYPES[working.dtype], trust_remote_code=False
@@ -244,8 +270,12 @@ def _write_classifier(
     classifier.base_model.load_state_dict(trained.decoder.state_dict(), assign=True)
     with torch.no_grad():
         classifier.score.weight.copy_(trained.head.weight)
-    classifier.config.pad_token_id = _padding(load_tokenizer(settings.path), end_tokens)
+    classifier.config.pad_token_id = _padding(_tokenizer(settings, folders), end_tokens)
     rounded(classifier, DTYPES[settings.dtype]).save_pretrained(folder)
+
+
+def _tokenizer(settings: Model, folders: ModelFolders) -> PreTrainedTokenizerBase:
+    return tokenizer_of(folders.model, f"model.path {settings.path}")
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> int:
@@ -267,13 +297,13 @@ def _refuse_taken(out: Path, replace: bool) -> None:
 
 
 @contextmanager
-def _written(settings: Model, out: Path) -> Iterator[Path]:
+def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `out` at the end, with the model's tokenizer."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
             yield aside
-            tokenizer, template = load_tokenizer(settings.path), aside / "chat_template.jinja"
+            tokenizer, template = _tokenizer(settings, folders), aside / "chat_template.jinja"
             if template.is_file():  # the template of the run replaces that of the model
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             tokenizer.save_pretrained(aside)
@@ -292,3 +322,89 @@ def _stop_at(model: PreTrainedModel, end_tokens: Sequence[int]) -> None:
     present = eos if isinstance(eos, list) else [] if eos is None else [eos]
     ends = [*present, *[token for token in end_tokens if token not in present]]
     config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+
+
+# Merges a PEFT adapter and its base model into one Hugging Face folder.
+
+# Number of test tokens, and the allowed difference between merged and unmerged logits, relative to the largest logit.
+PROBE, MERGED_ERROR = 16, 1e-3
+
+
+def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
+    """Merge in fp32 and round to the dtype of the stored base. The result is compared with the unmerged adapter."""
+    from peft import PeftModel
+
+    kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
+    if kind not in ("CAUSAL_LM", None):
+        raise Refusal.at(
+            where, f"is an adapter for {kind}", "only adapters of language models are supported", code="unfit-adapter"
+        )
+    if not (adapter / WEIGHTS).is_file():
+        raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True", code="missing-file")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
+    model = whole_model(AutoModelForCausalLM, base, where, "its base", dtype=torch.float32)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # PEFT warns about tied weights; the outputs are compared instead
+            adapted = PeftModel.from_pretrained(model, str(adapter))
+            _refuse_other_keys(adapted, adapter, where)
+            unmerged, probe = _logits(adapted), probe_of_transformers(adapted)
+            _untie(adapted)
+            merged: Any = adapted.merge_and_unload()
+            off = float((_logits(merged) - unmerged).abs().max() / unmerged.abs().max())
+    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
+        raise Refusal.at(
+            where, f"does not fit its base {base}: {first_line(error)}", "name its base model", code="unfit-adapter"
+        ) from error
+    if not off <= MERGED_ERROR:
+        why = f"merged into {base} it gives other logits than unmerged: off by {off:.2g} of the largest"
+        raise Refusal.at(where, why, "merge it with the library that created it", code="unfit-adapter")
+    tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
+    try:
+        save_model(rounded(merged, stored), out)
+        tokenizer.save_pretrained(out)
+    except (OSError, SafetensorError) as error:
+        raise unwritten(out, error) from error
+    del model, adapted, merged  # free memory before the next load
+    return verify_export(out, probe, "policy", stored, where)
+
+
+def _logits(adapted: Any) -> torch.Tensor:
+    ids = tokens(PROBE, adapted.get_input_embeddings().weight.shape[0])
+    found: torch.Tensor = adapted(input_ids=torch.tensor([ids])).logits
+    return found
+
+
+def _untie(adapted: Any) -> None:
+    """Untie embedding and head if the adapter changes one of them: merging would otherwise change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = adapted.get_base_model()
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    if not any(isinstance(layer, BaseTunerLayer) for layer in layers):
+        return
+    plain = [layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer for layer in layers]
+    if plain[0].weight is plain[1].weight:
+        plain[1].weight = torch.nn.Parameter(plain[0].weight.detach().clone())
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
+    """Refuse missing and unexpected weights, which PEFT ignores."""
+    from peft import get_peft_model_state_dict
+
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        stored = set(file.keys())
+    expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    # Full weights of the model, which an adapter with new tokens contains.
+    full = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
+    problems = [
+        Problem(where, f"the adapter has no {name}", code="missing-weight") for name in sorted(expected - stored)
+    ]
+    problems += [
+        Problem(where, f"its base has no place for {name}", code="unknown-weight")
+        for name in sorted(stored - expected - full)
+    ]
+    refuse_all(problems, "weights")

@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.errors import Problem, Refusal, first_line, refuse_all, shortened
-from lockstep.model.resolve import ADAPTER, adapter_folder
 from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
-CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Values of an adapter's configuration that are plain LoRA. All other keys must be unset: variants of LoRA, also those
 # of later PEFT versions, would be trained wrongly.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -33,8 +32,9 @@ _ANY |= {"base_model_name_or_path", "revision", "inference_mode", "peft_version"
 _ANY |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 
 
-def lora_config(settings: Lora, task: str | None) -> Any:
-    """The PEFT configuration of the adapter. A stored adapter determines its rank, scale and layers."""
+def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
+    """The PEFT configuration of the adapter. An adapter that is `stored` in a folder determines its rank, scale and
+    layers."""
     from peft import LoraConfig
 
     keys: dict[str, Any] = {
@@ -44,18 +44,29 @@ def lora_config(settings: Lora, task: str | None) -> Any:
         "target_modules": settings.targets,
         "exclude_modules": settings.exclude,
     }
-    if settings.adapter is not None:
-        keys = _stored(settings)
+    if stored is not None:
+        keys = _stored_config(settings, stored)
     return LoraConfig(**keys, bias="none", task_type=task)
 
 
-def put_adapter(model: Any, settings: Lora, seed: int, task: str | None) -> Any:
+def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | None) -> Any:
+    """The model, or a PEFT model around it, with a new adapter (from `seed`) or the one in the folder `stored`."""
+    if settings is None:
+        return model
+    adapted = put_adapter(model, settings, seed, "CAUSAL_LM", stored)
+    if stored is not None:
+        with adapters_on_host():
+            start_from(adapted, stored, settings.adapter)
+    return adapted
+
+
+def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored: str | None) -> Any:
     """A PEFT model around `model`; without a task, `model` itself with adapters in its layers."""
     from peft import get_peft_model, inject_adapter_in_model
 
     if task is None:
         settings = _of_decoder(settings, getattr(model, "base_model_prefix", "model"))
-    config = lora_config(settings, task)
+    config = lora_config(settings, task, stored)
     refuse_all(list(_unmatched_exclude(model, settings)))
     modules = [name for name, _ in model.named_modules() if name]
     holders: dict[nn.Parameter, list[str]] = {}
@@ -171,12 +182,12 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
                 yield Problem(where, why, remedy, code="unfit-adapter")
 
 
-def start_from(model: Any, folder: str) -> None:
+def start_from(model: Any, folder: str, name: str | None = None) -> None:
     """Load a stored adapter into the new adapter of the model. The weight names must match exactly."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    where = f"model.lora.adapter {folder}"
-    file = Path(adapter_folder(folder, "model.lora.adapter")) / WEIGHTS
+    where = f"model.lora.adapter {name or folder}"
+    file = Path(folder) / WEIGHTS
     try:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -207,10 +218,10 @@ def start_from(model: Any, folder: str) -> None:
         set_peft_model_state_dict(model, weights)
 
 
-def _stored(settings: Lora) -> dict[str, Any]:
+def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
     """The stored configuration. A recipe that contradicts it is refused."""
     where = f"model.lora.adapter {settings.adapter}"
-    file = Path(adapter_folder(str(settings.adapter), "model.lora.adapter")) / CONFIG
+    file = Path(folder) / CONFIG
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         keys = {name: found[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}

@@ -1,4 +1,4 @@
-"""Weight sync to the rollout worker: shared memory or broadcast, and the weight check."""
+"""What the run and its rollout worker exchange: messages and weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,11 @@ from lockstep.data.batching import micro_batch, to_device
 from lockstep.errors import Refusal
 from lockstep.kernels.rotary import fixed_length
 from lockstep.model.policy import Policy, Scoring, evaluating
+from lockstep.recipe import Recipe
 from lockstep.rollout.servers.plugin.lockstep_group import RUN, joined, left
-from lockstep.types import Example, Origin
+from lockstep.types import Completion, Example, Origin, Request, Sampling
+
+# Weight sync to the rollout worker: shared memory or broadcast, and the weight check.
 
 HERE = "127.0.0.1"
 WORKER = 1
@@ -232,3 +235,83 @@ def refuse_other_weights(
         "the last checkpoint is untouched; without the key, generation and training share one model",
         code="weights-differ",
     )
+
+
+# Messages between the run and its rollout worker: first `Opening`, then weights and requests.
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Rendezvous of the weight group: store port, backend and time limit."""
+
+    port: int
+    collective: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The first message. `end_tokens` as in `Generator`; `device` is the worker's device index; both processes use the
+    same number of `threads`, so that sums have the same order."""
+
+    recipe: Recipe
+    end_tokens: Sequence[int]
+    weights: Sequence[Place] | Meeting
+    """The weight transport: locations in shared memory, or the rendezvous of a group."""
+    device: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Requests by number. Those with `first` are processed before the others."""
+
+    requests: dict[int, Request]
+    sampling: Sampling
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Weights of `version` are in the shared memory or follow through the group. The requests of `ask` use these
+    weights or later ones."""
+
+    version: int
+    ask: Ask | None
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The worker's log-probs of the weight check for `version`."""
+
+    version: int
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A finished response to request `number`."""
+
+    number: int
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class Idle:
+    """All requests are finished."""
+
+
+@dataclass(frozen=True)
+class Working:
+    """A heartbeat while no response is finished."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The reason why the worker ends."""
+
+    why: str
+    remedy: str = field(default="")
+    code: str = "worker-lost"
+    refused: bool = True
+    """True: the settings are invalid. False: an internal error that may not occur again."""

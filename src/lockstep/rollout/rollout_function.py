@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import Problem, Refusal
-from lockstep.functions import OwnFunction, own_function
+from lockstep.functions import UserFunction, load_user_function
 from lockstep.rollout.engine import Engine, SharedWeights
 from lockstep.types import FAILED, ROLLOUT_FUNCTION, Completion, Origin, Prompt, Request, Sampling
 
@@ -123,7 +123,7 @@ class _Response:
         self.turns.append((ids, ask.completion))
         return ask.completion
 
-    def run(self, function: OwnFunction, generate: Generate) -> None:
+    def run(self, function: UserFunction, generate: Generate) -> None:
         try:
             self._inbox.put(_Done(self, function(self.prompt, generate)))
         except BaseException as error:  # noqa: BLE001 - reported by the consumer
@@ -150,7 +150,7 @@ class FunctionEngine:
     ):
         self.tolerant = tolerant
         self.inner, self.vocabulary, self.instead, self.seconds = inner, vocabulary, inner.instead, seconds
-        self.function = own_function(function_path, KEY, CALL)
+        self.function = load_user_function(function_path, KEY, CALL)
         self._encode, self._decode = encode, decode
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -248,7 +248,7 @@ class FunctionEngine:
         return Completion(response.number, response.sample, ids, logprobs, stop, trained)
 
     def _raised(self, error: BaseException, origin: Origin) -> Refusal:
-        """The exception of the function with the row. `OwnFunction` adds file and line."""
+        """The exception of the function with the row. `UserFunction` adds file and line."""
         if not isinstance(error, Refusal):
             return self.function.refuse(
                 f"raised {type(error).__name__}: {error}, for {origin}", "fix the function", code="function-raised"
@@ -384,6 +384,6 @@ def try_function(
     """Calls the function once with a stub policy that always returns `turn`; returns a summary line."""
     engine = FunctionEngine(Canned(turn), function_path, encode, decode, vocabulary, seconds, tolerant=False)
     (made,) = engine.generate([Request(prompt.ids, 0, question=prompt.question)], Sampling(limit))
-    seen = len(made.ids) - sum(made.trained)
-    counts = f"{sum(made.trained)} tokens of the policy and {seen} of the environment"
+    seen = len(made.ids) - sum(made.loss_mask)
+    counts = f"{sum(made.loss_mask)} tokens of the policy and {seen} of the environment"
     return f"{KEY} {function_path}: {counts}, tried on a stand-in"

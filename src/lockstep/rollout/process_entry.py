@@ -1,4 +1,4 @@
-"""Entry point of a server process that lockstep starts. It imports little, because it is replaced by the server."""
+"""Entry points of child processes: the rollout worker and inference servers. They import little."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import os
 from collections.abc import Mapping
 from typing import NoReturn
 
+
+def serve_worker(connection: int) -> None:
+    """The rollout worker. It imports in the worker, not in its supervisor."""
+    from lockstep.rollout.worker.worker_loop import work
+
+    work(connection)
+
+
 # Variables with the rank of the run: the processes of the server must not inherit them.
 _RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
-def serve(connection: int, command: list[str]) -> NoReturn:
+def run_server(connection: int, command: list[str]) -> NoReturn:
     """Runs under the supervisor and executes the server. The connection sends its environment, with the key, as one
     line of JSON."""
     with os.fdopen(connection, "rb") as pipe:

@@ -1,0 +1,357 @@
+"""Worker processes for user code: started under a supervisor, called with a time limit, killed with their children.
+
+`SupervisedProcess` is one process and a connection to it. `LineWorker` reads its output as lines, with limits of time
+and size. `ProcessPool` distributes calls over several line workers and replaces those that fail.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from lockstep.errors import LostProcess, Refusal
+from lockstep.launch.supervisor import MARK, NOBODY, any_stopped, kill_tree
+
+# Time for a send whose deadline has passed; 0 would not block at all.
+_SHORTEST_SECONDS = 0.001
+# Time for a supervisor to kill everything that the function started.
+ENDING_SECONDS = 10.0
+
+# The arguments after it are for people who read the process list.
+_START = (
+    "import sys; sys.path[:] = {path!r}; from lockstep.launch.supervisor import started; started({fd})  # {shown!r}"
+)
+
+
+class SupervisedProcess:
+    """A process under a supervisor, and the connection to it. Any thread may kill it."""
+
+    def __init__(self, serve: str, arguments: tuple[Any, ...], log: Path | None = None):
+        """Runs `serve` (`module:function`) with a connection and the arguments, which are plain values.
+
+        The last lines of its output are kept in `log`; without one they are discarded.
+        """
+        self._mark = secrets.token_hex(16)
+        self._pipe_lock, self._kill_lock = threading.Lock(), threading.Lock()
+        self._gone = False
+        self.connection, childs = socket.socketpair()
+        end, parent_pipe = os.pipe()
+        self._parent_pipe: int | None = parent_pipe
+        output = None if log is None else str(log.absolute())
+        # Arguments may contain secrets, and command lines are public: that contains only the user's file and the log.
+        file = arguments[0] if arguments and isinstance(arguments[0], str) else None
+        shown = " ".join(filter(None, [serve, file, output]))
+        arguments_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the pipe ends
+        arguments_file.write(repr((childs.fileno(), end, os.getpid(), serve, arguments, self._mark, output)).encode())
+        arguments_file.seek(0)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START.format(path=sys.path, fd=arguments_file.fileno(), shown=shown)],
+                pass_fds=[childs.fileno(), end, arguments_file.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # A new session: the terminal's Ctrl-C does not reach it.
+                start_new_session=True,
+                # The order of a set must be the same in every process.
+                env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
+            )
+        except BaseException:
+            os.close(parent_pipe)
+            self.connection.close()
+            raise
+        finally:
+            os.close(end)
+            childs.close()
+            arguments_file.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether it was killed or stopped from outside, e.g. by the OOM killer: not an error of the function."""
+        ended = self._process.poll()
+        return ended == -signal.SIGKILL if ended is not None else any_stopped(self._process.pid, self._mark)
+
+    def release(self) -> None:
+        """Request the end without waiting for it."""
+        with self._pipe_lock:
+            if self._parent_pipe is not None:
+                # Also write a byte: a forked child of the run may keep the pipe open.
+                with suppress(BrokenPipeError):
+                    os.write(self._parent_pipe, b".")
+                os.close(self._parent_pipe)
+                self._parent_pipe = None
+
+    def kill(self) -> None:
+        """Kill the process and everything it started. Safe to call twice, and from another thread."""
+        self.release()
+        with self._kill_lock:
+            if self._gone:
+                return
+            try:
+                self._process.wait(ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                kill_tree(self._process.pid, self._mark)
+                self._process.kill()
+                self._process.wait()
+            # Once more from here, by the mark: the function may have killed the supervisor.
+            kill_tree(NOBODY, self._mark)
+            self._gone = True
+
+    def ended(self) -> str:
+        """How a process ended that closed its connection."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)
+        self.kill()
+        status = self._process.returncode
+        return f"was killed ({_signal(-status)})" if status < 0 else f"ended with status {status}"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # signals between SIGRTMIN and SIGRTMAX have no name
+        return f"signal {number}"
+
+
+class ReplyTimeout(Exception):
+    """A worker did not reply within its time limit, and was killed."""
+
+
+class WorkerEnded(Exception):
+    """A worker closed its connection; the message says how it ended."""
+
+
+class LineWorker(SupervisedProcess):
+    """A process that replies with lines of text. One thread calls it; any thread may kill it."""
+
+    def __init__(
+        self, serve: str, arguments: tuple[Any, ...], log: Path | None = None, longest_line: int | None = None
+    ):
+        super().__init__(serve, arguments, log)
+        self.lost = False
+        """Whether the last reply is missing because the process was killed or stopped from outside."""
+        self._longest_line = longest_line
+        self._lines: deque[bytes] = deque()
+        self._partial = bytearray()
+        self._late = False
+
+    def send(self, message: bytes, deadline: float) -> None:
+        """Send a message; raises `ReplyTimeout` or `WorkerEnded`."""
+        try:
+            self.connection.settimeout(max(deadline - time.monotonic(), _SHORTEST_SECONDS))
+            self.connection.sendall(message)
+        except TimeoutError:
+            self._kill_late()
+            raise ReplyTimeout from None
+        except OSError:
+            raise self._ended() from None
+
+    def read_line(self, deadline: float) -> bytes:
+        """The next line, without its end. At the deadline (of `time.monotonic`) the process is killed; lines that it
+        sent before are still returned, then `ReplyTimeout` is raised. ValueError: the line is too long."""
+        while not self._lines:
+            if self._longest_line is not None and len(self._partial) > self._longest_line:
+                raise ValueError("a line without an end")
+            left = deadline - time.monotonic()
+            if left <= 0 and not self._late:
+                self._kill_late()
+            try:
+                self.connection.settimeout(None if self._late else left)
+                piece = self.connection.recv(2**16)
+            except TimeoutError:
+                continue
+            except OSError:
+                piece = b""
+            if not piece:
+                raise ReplyTimeout if self._late else self._ended()
+            first, *more = piece.split(b"\n")
+            self._partial += first
+            if more:
+                self._lines.append(bytes(self._partial))
+                self._lines.extend(more[:-1])
+                self._partial = bytearray(more[-1])
+        return self._lines.popleft()
+
+    def disconnect(self) -> None:
+        """Close the connection to an ended process."""
+        self.connection.close()
+
+    def _kill_late(self) -> None:
+        self.lost, self._late = self.disturbed, True
+        self.kill()
+
+    def _ended(self) -> WorkerEnded:
+        how = self.ended()
+        self.lost = self.disturbed
+        return WorkerEnded(how)
+
+
+CallT = TypeVar("CallT", contravariant=True)
+ReplyT = TypeVar("ReplyT")
+
+
+class PoolWorker(LineWorker, ABC, Generic[CallT, ReplyT]):
+    """A line worker of a pool. `spent`: after its last reply it must be replaced."""
+
+    spent = False
+
+    @abstractmethod
+    def wait_loaded(self) -> None:
+        """Wait until it can be called. Raises a refusal if it cannot; `LostProcess` if a restart may help."""
+
+    @abstractmethod
+    def call(self, call: CallT) -> ReplyT:
+        """Send one call and wait for its reply."""
+
+
+class ProcessPool(Generic[CallT, ReplyT]):
+    """A queue of calls, with one worker process and one supervising thread per slot.
+
+    Workers are new interpreters, not `multiprocessing.Process`: that would run the main script of the parent in each
+    (and import torch), and its daemon processes cannot have children.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int], PoolWorker[CallT, ReplyT]],
+        workers: int,
+        *,
+        name: str,
+        failed: Callable[[int, str], ReplyT],
+        closed: ReplyT,
+    ):
+        """Starts the processes. `start` makes the worker of a slot, `failed` makes the reply of a slot without one,
+        and `closed` is the reply after the pool is closed.
+
+        A process that was killed or stopped twice while loading raises `LostProcess`: a restart may help."""
+        self._start_worker, self._failed, self._closed = start, failed, closed
+        self._jobs: queue.Queue[tuple[CallT, Future[ReplyT]] | None] = queue.Queue()
+        # A call is either queued before the pool closes, or answered by `submit`.
+        self._submit_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._workers: list[PoolWorker[CallT, ReplyT] | None] = [None] * workers
+        # Wait for the first worker alone, so that an unusable file is reported once.
+        try:
+            self._start(0)
+        except LostProcess:
+            self._start(0)
+        self._threads = [
+            threading.Thread(target=self._supervise, args=(index,), name=f"{name}-{index}", daemon=True)
+            for index in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: CallT) -> Future[ReplyT]:
+        """Returns at once. The future never raises and cannot be cancelled."""
+        future: Future[ReplyT] = running_future()
+        with self._submit_lock:
+            if not self._closing.is_set():
+                self._jobs.put((call, future))
+                return future
+        future.set_result(self._closed)
+        return future
+
+    def close(self) -> None:
+        """Kills all processes; waiting and running calls fail."""
+        with self._submit_lock:
+            self._closing.set()
+            for _ in self._threads:
+                self._jobs.put(None)
+        # A process that is being started is killed in `_start`.
+        workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.release()
+        for worker in workers:
+            worker.kill()
+        for thread in self._threads:
+            thread.join()
+        for gone in self._workers:
+            if gone is not None:
+                gone.disconnect()
+
+    def _start(self, index: int) -> None:
+        """Starts a process at this index and waits until it is loaded."""
+        before = self._workers[index]
+        worker = self._start_worker(index)
+        self._workers[index] = worker
+        if before is not None:
+            before.kill()
+            before.disconnect()
+        if self._closing.is_set():
+            worker.kill()
+        try:
+            worker.wait_loaded()
+        except BaseException:
+            worker.kill()
+            raise
+
+    def _supervise(self, index: int) -> None:
+        # A failed start is retried at the next call.
+        self._ready(index)
+        while (job := self._jobs.get()) is not None:
+            call, future = job
+            future.set_result(self._reply(index, call))
+
+    def _reply(self, index: int, call: CallT) -> ReplyT:
+        """Always returns a reply: a call without one would block the run forever."""
+        reply = self._call_worker(index, call)
+        worker = self._workers[index]
+        if worker is not None and worker.lost and not self._closing.is_set():
+            # Retry once after a kill from outside, so that it does not change the training.
+            reply = self._call_worker(index, call)
+        return self._closed if self._closing.is_set() else reply
+
+    def _call_worker(self, index: int, call: CallT) -> ReplyT:
+        why = self._ready(index)
+        if why is not None:
+            return self._failed(index, why)
+        worker = self._workers[index]
+        assert worker is not None
+        try:
+            reply = worker.call(call)
+        except Exception as error:  # noqa: BLE001 - reported as the reason
+            worker.kill()
+            return self._failed(index, f"its process could not be called: {type(error).__name__}: {error}")
+        if worker.spent:
+            worker.kill()
+        return reply
+
+    def _ready(self, index: int) -> str | None:
+        """Ensures a running process at this index; returns the reason if there is none."""
+        if self._closing.is_set():
+            return "the pool is closed"
+        worker = self._workers[index]
+        if worker is None or not worker.alive:
+            try:
+                self._start(index)
+            except Refusal as refusal:
+                return f"its process could not be started: {refusal.problems[0].why}"
+            except Exception as error:  # noqa: BLE001 - out of memory or processes: the next call may succeed
+                return f"its process could not be started: {type(error).__name__}: {error}"
+        return None
+
+
+def running_future() -> Future[Any]:
+    """A future that cannot be cancelled."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

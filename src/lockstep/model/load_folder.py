@@ -1,0 +1,102 @@
+"""Loads transformers models from a local Hugging Face folder, splits them over ranks, and fuses their operators.
+
+`load.py` resolves model names to folders and uses this module; `export_folder.py` gets folders that are resolved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lockstep.kernels.attention.interface import ATTENTION, register_attention
+from lockstep.kernels.bf16_matmul import prepare_products
+from lockstep.kernels.fused import fuse
+from lockstep.model.check import enter
+from lockstep.model.decoder import inner_decoder
+from lockstep.model.pretrained import pretrained, refuse_not_finite, unused_weights
+from lockstep.model.streamed import Streamed, streamed
+from lockstep.model.tensor_plan import styles_of, with_adapters
+from lockstep.parallel.sharding import Sharding, shard, unit_gathered
+from lockstep.parallel.tensor import Style, divide
+from lockstep.parallel.world import refused_together
+from lockstep.recipe.schema import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ModelFolders(NamedTuple):
+    """The local folders behind `model.path` and `model.lora.adapter`."""
+
+    model: str
+    adapter: str | None = None
+
+
+def config_of(folder: str, name: str | None = None) -> Any:
+    """The transformers config. `name` is the user's name for the folder."""
+    from transformers import AutoConfig
+
+    return pretrained(AutoConfig, folder, f"model.path {name or folder}", "its config.json")
+
+
+def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> tuple[Any, dict[str, Any]]:
+    """A model of an Auto class with our attention, and the loading info of transformers. `name` is the user's name
+    for the folder."""
+    register_attention()
+    prepare_products(DTYPES[dtype])
+    config, where = config_of(folder, name), f"model.path {name or folder}"
+    how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION, "output_loading_info": True}
+    model, info = pretrained(kind, folder, where, "its weights", config=config, **how)
+    refuse_not_finite(dict(model.named_parameters()), where)
+    return model, {**info, "unused": unused_weights(model, info["unexpected_keys"], where)}
+
+
+def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> Streamed | None:
+    """The same without weights, which are read from the files when it is sharded; None if that is not possible."""
+    register_attention()
+    prepare_products(DTYPES[dtype])
+    config = config_of(folder, name)
+    how = {"dtype": DTYPES[dtype], "attn_implementation": ATTENTION}
+    return streamed(
+        lambda: kind.from_config(config, trust_remote_code=False, **how), folder, f"model.path {name or folder}"
+    )
+
+
+def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:
+    """The tensor-parallel style of each module. Call it before adapters wrap the modules."""
+    return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
+
+
+def divide_model(
+    model: PreTrainedModel, styles: dict[str, Style], source: Streamed | None, sharding: Sharding | None
+) -> None:
+    """Split the model over the ranks of a tensor-parallel group. Call it before anything reads its heads."""
+    if sharding is None or sharding.tensor is None:
+        return
+    decoder = inner_decoder(model)
+    replaced = divide(model, decoder, with_adapters(decoder, styles), sharding.tensor)
+    if source is not None:
+        source.replaced(replaced)
+
+
+def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model: Any, kernel: str) -> None:
+    """Shard a policy or value model around `model` layer by layer, from the files or from the host, and fuse its
+    operators. Without sharding this is already done."""
+    if sharding is None:
+        return
+    if source is None:
+        shard(root, root.layers(), sharding)
+    else:
+        with refused_together("weights"):
+            source.shard(root, root.layers(), sharding)
+    enter(root, sharding.device)
+    # Fused operators are tested with the weights of each module.
+    with unit_gathered(root):
+        fuse(model, kernel, unit_gathered)
+
+
+def kernel_of(settings: Model, kernel: str) -> str:
+    return "sdpa" if settings.attention == "sdpa" else kernel
