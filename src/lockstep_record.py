@@ -141,10 +141,10 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 def write_tensors(path: str, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any], small: int = 0) -> None:
     """Stack tensors of one shape up to `small` elements; the metadata lists their names. Written atomically."""
-    alike: dict[Any, list[str]] = {}
+    by_shape: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
-        alike.setdefault((tuple(tensor.shape), tensor.dtype), []).append(name)
-    groups = [names for (shape, _), names in alike.items() if math.prod(shape) <= small and len(names) > 1]
+        by_shape.setdefault((tuple(tensor.shape), tensor.dtype), []).append(name)
+    groups = [names for (shape, _), names in by_shape.items() if math.prod(shape) <= small and len(names) > 1]
     stacks = {f"stack/{number}": names for number, names in enumerate(groups)}
     content = dict(tensors)
     for stack, names in stacks.items():
@@ -184,7 +184,7 @@ class _Tracer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.opened: dict[str, list[tuple[int, list[Digested]]]] = {}
         self.arrived: dict[str, list[tuple[int, Digested]]] = {}
-        self.known: OrderedDict[Any, tuple[torch.Tensor, Digested]] = OrderedDict()
+        self.cache: OrderedDict[Any, tuple[torch.Tensor, Digested]] = OrderedDict()
         self.handles: list[Any] = []
         for name, module in root.named_modules():
             public = _public(name)
@@ -197,7 +197,7 @@ class _Tracer:
     def close(self) -> None:
         for handle in self.handles:
             handle.remove()
-        self.known.clear()
+        self.cache.clear()
 
     def tick(self) -> int:
         self.clock += 1
@@ -259,13 +259,13 @@ class _Tracer:
         """The digest of a tensor. An output that is the next module's input is digested once."""
         self.dtype = max(self.dtype, SHORT_NAMES.get(tensor.dtype, "fp32"), key=COARSER.index)
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor._version)
-        if key not in self.known:
+        if key not in self.cache:
             part = _cut(self._without_padding(_local(tensor)))
             # The tensor is kept alive, so that its address is not reused.
-            self.known[key] = tensor, (digest(part), list(part.shape), str(tensor.dtype).replace("torch.", ""))
-            if len(self.known) > 8:
-                self.known.popitem(last=False)
-        return self.known[key][1]
+            self.cache[key] = tensor, (digest(part), list(part.shape), str(tensor.dtype).replace("torch.", ""))
+            if len(self.cache) > 8:
+                self.cache.popitem(last=False)
+        return self.cache[key][1]
 
     def _without_padding(self, tensor: torch.Tensor) -> torch.Tensor:
         alive_BT = self.alive_BT
@@ -355,10 +355,10 @@ class MicroBatch:
         if first < 0 or (not value and wide <= int(ids.max())):
             return False
         place = torch.arange(len(valid)) - (self.lengths.cumsum(0) - self.lengths)[owner]
-        asks = (valid % width) >= first
+        is_target = (valid % width) >= first
         if not value:
-            asks &= torch.cat([~new[1:], torch.zeros(min(1, len(new)), dtype=torch.bool)])
-        at = asks.nonzero().flatten()
+            is_target &= torch.cat([~new[1:], torch.zeros(min(1, len(new)), dtype=torch.bool)])
+        at = is_target.nonzero().flatten()
         self.tokens = self.ids[at if value else at + 1]
         self.asked = torch.stack([place[at], self.tokens], 1)
         self.targets = torch.bincount(owner[at], minlength=count)
@@ -385,7 +385,8 @@ class MicroBatch:
         """The slope of the loss at each log-probability, from the gradient at the logits.
 
         A loss of log-probabilities alone has the gradient slope * (onehot - p) / temperature, which is solved for the
-        slope. What is left over says whether that holds: an entropy bonus or another temperature leaves more.
+        slope. The rest of the gradient shows whether that holds: it is large with an entropy bonus or another
+        temperature.
         """
         self.reached = True
         # Some trainers divide the logits by the temperature in place. After any other change the slopes are lost.
@@ -394,13 +395,13 @@ class MicroBatch:
         if not errors[divided] <= (5e-2 if flat.dtype in EXACT else 1e-4):
             return
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        whole = float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
+        total = float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
         pulls, left, reached = [torch.zeros(0)], 0.0, 0.0
         for index, token in _chunks(*here, flat.shape[1]):
             p, g = torch.softmax(flat[index].float() / divided, -1), gradient[index].float()
-            own = p.gather(1, token[:, None])[:, 0]
+            p_token = p.gather(1, token[:, None])[:, 0]
             along = g.gather(1, token[:, None])[:, 0] - (g * p).sum(1)
-            slope = along / (1 - 2 * own + p.square().sum(1)).clamp(min=1e-12)
+            slope = along / (1 - 2 * p_token + p.square().sum(1)).clamp(min=1e-12)
             away = g + slope[:, None] * p
             away.scatter_add_(1, token[:, None], -slope[:, None])
             left += float(away.square().sum())
@@ -408,8 +409,8 @@ class MicroBatch:
             pulls.append((slope * temperature).cpu())
         self.pulls = torch.cat(pulls)
         # The last logits of a sequence have no target: a gradient there is not explained either.
-        left += max(0.0, whole - reached * (1 + 1e-5))
-        self.exact = left <= EXACT.get(gradient.dtype, 1e-3) ** 2 * whole
+        left += max(0.0, total - reached * (1 + 1e-5))
+        self.exact = left <= EXACT.get(gradient.dtype, 1e-3) ** 2 * total
 
 
 def _chunks(index: torch.Tensor, token: torch.Tensor, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -458,7 +459,7 @@ class Recorder:
         self.rank, self.world_size = _ranks()
         self.folder = os.path.join(str(folder), f"rank_{self.rank}") if self.world_size > 1 else str(folder)
         self.parameters = {_public(n): p for n, p in self.root.named_parameters() if p.requires_grad}
-        self.own = {id(parameter) for parameter in self.parameters.values()}
+        self.parameter_ids = {id(parameter) for parameter in self.parameters.values()}
         count = sum(parameter.numel() for parameter in self.parameters.values())
         self.keeps_weights = count <= KEPT_PARAMETERS if weights is None else weights
         self.dtype = self.weights_dtype = _coarsest(self.parameters.values())
@@ -467,7 +468,7 @@ class Recorder:
         self.notes: dict[str, str] = {}
         self.optimizer: Any = None
         self.stopped: str | None = None
-        self.line: dict[str, float] | None = None
+        self.metrics: dict[str, float] | None = None
         self.clipped: float | None = None
         self.depth = 0
         self._begin()
@@ -486,7 +487,7 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         self._unhook()
         self._drop_tracer()
-        self._write_line()
+        self._write_metrics()
         self._write_manifest()
 
     def _hook(self) -> None:
@@ -512,8 +513,8 @@ class Recorder:
 
     def log(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Add metrics to the last update, for the curves of `lockstep compare`."""
-        if self.line is not None:
-            self.line.update({name: float(value) for name, value in {**(values or {}), **more}.items()})
+        if self.metrics is not None:
+            self.metrics.update({name: float(value) for name, value in {**(values or {}), **more}.items()})
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """If recording fails, training continues. The error is reported once and written to the tape."""
@@ -585,13 +586,13 @@ class Recorder:
         if args and "input_ids" not in given:
             given["input_ids"] = args[0]
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        whole = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items() if not t.is_floating_point()}
+        integers = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items() if not t.is_floating_point()}
         plain = {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
         plain["training"] = module.training
-        self.pending.append(MicroBatch(whole, plain, sorted(set(tensors) - set(whole))))
+        self.pending.append(MicroBatch(integers, plain, sorted(set(tensors) - set(integers))))
         if self.detailed and self.modules and self.tracer is None:
-            ids, self.traced = whole.get("input_ids"), self.pending[-1]
-            self.tracer = _Tracer(self.root, self.modules, self._guarded, whole.get("attention_mask"))
+            ids, self.traced = integers.get("input_ids"), self.pending[-1]
+            self.tracer = _Tracer(self.root, self.modules, self._guarded, integers.get("attention_mask"))
             self.tracer.opened[ROOT] = [(self.tracer.tick(), [] if ids is None else [self.tracer.of(ids)])]
         self._note_dropout()
 
@@ -625,7 +626,7 @@ class Recorder:
 
     def _clip(self, original: Callable[..., Any], parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        ours = any(id(parameter) in self.own for parameter in parameters)
+        ours = any(id(parameter) in self.parameter_ids for parameter in parameters)
         if ours:
             self._guarded(self._take_gradients)()
         norm = original(parameters, max_norm, *args, **kwargs)
@@ -641,7 +642,9 @@ class Recorder:
     # The optimizer's step.
 
     def _before_step(self, optimizer: Any) -> None:
-        if self.given is None and not any(id(p) in self.own for g in optimizer.param_groups for p in g["params"]):
+        if self.given is None and not any(
+            id(p) in self.parameter_ids for g in optimizer.param_groups for p in g["params"]
+        ):
             return
         self.optimizer = optimizer
         gradients = self._gradients()
@@ -744,12 +747,12 @@ class Recorder:
         update: dict[str, Any] = {"learner": LEARNER, "divisor": 1.0, "micro_batches": len(micros), "clip": self.clip}
         update["targets"] = len(tensors["fed/asked"])
         groups = getattr(self.optimizer, "param_groups", None)
-        known = {"loss": self.loss, "grad_norm": self.norm, "lr": groups[0]["lr"] if groups else None}
-        update.update({name: float(value) for name, value in known.items() if value is not None})
-        said = [one.answers for one in micros if one.answers is not None]
+        values = {"loss": self.loss, "grad_norm": self.norm, "lr": groups[0]["lr"] if groups else None}
+        update.update({name: float(value) for name, value in values.items() if value is not None})
+        answers = [one.answers for one in micros if one.answers is not None]
         pulls = [one.pulls for one in micros if one.pulls is not None]
-        if said and len(said) == len(micros):
-            tensors[f"{LEARNER}/0/answers"] = torch.cat(said)
+        if answers and len(answers) == len(micros):
+            tensors[f"{LEARNER}/0/answers"] = torch.cat(answers)
             if len(pulls) == len(micros):
                 tensors[f"{LEARNER}/0/pulls"] = torch.cat(pulls)
             update["slopes_exact"] = len(pulls) == len(micros) and all(one.exact for one in micros)
@@ -765,9 +768,9 @@ class Recorder:
             info["probe"] = {"traces": [{"learner": LEARNER, "rank": 0, "events": self.tracer.events}]}
             tensors.update({f"probe/{LEARNER}/0/{name}": value for name, value in self.tracer.tensors.items()})
         self.clipped = self.clip
-        self._write_line()
-        curves = {f"train/{name}": update[name] for name in known if name in update}
-        self.line = {"step": self.step, **curves}
+        self._write_metrics()
+        curves = {f"train/{name}": update[name] for name in values if name in update}
+        self.metrics = {"step": self.step, **curves}
         write_tensors(os.path.join(self.folder, f"step_{self.step:06d}.safetensors"), tensors, info, STACKED)
 
     def _write_weights(self) -> None:
@@ -778,12 +781,12 @@ class Recorder:
                     tensors[f"{LEARNER}/optimizer/{key}/{name}"] = _local(torch.as_tensor(value)).float()
         write_tensors(os.path.join(self.folder, f"weights_{self.step:06d}.safetensors"), tensors, {})
 
-    def _write_line(self) -> None:
+    def _write_metrics(self) -> None:
         """Write the metrics of an update when no more can be added."""
-        if self.line is not None:
+        if self.metrics is not None:
             with open(os.path.join(self.folder, "metrics.jsonl"), "a", encoding="utf-8") as file:
-                file.write(json.dumps(self.line) + "\n")
-            self.line = None
+                file.write(json.dumps(self.metrics) + "\n")
+            self.metrics = None
 
     def _write_manifest(self) -> None:
         device = next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))

@@ -38,7 +38,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page. `console` holds what it complained about, `requests` what it asked for."""
+    """One page. `console` has its errors and warnings, `requests` the addresses that it requested."""
 
     def __init__(self, program: str, timeout: float = HANG):
         self.timeout = timeout
@@ -79,7 +79,7 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Asked to, it ends its own children before itself; a broken one is ended.
+        # The browser ends its child processes itself; a broken one is killed.
         self._session = None
         try:
             self.call("Browser.close")
@@ -116,7 +116,7 @@ class Browser:
         self.settle()
 
     def settle(self) -> None:
-        """Until what was asked for is drawn, observers and events included."""
+        """Wait until everything is drawn, including observers and events."""
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def evaluate(self, script: str) -> Any:
@@ -126,7 +126,7 @@ class Browser:
         return answer["result"].get("value")
 
     def evaluate_in_frame(self, script: str) -> Any:
-        """In a frame that is a stranger to the page and has a process of its own; None while there is none."""
+        """In a frame of another origin, which has a separate process; None while there is none."""
         targets = self.call("Target.getTargets")["targetInfos"]
         frame = next((target["targetId"] for target in targets if target["type"] == "iframe"), None)
         if frame is None:
@@ -165,9 +165,9 @@ class Browser:
             self.mouse("released", x, y, clicks=count)
         self.settle()
 
-    def screenshot(self, path: Path, whole: bool = False) -> Path:
-        """What is in view, or the whole page."""
-        picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def screenshot(self, path: Path, full_page: bool = False) -> Path:
+        """The visible part, or the full page."""
+        picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full_page)
         path.write_bytes(base64.b64decode(picture["data"]))
         return path
 
@@ -185,19 +185,19 @@ class Browser:
         return dict(json.loads(message))
 
     def _note(self, message: dict[str, Any]) -> None:
-        name, said = message.get("method"), message.get("params", {})
+        name, params = message.get("method"), message.get("params", {})
         if name == "Page.loadEventFired":
             self._loaded = True
         elif name == "Network.requestWillBeSent":
-            self.requests.append(said["request"]["url"])
+            self.requests.append(params["request"]["url"])
         elif name == "Runtime.exceptionThrown":
-            self.console.append(str(said["exceptionDetails"]))
-        elif name == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
-            self.console.append(str(said["args"]))
-        elif name == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
-            self.console.append(str(said["entry"]))
+            self.console.append(str(params["exceptionDetails"]))
+        elif name == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.console.append(str(params["args"]))
+        elif name == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.console.append(str(params["entry"]))
         elif name == "Page.javascriptDialogOpening":
-            self.console.append(f"dialog: {said['message']}")
+            self.console.append(f"dialog: {params['message']}")
             self._calls += 1
             answer = {"id": self._calls, "sessionId": self._session, "method": "Page.handleJavaScriptDialog"}
             os.write(self._out, json.dumps({**answer, "params": {"accept": True}}).encode() + b"\0")

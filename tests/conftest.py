@@ -100,12 +100,12 @@ def command_line_built_once() -> Iterator[None]:
 @pytest.fixture
 def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No architecture has passed its check yet, in this process or before it."""
-    from lockstep.model import verified
+    from lockstep.model import trials
 
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
     yield
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
 
 
 @pytest.fixture(scope="session")

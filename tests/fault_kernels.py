@@ -67,9 +67,9 @@ def _function(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[],
 
     @contextmanager
     def patch() -> Iterator[None]:
-        own = getattr(owner, name)
+        original = getattr(owner, name)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(owner, name, lambda *args, **kwargs: around(own, *args, **kwargs))
+            patched.setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
             yield
 
     return patch
@@ -79,22 +79,22 @@ def _kernel(name: str, kernel: Callable[..., Any]) -> Callable[[], AbstractConte
     return lambda: kernels({name: kernel})
 
 
-def _norm(own: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
+def _norm(original: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3))
 
 
-def _gated(own: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
+def _gated(original: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(1.01 * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _residual(own: Any, self: Any, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
+def _residual(original: Any, self: Any, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
     attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **rest)
     middle = hidden_states + attended
     return 0.99 * middle + self.mlp(self.post_attention_layernorm(middle))
 
 
-def _turned(own: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Any:
-    return own(q, k, cos, 0.99 * sin, *rest)
+def _turned(original: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any) -> Any:
+    return original(q, k, cos, 0.99 * sin, *rest)
 
 
 def _rows(weight: torch.Tensor, ids: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _attention(
 L0, FLASH = "model.layers.0", "_scaled_dot_product_flash_attention_for_cpu"
 LIBRARY = {
     "linear": LibraryFault(
-        _function(functional, "linear", lambda own, *a, **k: 1.01 * own(*a, **k)),
+        _function(functional, "linear", lambda original, *a, **k: 1.01 * original(*a, **k)),
         f"{L0}.self_attn.q_proj",
         ("aten.mul",),
     ),
@@ -144,7 +144,7 @@ LIBRARY = {
     ),
     "silu": LibraryFault(_kernel("silu", _silu), f"{L0}.mlp.act_fn", ("aten.silu",)),
     "silu function": LibraryFault(
-        _function(functional, "silu", lambda own, x, **_: x * torch.sigmoid(1.02 * x)),
+        _function(functional, "silu", lambda original, x, **_: x * torch.sigmoid(1.02 * x)),
         f"{L0}.mlp.act_fn",
         ("aten.sigmoid", "aten.mul"),
     ),

@@ -25,8 +25,8 @@ def rows(change: Callable[[Example], Example]) -> Inject:
     """The first row of an offline update."""
 
     def inject(scene: Scene) -> None:
-        def rows(own: Any, offline: Any, step: int) -> Any:
-            first, *rest = own(offline, step)
+        def rows(original: Any, offline: Any, step: int) -> Any:
+            first, *rest = original(offline, step)
             return [change(first), *rest]
 
         wrap(scene.replay, "rows", rows)
@@ -51,8 +51,8 @@ def truncated(row: Example) -> Example:
 def response_mask(scene: Scene) -> None:
     """Online: the mask is one token early, so that the prompt's last token is trained and the last of all is not."""
 
-    def example(own: Any, rollout: Any) -> Example:
-        return last_untrained(prompt_trained(own(rollout)))
+    def example(original: Any, rollout: Any) -> Example:
+        return last_untrained(prompt_trained(original(rollout)))
 
     patched(scene, "lockstep.train.experience", "example_of", example)
 
@@ -61,7 +61,7 @@ def packed_batch(change: Callable[[MicroBatch], MicroBatch]) -> Inject:
     """Rows that are right, and a line of them that is not."""
 
     def inject(scene: Scene) -> None:
-        patched(scene, "lockstep.data.batching", "_packed", lambda own, *rows: change(own(*rows)))
+        patched(scene, "lockstep.data.batching", "_packed", lambda original, *rows: change(original(*rows)))
 
     return inject
 
@@ -87,7 +87,11 @@ def moved_ends(batch: MicroBatch) -> MicroBatch:
 
 def sampling(**changes: Any) -> Inject:
     def inject(scene: Scene) -> None:
-        wrap(scene.training.generator.engine, "generate", lambda own, asked, how: own(asked, replace(how, **changes)))
+        wrap(
+            scene.training.generator.engine,
+            "generate",
+            lambda original, requests, how: original(requests, replace(how, **changes)),
+        )
 
     return inject
 
@@ -104,11 +108,11 @@ def stale_engine(scene: Scene) -> None:
 def decode_positions(scene: Scene) -> None:
     engine: Any = scene.training.generator.engine
 
-    def hidden(own: Any, tokens: Any, positions: Any, layout: Any) -> Any:
-        return own(tokens, positions + 1 if isinstance(layout, DecodePass) else positions, layout)
+    def hidden(original: Any, tokens: Any, positions: Any, layout: Any) -> Any:
+        return original(tokens, positions + 1 if isinstance(layout, DecodePass) else positions, layout)
 
-    def runner(own: Any, *args: Any) -> Any:
-        made = own(*args)
+    def runner(original: Any, *args: Any) -> Any:
+        made = original(*args)
         wrap(made, "_hidden", hidden)
         return made
 
@@ -120,11 +124,14 @@ def wrong_block(scene: Scene) -> None:
     engine: Any = scene.training.generator.engine
     preempted: set[int] = set()
     around_method(
-        scene, Scheduler, "_preempt", lambda own, scheduler, sample: (preempted.add(id(sample)), own(scheduler, sample))
+        scene,
+        Scheduler,
+        "_preempt",
+        lambda original, scheduler, sample: (preempted.add(id(sample)), original(scheduler, sample)),
     )
 
-    def state(own: Any, samples: Any, *args: Any) -> Any:
-        made = own(samples, *args)
+    def state(original: Any, samples: Any, *args: Any) -> Any:
+        made = original(samples, *args)
         for row, sample in enumerate(samples):
             if id(sample) in preempted:
                 made.table_BM[row, 0] = (made.table_BM[row, 0] + 1) % engine._cache_kept.blocks
@@ -138,15 +145,17 @@ def wrong_block(scene: Scene) -> None:
 
 def judged_text(change: Callable[[str], str]) -> Inject:
     def inject(scene: Scene) -> None:
-        around_method(scene, Scorer, "submit", lambda own, scorer, question, text: own(scorer, question, change(text)))
+        around_method(
+            scene, Scorer, "submit", lambda original, scorer, question, text: original(scorer, question, change(text))
+        )
 
     return inject
 
 
 def reward_weight(factor: float) -> Inject:
     def inject(scene: Scene) -> None:
-        def total(own: Any, scorer: Any, outcomes: Any) -> Any:
-            score = own(scorer, outcomes)
+        def total(original: Any, scorer: Any, outcomes: Any) -> Any:
+            score = original(scorer, outcomes)
             return replace(score, total=factor * score.total)
 
         around_method(scene, Scorer, "_sum", total)
@@ -155,7 +164,7 @@ def reward_weight(factor: float) -> Inject:
 
 
 def no_overlong(scene: Scene) -> None:
-    patched(scene, "lockstep.reward.row_rewards", "overlong_penalty", lambda own, *args: 0.0)
+    patched(scene, "lockstep.reward.row_rewards", "overlong_penalty", lambda original, *args: 0.0)
 
 
 # -- advantages
@@ -166,8 +175,8 @@ def estimator(name: str, compute: Callable[..., Estimate]) -> Inject:
 
 
 def gae_with(**changes: float) -> Inject:
-    own = ESTIMATORS["gae"]
-    return estimator("gae", lambda signals, **keys: own(signals, **{**keys, **changes}))
+    original = ESTIMATORS["gae"]
+    return estimator("gae", lambda signals, **keys: original(signals, **{**keys, **changes}))
 
 
 def over_the_batch(signals: Signals, **keys: float) -> Estimate:
@@ -177,10 +186,10 @@ def over_the_batch(signals: Signals, **keys: float) -> Estimate:
 
 def biased_deviation(signals: Signals, **keys: float) -> Estimate:
     """Divided by n, not by n - 1."""
-    own = _GRPO(signals, **keys)
+    original = _GRPO(signals, **keys)
     size_S = torch.bincount(signals.group_S)[signals.group_S].double()
-    factor_K = (size_S / (size_S - 1)).sqrt()[signals.sequence_K].to(own.advantages_K.dtype)
-    return replace(own, advantages_K=own.advantages_K * factor_K)
+    factor_K = (size_S / (size_S - 1)).sqrt()[signals.sequence_K].to(original.advantages_K.dtype)
+    return replace(original, advantages_K=original.advantages_K * factor_K)
 
 
 def misplaced_reward(scene: Scene) -> None:

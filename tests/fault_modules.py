@@ -26,7 +26,7 @@ def other_arithmetic(scene: Scene) -> None:
             wrap(module, "forward", partial(_in_double, module))
 
 
-def _in_double(layer: torch.nn.Linear, own: Any, x: torch.Tensor) -> torch.Tensor:
+def _in_double(layer: torch.nn.Linear, original: Any, x: torch.Tensor) -> torch.Tensor:
     bias = None if layer.bias is None else layer.bias.double()
     return functional.linear(x.double(), layer.weight.double(), bias).to(x.dtype)
 
@@ -38,7 +38,7 @@ def in_parts(scene: Scene) -> None:
             wrap(module, "forward", partial(_in_halves, module))
 
 
-def _in_halves(layer: torch.nn.Linear, own: Any, x: torch.Tensor) -> torch.Tensor:
+def _in_halves(layer: torch.nn.Linear, original: Any, x: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
     first = functional.linear(x[..., :half], layer.weight[:, :half], layer.bias)
     return first + functional.linear(x[..., half:], layer.weight[:, half:])
@@ -59,13 +59,13 @@ def fused(scene: Scene) -> None:
             wrap(module, "forward", partial(_fused_mlp, module))
 
 
-def _fused_norm(norm: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+def _fused_norm(norm: Any, original: Any, x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
     return (wide * norm.weight.float()).to(x.dtype)
 
 
-def _fused_mlp(mlp: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
+def _fused_mlp(mlp: Any, original: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up = mlp.gate_proj(x).float(), mlp.up_proj(x).float()
     return mlp.down_proj((functional.silu(gate) * up).to(x.dtype))
 
@@ -120,7 +120,7 @@ def rotary_base(base: float) -> Inject:
 
 def output(module: str, change: Any) -> Inject:
     """`change` makes another output of a module's output."""
-    return lambda scene: wrap(scene.module(module), "forward", lambda own, *a, **k: change(own(*a, **k)))
+    return lambda scene: wrap(scene.module(module), "forward", lambda original, *a, **k: change(original(*a, **k)))
 
 
 def linear(module: str, compute: Any) -> Inject:
@@ -128,7 +128,7 @@ def linear(module: str, compute: Any) -> Inject:
 
     def inject(scene: Scene) -> None:
         layer = scene.module(module)
-        wrap(layer, "forward", lambda own, x: compute(x, layer.weight, layer.bias))
+        wrap(layer, "forward", lambda original, x: compute(x, layer.weight, layer.bias))
 
     return inject
 
@@ -147,7 +147,7 @@ def no_residual(module: str) -> Inject:
     def inject(scene: Scene) -> None:
         layer = scene.module(module)
 
-        def forward(own: Any, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def forward(original: Any, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **kwargs)
             return layer.mlp(layer.post_attention_layernorm(hidden + attended))
 
@@ -159,7 +159,7 @@ def no_residual(module: str) -> Inject:
 def dropout_while_training(module: str) -> Inject:
     def inject(scene: Scene) -> None:
         layer = scene.module(module)
-        wrap(layer, "forward", lambda own, x: functional.dropout(own(x), 0.1, training=layer.training))
+        wrap(layer, "forward", lambda original, x: functional.dropout(original(x), 0.1, training=layer.training))
 
     return inject
 
@@ -170,10 +170,10 @@ def rotary(module: str, rotate: Any) -> Inject:
     def inject(scene: Scene) -> None:
         turn = modeling_qwen2.apply_rotary_pos_emb
 
-        def forward(own: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(original: Any, *args: Any, **kwargs: Any) -> Any:
             with scene.patch.context() as patch:
                 patch.setattr(modeling_qwen2, "apply_rotary_pos_emb", lambda q, k, c, s: rotate(turn, q, k, c, s))
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
 
         wrap(scene.module(module), "forward", forward)
 
@@ -251,8 +251,8 @@ def scoring(**changes: Any) -> Inject:
 
 
 def bf16_logprobs(scene: Scene) -> None:
-    def forward(own: Any, batch: Any) -> Any:
-        scores = own(batch)
+    def forward(original: Any, batch: Any) -> Any:
+        scores = original(batch)
         return scores._replace(logprobs_K=through_bf16(scores.logprobs_K))
 
     wrap(scene.policy, "forward", forward)
@@ -267,7 +267,7 @@ def scaled_head(factor: float) -> Inject:
             def weight(self) -> torch.Tensor:
                 return factor * scene.module("model.embed_tokens").weight
 
-        wrap(scene.policy.causal_lm, "get_output_embeddings", lambda own: Head())
+        wrap(scene.policy.causal_lm, "get_output_embeddings", lambda original: Head())
 
     return inject
 

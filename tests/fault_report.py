@@ -21,7 +21,7 @@ class Fault:
     stage: str
     module: str | None = None
     rank: int = 0
-    says: str = ""
+    expects: str = ""
     ranks: int = 1
     steps: tuple[int, ...] = (2,)
     device: Inject = other_arithmetic
@@ -35,7 +35,7 @@ class Named:
     stage: str | None
     module: str | None
     rank: int
-    said: str
+    reported: str
 
     @property
     def stage_right(self) -> bool:
@@ -43,7 +43,7 @@ class Named:
 
     @property
     def place_right(self) -> bool:
-        return (self.module, self.rank) == (self.fault.module, self.fault.rank) and self.fault.says in self.said
+        return (self.module, self.rank) == (self.fault.module, self.fault.rank) and self.fault.expects in self.reported
 
 
 def summary(named: Sequence[Named]) -> str:
@@ -64,6 +64,6 @@ def _share(right: Sequence[bool]) -> str:
 
 def named_by(fault: Fault, found: Replayed) -> Named:
     module, cause = found.module, found.cause
-    said = f"{cause.what} {cause.where}" if cause else ""
-    rank = module.rank if module else int("rank 1" in said)
-    return Named(fault, found.stage, module.module if module else None, rank, said)
+    reported = f"{cause.what} {cause.where}" if cause else ""
+    rank = module.rank if module else int("rank 1" in reported)
+    return Named(fault, found.stage, module.module if module else None, rank, reported)

@@ -72,10 +72,10 @@ def replay_with(
 
 def patched(scene: Scene, module: str, name: str, around: Callable[..., Any]) -> None:
     """A function as one module of the loop knows it."""
-    own = getattr(importlib.import_module(module), name)
-    scene.patch.setattr(f"{module}.{name}", lambda *args, **kwargs: around(own, *args, **kwargs))
+    original = getattr(importlib.import_module(module), name)
+    scene.patch.setattr(f"{module}.{name}", lambda *args, **kwargs: around(original, *args, **kwargs))
 
 
 def around_method(scene: Scene, kind: type, name: str, around: Callable[..., Any]) -> None:
-    own = getattr(kind, name)
-    scene.patch.setattr(kind, name, lambda *args, **kwargs: around(own, *args, **kwargs))
+    original = getattr(kind, name)
+    scene.patch.setattr(kind, name, lambda *args, **kwargs: around(original, *args, **kwargs))

@@ -15,16 +15,16 @@ from fault_scene import Inject, Scene, patched, wrap
 
 
 def divisor_of_micro_batch(scene: Scene) -> None:
-    def forward_backward(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
-        return own(batches, loss, float(len(batches[0].targets_K)))
+    def forward_backward(original: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
+        return original(batches, loss, float(len(batches[0].targets_K)))
 
     wrap(scene.training.models.trained, "forward_backward", forward_backward)
 
 
 def policy_loss(**keys: float) -> Inject:
     def inject(scene: Scene) -> None:
-        def loss_of(own: Any, algorithm: Any) -> Any:
-            return own(algorithm.model_copy(update=keys))
+        def loss_of(original: Any, algorithm: Any) -> Any:
+            return original(algorithm.model_copy(update=keys))
 
         patched(scene, "lockstep.train.update", "loss_of", loss_of)
 
@@ -37,14 +37,16 @@ def kl_coefficient(value: float) -> Inject:
 
 def kl_estimator(name: str) -> Inject:
     def inject(scene: Scene) -> None:
-        patched(scene, "lockstep.train.update_terms", "divergence", lambda own, _, *rest: own(name, *rest))
+        patched(scene, "lockstep.train.update_terms", "divergence", lambda original, _, *rest: original(name, *rest))
 
     return inject
 
 
 def preference(**changes: float) -> Inject:
     def inject(scene: Scene) -> None:
-        patched(scene, "lockstep.methods.pairs", "preference_loss", lambda own, p, **k: own(p, **{**k, **changes}))
+        patched(
+            scene, "lockstep.methods.pairs", "preference_loss", lambda original, p, **k: original(p, **{**k, **changes})
+        )
 
     return inject
 
@@ -56,21 +58,23 @@ def reference_is_policy(scene: Scene) -> None:
 
 
 def value_clip(scene: Scene) -> None:
-    patched(scene, "lockstep.train.update_terms", "value_loss", lambda own, *args, clip: own(*args, clip=1e-4))
+    patched(
+        scene, "lockstep.train.update_terms", "value_loss", lambda original, *args, clip: original(*args, clip=1e-4)
+    )
 
 
 def lost_token(scene: Scene) -> None:
     """One target of the update counts nothing."""
     learner = scene.training.models.trained
-    # The policy must not take all targets to weigh the same, as it does for the method's own loss.
+    # The policy must not assume equal weights of all targets, as it does for the method's loss.
     learner.module.scoring = replace(learner.module.scoring, alike=False)
 
-    def forward_backward(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
+    def forward_backward(original: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
         def less(output: Any, batch: Any) -> Any:
             sums = loss(output, batch)
             return replace(sums, loss=sums.loss + output.logprobs_K[0])
 
-        return own(batches, less, divisor)
+        return original(batches, less, divisor)
 
     wrap(learner, "forward_backward", forward_backward)
 
@@ -87,11 +91,11 @@ def put_gradient(optimizer: Any, name: str, gradient: torch.Tensor) -> None:
 
 
 def gradients(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Inject:
-    """Of the whole update, after all micro-batches."""
+    """Of the update, after all micro-batches."""
 
     def inject(scene: Scene) -> None:
-        def forward_backward(own: Any, *args: Any) -> Any:
-            outcome = own(*args)
+        def forward_backward(original: Any, *args: Any) -> Any:
+            outcome = original(*args)
             for name in scene.optimizer.trained:
                 put_gradient(scene.optimizer, name, change(name, scene.optimizer.gradient(name)))
             return outcome
@@ -108,8 +112,8 @@ def only(name: str, factor: float) -> Callable[[str, torch.Tensor], torch.Tensor
 def lost_micro_batch(scene: Scene) -> None:
     calls: list[int] = []
 
-    def collect(own: Any) -> None:
-        own()
+    def collect(original: Any) -> None:
+        original()
         calls.append(1)
         if len(calls) == 1:
             scene.optimizer.forget()
@@ -120,8 +124,8 @@ def lost_micro_batch(scene: Scene) -> None:
 def summed_in_bf16(scene: Scene) -> None:
     """The sum over micro-batches is kept in bf16, in the place of fp32."""
 
-    def collect(own: Any) -> None:
-        own()
+    def collect(original: Any) -> None:
+        original()
         for name in scene.optimizer.trained:
             gradient = scene.optimizer.gradient(name)
             if gradient is not None:
@@ -131,7 +135,7 @@ def summed_in_bf16(scene: Scene) -> None:
 
 
 def scale_left(scene: Scene) -> None:
-    wrap(scene.optimizer, "gradient_norm", lambda own, scale=1.0: own(1.0))
+    wrap(scene.optimizer, "gradient_norm", lambda original, scale=1.0: original(1.0))
 
 
 # -- the optimizer
@@ -156,10 +160,10 @@ def decay_everywhere(scene: Scene) -> None:
 def no_bias_correction(scene: Scene) -> None:
     adamw = scene.optimizer.adamw
 
-    def step(own: Any) -> None:
+    def step(original: Any) -> None:
         for state in adamw.state.values():
             state["step"] += 10**6
-        own()
+        original()
         for state in adamw.state.values():
             state["step"] -= 10**6
 
@@ -170,22 +174,22 @@ def coupled_decay(scene: Scene) -> None:
     """Adam with decay in the gradient."""
     adamw = scene.optimizer.adamw
 
-    def step(own: Any) -> None:
+    def step(original: Any) -> None:
         for group in adamw.param_groups:
             for weight in group["params"]:
                 weight.grad.add_(weight.detach(), alpha=group["weight_decay"])
             group["weight_decay"] = 0.0
-        own()
+        original()
 
     wrap(adamw, "step", step)
 
 
 def rate_not_passed_on(scene: Scene) -> None:
-    wrap(scene.optimizer, "step", lambda own, lr, norm: own(0.5 * lr, norm))
+    wrap(scene.optimizer, "step", lambda original, lr, norm: original(0.5 * lr, norm))
 
 
 def wrong_rate(scene: Scene) -> None:
-    wrap(scene.training.models.trained, "optim_step", lambda own, lr: own(2 * lr))
+    wrap(scene.training.models.trained, "optim_step", lambda original, lr: original(2 * lr))
 
 
 def moments_reset(scene: Scene) -> None:
@@ -214,9 +218,9 @@ def not_written_back(*names: str) -> Inject:
     def inject(scene: Scene) -> None:
         kept = {name: p for name, p in scene.optimizer.parameters.items() if not names or name in names}
 
-        def step(own: Any, lr: float, norm: torch.Tensor) -> None:
+        def step(original: Any, lr: float, norm: torch.Tensor) -> None:
             before = {name: p.detach().clone() for name, p in kept.items()}
-            own(lr, norm)
+            original(lr, norm)
             with torch.no_grad():
                 for name, parameter in kept.items():
                     parameter.copy_(before[name])
@@ -227,14 +231,14 @@ def not_written_back(*names: str) -> Inject:
 
 
 def weights_lost_after(name: str) -> Inject:
-    """After the optimizer's step and all that is told of it, a parameter falls back."""
+    """After the optimizer's step and its records, a parameter is reset."""
 
     def inject(scene: Scene) -> None:
         parameter = scene.optimizer.parameters[name]
 
-        def optim_step(own: Any, lr: float) -> Any:
+        def optim_step(original: Any, lr: float) -> Any:
             before = parameter.detach().clone()
-            metrics = own(lr)
+            metrics = original(lr)
             with torch.no_grad():
                 parameter.copy_(before)
             return metrics
@@ -250,8 +254,8 @@ def changed_before_next(name: str, factor: float) -> Inject:
     def inject(scene: Scene) -> None:
         parameter = scene.optimizer.parameters[name]
 
-        def log(own: Any, *args: Any) -> None:
-            own(*args)
+        def log(original: Any, *args: Any) -> None:
+            original(*args)
             with torch.no_grad():
                 parameter.mul_(factor)
 
@@ -273,9 +277,9 @@ def shard_not_written_back(name: str) -> Inject:
     def inject(scene: Scene) -> None:
         local = scene.optimizer.parameters[name].to_local()
 
-        def step(own: Any, lr: float, norm: torch.Tensor) -> None:
+        def step(original: Any, lr: float, norm: torch.Tensor) -> None:
             before = local.detach().clone()
-            own(lr, norm)
+            original(lr, norm)
             with torch.no_grad():
                 local.copy_(before)
 

@@ -1,6 +1,6 @@
 """The table of faults: what is injected into a replay, and what the replay must report.
 
-`FP32` and `BF16` run in one process, `RANKS` in several. A bf16 replay runs beside rounding that is larger than many of
+`FP32` and `BF16` run in one process, `RANKS` in several. A bf16 replay has rounding that is larger than many of
 its faults.
 """
 
@@ -54,7 +54,7 @@ FORWARD = [
     _module("rotary on keys alone", modules.rotary(f"{L1}.self_attn", modules.keys_alone), f"{L1}.self_attn"),
     _module("keys one place on", modules.rotary(f"{L2}.self_attn", modules.keys_one_further), f"{L2}.self_attn"),
     _module(
-        "attention scale", modules.setting(f"{L1}.self_attn", "scaling", lambda own: 1.05 * own), f"{L1}.self_attn"
+        "attention scale", modules.setting(f"{L1}.self_attn", "scaling", lambda scale: 1.05 * scale), f"{L1}.self_attn"
     ),
     _attention("sees the next token", L0, **{"from": -1}),
     _attention("cannot see itself", L1, **{"from": 1}),
@@ -137,7 +137,7 @@ BACKWARD = [
         "sft",
         updates.gradients(updates.only(f"{L2}.mlp.up_proj.weight", 0.0)),
         "gradient",
-        says=f"{L2}.mlp.up_proj.weight",
+        expects=f"{L2}.mlp.up_proj.weight",
     ),
 ]
 
@@ -146,9 +146,9 @@ ROWS = [
     Fault("last token not trained", "sft", loops.rows(loops.last_untrained), "batch"),
     Fault("truncated row", "sft", loops.rows(loops.truncated), "batch"),
     Fault("mask one token early", "grpo", loops.response_mask, "batch"),
-    Fault("packing shifts by one", "sft", loops.packed_batch(loops.shifted), "batch", says="predicted from"),
-    Fault("packed positions run on", "grpo", loops.packed_batch(loops.running_on), "batch", says="predicted from"),
-    Fault("packed sequences end late", "dpo", loops.packed_batch(loops.moved_ends), "batch", says="before it"),
+    Fault("packing shifts by one", "sft", loops.packed_batch(loops.shifted), "batch", expects="predicted from"),
+    Fault("packed positions run on", "grpo", loops.packed_batch(loops.running_on), "batch", expects="predicted from"),
+    Fault("packed sequences end late", "dpo", loops.packed_batch(loops.moved_ends), "batch", expects="before it"),
 ]
 
 GENERATION = [
@@ -179,26 +179,26 @@ ADVANTAGES = [
 LOSSES = [
     Fault("divisor of one micro-batch", "sft", updates.divisor_of_micro_batch, "loss"),
     Fault("a target left out", "sft", updates.lost_token, "loss"),
-    Fault("clip range", "grpo", updates.policy_loss(clip_low=0.2, clip_high=0.2), "loss", says="update 2"),
+    Fault("clip range", "grpo", updates.policy_loss(clip_low=0.2, clip_high=0.2), "loss", expects="update 2"),
     Fault("KL coefficient", "grpo", updates.kl_coefficient(0.0), "loss"),
     Fault("KL estimator", "grpo", updates.kl_estimator("k2"), "loss"),
-    Fault("reference is the policy", "grpo", updates.reference_is_policy, "log-probs", says="reference"),
+    Fault("reference is the policy", "grpo", updates.reference_is_policy, "log-probs", expects="reference"),
     Fault("DPO's beta", "dpo", updates.preference(beta=0.11), "loss"),
     Fault("DPO's smoothing", "dpo", updates.preference(label_smoothing=0.05), "loss"),
-    Fault("DPO's reference is the policy", "dpo", updates.reference_is_policy, "log-probs", says="reference"),
-    Fault("value clip", "ppo", updates.value_clip, "loss", says="critic"),
+    Fault("DPO's reference is the policy", "dpo", updates.reference_is_policy, "log-probs", expects="reference"),
+    Fault("value clip", "ppo", updates.value_clip, "loss", expects="critic"),
 ]
 
 OPTIMIZER = [
     Fault("epsilon 1e-6", "sft", updates.keys(eps=1e-6), "optimizer"),
     Fault("epsilon 1e-5", "grpo", updates.keys(eps=1e-5), "optimizer"),
     Fault("betas", "sft", updates.keys(betas=(0.9, 0.999)), "optimizer"),
-    Fault("decay on norms and biases", "sft", updates.decay_everywhere, "optimizer", says="norm"),
+    Fault("decay on norms and biases", "sft", updates.decay_everywhere, "optimizer", expects="norm"),
     Fault("no decay", "sft", updates.keys(weight_decay=0.0), "optimizer"),
     Fault("no bias correction", "sft", updates.no_bias_correction, "optimizer"),
     Fault("decay in the gradient", "sft", updates.coupled_decay, "optimizer"),
     Fault("rate not passed on", "sft", updates.rate_not_passed_on, "optimizer"),
-    Fault("another rate", "sft", updates.wrong_rate, "optimizer", says="0.002"),
+    Fault("another rate", "sft", updates.wrong_rate, "optimizer", expects="0.002"),
     Fault("moments reset", "sft", updates.moments_reset, "optimizer"),
     Fault("clipped at another norm", "sft", updates.other_clip, "optimizer"),
     Fault(
@@ -206,7 +206,7 @@ OPTIMIZER = [
         "sft",
         updates.left_out(f"{L1}.mlp.up_proj.weight"),
         "optimizer",
-        says=f"{L1}.mlp.up_proj.weight",
+        expects=f"{L1}.mlp.up_proj.weight",
     ),
 ]
 
@@ -217,7 +217,7 @@ WEIGHTS = [
         "sft-bf16",
         updates.not_written_back(f"{L0}.self_attn.k_proj.weight"),
         "weights",
-        says=f"{L0}.self_attn.k_proj.weight",
+        expects=f"{L0}.self_attn.k_proj.weight",
     ),
     Fault("weights lost after the update", "grpo", updates.weights_lost_after(f"{L1}.mlp.down_proj.weight"), "weights"),
 ]
@@ -229,7 +229,7 @@ RANKS = [
         updates.on_rank(1, updates.shard_not_written_back(f"{L0}.mlp.gate_proj.weight")),
         "optimizer",
         rank=1,
-        says=f"{L0}.mlp.gate_proj.weight",
+        expects=f"{L0}.mlp.gate_proj.weight",
         ranks=2,
     ),
     Fault("gradients averaged over ranks", "sft", updates.averaged_over_ranks, "gradient", ranks=2),
@@ -239,7 +239,7 @@ RANKS = [
         updates.on_rank(1, updates.shard_not_written_back(f"{L1}.mlp.down_proj.weight")),
         "weights",
         rank=1,
-        says=f"{L1}.mlp.down_proj.weight",
+        expects=f"{L1}.mlp.down_proj.weight",
         ranks=2,
     ),
     Fault(
@@ -328,7 +328,7 @@ BF16_KINDS: dict[str, list[Fault]] = {
             _weight("weight in fp8", f"{L1}.mlp.gate_proj.weight", modules.through_fp8),
             _weight("weight rows zero", f"{L0}.mlp.gate_proj.weight", modules.without_row(5)),
             _module("tied head x 1.02", modules.scaled_head(1.02), ROOT),
-            Fault("log-probabilities in bf16", "grpo", modules.bf16_logprobs, "log-probs", says="precision"),
+            Fault("log-probabilities in bf16", "grpo", modules.bf16_logprobs, "log-probs", expects="precision"),
         )
     ],
     "backward": _again(
@@ -362,7 +362,7 @@ BF16_KINDS: dict[str, list[Fault]] = {
                 "sft",
                 updates.gradients(updates.only(f"{L0}.self_attn.o_proj.weight", 1.1)),
                 "gradient",
-                says=f"{L0}.self_attn.o_proj.weight",
+                expects=f"{L0}.self_attn.o_proj.weight",
             ),
         )
     ],
@@ -396,14 +396,14 @@ BF16_KINDS: dict[str, list[Fault]] = {
                 "sft",
                 updates.weights_lost_after(f"{L1}.mlp.down_proj.weight"),
                 "weights",
-                says=f"{L1}.mlp.down_proj.weight",
+                expects=f"{L1}.mlp.down_proj.weight",
             ),
             Fault(
                 "weights changed before the next step",
                 "grpo",
                 updates.changed_before_next(f"{L2}.self_attn.v_proj.weight", 1.01),
                 "weights",
-                says=f"{L2}.self_attn.v_proj.weight",
+                expects=f"{L2}.self_attn.v_proj.weight",
             ),
         )
     ],

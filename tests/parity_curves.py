@@ -1,4 +1,4 @@
-"""Curves with a known truth: rewards and losses with noise that remembers, and what can go wrong with a run."""
+"""Simulated curves: rewards and losses with AR(1) noise, and faults of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loss(steps: int) -> np.ndarray:
 
 
 def remembering(draw: np.random.Generator, shape: tuple[int, ...], memory: float, wander: float = 0.0) -> np.ndarray:
-    """AR(1) noise of standard deviation 1 along the last axis, and a level of its own for each run."""
+    """AR(1) noise of standard deviation 1 along the last axis, and a separate level for each run."""
     noise = draw.normal(size=shape) * np.sqrt(1 - memory**2)
     noise[..., 0] /= np.sqrt(1 - memory**2)
     for step in range(1, shape[-1]):

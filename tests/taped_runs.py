@@ -75,7 +75,7 @@ def write_lively(folder: Path) -> Path:
 
 
 def recorder(folder: Path, *, steps: int = 2) -> Callable[[str], Path]:
-    """Of the lively model the run of a recipe, recorded when it is first asked for."""
+    """The recorded run of a recipe with the lively model, created on first use."""
     model = write_lively(folder / "model")
     return cache(lambda recipe: record(folder, model, recipe, steps=steps))
 

@@ -250,7 +250,7 @@ def compare(
     support: Annotated[Path, typer.Option(metavar="FILE.md", help="The support table.")] = Path("docs/support.md"),
 ) -> None:
     """Compare two runs. Exit code 0: they train alike; 1: they differ; 2: undecided."""
-    from lockstep.parity.compare.compare_command import CompareOptions, compare_logs
+    from lockstep.parity.compare.compare_runs import CompareOptions, compare_logs
 
     bars = dict(_bar(words) for words in bar or [])
     table = support if record else None

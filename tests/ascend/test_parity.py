@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.model import verified
+from lockstep.model import trials
 from lockstep.parity.replay.replay_command import replay
 from lockstep.parity.replay.replay_loop import Replay
 from lockstep.parity.replay.replay_result import Replayed, first_divergence
@@ -99,9 +99,9 @@ def test_a_wrong_attention_kernel_is_named_by_the_replay(
 
     monkeypatch.setattr(torch_npu, "npu_fusion_attention", strong)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
     found = on_device(run)
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
     assert "its attention kernel npu_fusion is wrong" in found.remarks[0]
     assert found.module is not None
     assert found.module.module == "model.layers.0.self_attn"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 
 import fault_modules as modules
-from commands import warm_python
 from fault_scene import Inject, Scene, replay_with, wrap
 from faults import OTHER_BATCHES
 
@@ -27,7 +26,7 @@ def run(tape: Callable[[str], Path]) -> Path:
 
 
 class RmsNorm(torch.autograd.Function):
-    """Right forwards. Backwards without the share of the mean, as a kernel that keeps the scale fixed."""
+    """A correct forward pass. The backward pass treats the scale as a constant."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -53,8 +52,8 @@ class Silu(torch.autograd.Function):
         return gradients[0] * gate * (1 + ctx.saved_tensors[0])  # the derivative has (1 + x (1 - gate))
 
 
-class Turned(torch.autograd.Function):
-    """The rotary embedding, whose gradient is turned on in the place of back."""
+class Rotated(torch.autograd.Function):
+    """The rotary embedding, whose gradient is rotated in the wrong direction."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -82,18 +81,18 @@ class Factor(torch.autograd.Function):
         return gradients[0] * 1.05
 
 
-class OwnSilu(nn.Module):
+class SiluModule(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Silu.apply(x)
 
 
 def norm(scene: Scene) -> None:
     layer = scene.module(f"{L1}.post_attention_layernorm")
-    wrap(layer, "forward", lambda own, x: RmsNorm.apply(x, layer.weight, layer.variance_epsilon))
+    wrap(layer, "forward", lambda original, x: RmsNorm.apply(x, layer.weight, layer.variance_epsilon))
 
 
 def attention(scene: Scene) -> None:
-    """The keys' gradient of the attention itself, between its projections."""
+    """Wrong gradient of the keys, between the projections of the attention."""
 
     def rotate(turn: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         q, k = turn(q, k, cos, sin)
@@ -102,14 +101,14 @@ def attention(scene: Scene) -> None:
     modules.rotary(f"{L1}.self_attn", rotate)(scene)
 
 
-def turned(turn: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    return turn(q, k, cos, sin)[0], Turned.apply(k, cos.unsqueeze(1), sin.unsqueeze(1))
+def rotated(turn: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    return turn(q, k, cos, sin)[0], Rotated.apply(k, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 FAULTS: dict[str, tuple[Inject, str, tuple[str, ...]]] = {
     "norm": (norm, f"{L1}.post_attention_layernorm", ("aten.mul.Tensor",)),
-    "activation": (modules.activation(f"{L1}.mlp", OwnSilu()), f"{L1}.mlp.act_fn", ("aten.mul.Tensor",)),
-    "rotary": (modules.rotary(f"{L1}.self_attn", turned), f"{L1}.self_attn", ("aten.add.Tensor", "aten.mul.Tensor")),
+    "activation": (modules.activation(f"{L1}.mlp", SiluModule()), f"{L1}.mlp.act_fn", ("aten.mul.Tensor",)),
+    "rotary": (modules.rotary(f"{L1}.self_attn", rotated), f"{L1}.self_attn", ("aten.add.Tensor", "aten.mul.Tensor")),
     "attention": (attention, f"{L1}.self_attn", ("aten.mul.Tensor",)),
     "projection": (
         modules.backward(f"{L1}.self_attn.v_proj", lambda g: 0.9 * g),
@@ -125,15 +124,14 @@ FAULTS: dict[str, tuple[Inject, str, tuple[str, ...]]] = {
 }
 
 
-# For every day one of a kernel's own way back, one through two operators, one of a weight and one without an operator.
+# Daily: the gradient of a weight, and a fault without an operator.
 DAILY = ("weight", "detached")
 
 
-@pytest.mark.xdist_group("backward operators")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.slow) for name in FAULTS]
 )
-def test_the_operator_of_a_wrong_way_back_is_named(name: str, run: Path) -> None:
+def test_a_wrong_backward_operator_is_named(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inject, module, operators = FAULTS[name]
 
     def both(scene: Scene) -> None:
@@ -147,13 +145,13 @@ def test_the_operator_of_a_wrong_way_back_is_named(name: str, run: Path) -> None
     where = found.operator
     assert where is not None
     assert where.side == "replay"
-    print(name, where)
     if not operators:
         return
     assert where.operator in operators, where
     assert where.values is not None
     assert where.values[0] != pytest.approx(where.values[1], rel=1e-3)
     assert where.script is not None
-    done = subprocess.run([*warm_python(), where.script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.startswith("differs: found"), done.stdout
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(where.script, run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().out[:14]) == (1, "differs: found")

@@ -27,7 +27,7 @@ from taped_runs import record
 
 Fault = Callable[[Training, pytest.MonkeyPatch], None]
 
-ENGINE = ["first tokens", "rewards", "weight hand-over", "prefill and decode"]
+ENGINE = ["first tokens", "rewards", "weight sync", "prefill and decode"]
 ALWAYS = ["starting weights", "first loss and gradient", "learning rate 0", "padding and packing", "repeatability"]
 
 
@@ -122,7 +122,11 @@ def test_weights_that_were_loaded_wrongly_are_named(sft: Path) -> None:
 
 def sampling(**changes: Any) -> Fault:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
-        wrap(training.generator.engine, "generate", lambda own, asked, how: own(asked, replace(how, **changes)))
+        wrap(
+            training.generator.engine,
+            "generate",
+            lambda original, requests, how: original(requests, replace(how, **changes)),
+        )
 
     return fault
 
@@ -133,12 +137,12 @@ def test_other_noise_gives_other_first_tokens(grpo: Path) -> None:
     assert "sampling (seed" in items["first tokens"].means
 
 
-def test_another_reward_is_told_from_everything_else(grpo: Path) -> None:
+def test_another_reward_is_distinguished_from_other_faults(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
-        own = Scorer._sum
+        original = Scorer._sum
 
         def total(scorer: Scorer, outcomes: Any) -> Any:
-            score = own(scorer, outcomes)
+            score = original(scorer, outcomes)
             return replace(score, total=score.total + 0.5)  # type: ignore[type-var]
 
         patch.setattr(Scorer, "_sum", total)
@@ -153,8 +157,8 @@ def test_another_reward_is_told_from_everything_else(grpo: Path) -> None:
 
 def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
-        def doubled(own: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
-            return own(batches, loss, 0.5 * (divisor or sum(len(batch.targets_K) for batch in batches)))
+        def doubled(original: Any, batches: Any, loss: Any, divisor: Any = None) -> Any:
+            return original(batches, loss, 0.5 * (divisor or sum(len(batch.targets_K) for batch in batches)))
 
         wrap(training.models.trained, "forward_backward", doubled)
 
@@ -167,9 +171,9 @@ def test_a_doubled_loss_is_seen_in_loss_and_gradient(sft: Path) -> None:
 
 def test_a_lost_gradient_is_seen_in_the_norm_alone(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
-        def norm(own: Any, scale: float = 1.0) -> Any:
+        def norm(original: Any, scale: float = 1.0) -> Any:
             training.models.trained.optimizer.trained["model.layers.1.mlp.down_proj.weight"].grad = None
-            return own(scale)
+            return original(scale)
 
         wrap(training.models.trained.optimizer, "gradient_norm", norm)
 
@@ -186,8 +190,8 @@ def test_stale_weights_in_the_engine_are_seen_after_an_update(grpo: Path) -> Non
         training.generator.engine.policy = copy.deepcopy(training.models.module)  # type: ignore[attr-defined]
 
     items = checked(grpo, fault)
-    assert having(items, False) == ["weight hand-over"]
-    assert "weights from before the update" in items["weight hand-over"].means
+    assert having(items, False) == ["weight sync"]
+    assert "weights from before the update" in items["weight sync"].means
 
 
 def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
@@ -202,24 +206,26 @@ def test_a_single_stale_layer_is_seen_too(grpo: Path) -> None:
         training.generator.engine.policy = stale  # type: ignore[attr-defined]
 
     items = checked(grpo, fault)
-    assert having(items, False) == ["weight hand-over"]
-    assert "neither with the new weights" in items["weight hand-over"].means
+    assert having(items, False) == ["weight sync"]
+    assert "neither with the new weights" in items["weight sync"].means
 
 
 def test_an_update_that_moves_nothing_proves_nothing(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
         wrap(
-            training.models.trained.optimizer, "step", lambda own, lr, norm: training.models.trained.optimizer.forget()
+            training.models.trained.optimizer,
+            "step",
+            lambda original, lr, norm: training.models.trained.optimizer.forget(),
         )
 
     items = checked(grpo, fault)
-    assert having(items, None) == ["weight hand-over"]
-    assert items["weight hand-over"].means.startswith("proves nothing: no update")
+    assert having(items, None) == ["weight sync"]
+    assert items["weight sync"].means.startswith("proves nothing: no update")
 
 
 def test_weights_that_move_at_rate_0(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
-        wrap(training.models.trained.optimizer, "step", lambda own, lr, norm: own(max(lr, 1e-5), norm))
+        wrap(training.models.trained.optimizer, "step", lambda original, lr, norm: original(max(lr, 1e-5), norm))
 
     items = checked(sft, fault)
     assert having(items, False) == ["learning rate 0"]
@@ -228,8 +234,8 @@ def test_weights_that_move_at_rate_0(sft: Path) -> None:
 
 def test_an_engine_that_wears_out_at_rate_0(grpo: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
-        def step(own: Any, lr: float, norm: Any) -> None:
-            own(lr, norm)
+        def step(original: Any, lr: float, norm: Any) -> None:
+            original(lr, norm)
             if lr == 0:
                 sampling(temperature=1.0)(training, patch)
 
@@ -239,7 +245,7 @@ def test_an_engine_that_wears_out_at_rate_0(grpo: Path) -> None:
     assert items["learning rate 0"].passed is False
     assert "outputs by 0 " in items["learning rate 0"].measured
     assert items["learning rate 0"].means.startswith("engine and trainer drift")
-    assert items["weight hand-over"].passed is True
+    assert items["weight sync"].passed is True
 
 
 # -- prefill and decode
@@ -249,8 +255,8 @@ def after_each(method: str) -> Fault:
     """What a pass of this kind has put into the cache is changed when it is done."""
 
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
-        def made(own: Any, *args: Any) -> Any:
-            runner = own(*args)
+        def made(original: Any, *args: Any) -> Any:
+            runner = original(*args)
             if not hasattr(runner, "worn"):
                 runner.worn = True
                 wrap(runner, method, lambda run, work: worn(runner, run(work)))
@@ -272,7 +278,7 @@ def test_a_fault_of_prefill_is_named(grpo: Path) -> None:
     assert item.means.startswith("prefill differs")
 
 
-def test_a_fault_of_decode_is_told_from_prefill(grpo: Path) -> None:
+def test_a_decode_fault_is_distinguished_from_prefill(grpo: Path) -> None:
     item = checked(grpo, after_each("decode"))["prefill and decode"]
     assert item.passed is False
     assert item.means.startswith("decode differs")
@@ -283,8 +289,8 @@ def test_a_fault_of_decode_is_told_from_prefill(grpo: Path) -> None:
 
 def test_padded_rows_at_wrong_positions(sft: Path) -> None:
     def fault(training: Training, patch: pytest.MonkeyPatch) -> None:
-        def forward(own: Any, batch: Any) -> Any:
-            return own(batch if batch.packed else replace(batch, position_ids_NT=2 * batch.position_ids_NT))
+        def forward(original: Any, batch: Any) -> Any:
+            return original(batch if batch.packed else replace(batch, position_ids_NT=2 * batch.position_ids_NT))
 
         wrap(training.models.trained.module, "forward", forward)
 

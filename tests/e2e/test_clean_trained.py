@@ -31,12 +31,12 @@ def model(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorded(model: Path, name: str, dtype: str) -> Path:
     start, runs = model / "runs" / "start" / "export", model / "runs"
-    own = [f"model.path={start}", f"model.dtype={dtype}", f"run.folder={runs}", f"run.name={name}-{dtype}", *QUIET]
+    settings = [f"model.path={start}", f"model.dtype={dtype}", f"run.folder={runs}", f"run.name={name}-{dtype}", *QUIET]
     if name == "sft":
-        own += [f"data.train={model / 'data' / 'sft_train.parquet'}", "run.steps=11", "tape.every=5"]
-        return run_recipe(load_recipe("sft-arithmetic", [*own, "optim.warmup=0"]))
-    own += [f"data.train={model / 'data' / 'train.parquet'}", "run.steps=3", "tape.every=1", "batch.prompts=8"]
-    return run_recipe(load_recipe("grpo-arithmetic", own))
+        settings += [f"data.train={model / 'data' / 'sft_train.parquet'}", "run.steps=11", "tape.every=5"]
+        return run_recipe(load_recipe("sft-arithmetic", [*settings, "optim.warmup=0"]))
+    settings += [f"data.train={model / 'data' / 'train.parquet'}", "run.steps=3", "tape.every=1", "batch.prompts=8"]
+    return run_recipe(load_recipe("grpo-arithmetic", settings))
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo"])

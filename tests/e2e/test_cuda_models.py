@@ -21,7 +21,8 @@ from transformers import (
 
 from lockstep.device.select import select
 from lockstep.kernels.attention import interface as attention
-from lockstep.model.check import Unfit, check_architecture
+from lockstep.model.check import check_architecture
+from lockstep.model.trials import Unfit
 from lockstep.rollout.engine_check import check_engine_architecture
 from refusals import refuses
 

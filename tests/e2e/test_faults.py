@@ -95,7 +95,7 @@ def test_a_fault_is_named(fault: Fault, tape: Callable[[str], Path], table: list
         return
     assert named.stage == fault.stage, named
     assert (named.module, named.rank) == (fault.module, fault.rank), named
-    assert fault.says in named.said, named
+    assert fault.expects in named.reported, named
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_fault_in_bf16_is_named_for_an_fp32_tape(name: str, tape: Callable[[st
 def test_without_a_fault_nothing_is_named(tape: Callable[[str], Path]) -> None:
     """Neither the other rounding nor the plain attention that faults are injected into raises an alarm.
 
-    The same replays of GRPO and DPO are among the clean repeats.
+    Such replays of GRPO and DPO are among the clean repeats.
     """
     for recipe, inject in (
         ("sft", other_arithmetic),
@@ -155,9 +155,9 @@ def test_a_tape_of_an_earlier_version_is_judged_by_distances(tmp_path: Path, tap
     found = replay_with(run, another_device, OTHER_BATCHES)
     assert found is not None
     assert found.in_step, (found.cause, found.module)
-    said = {check.what for check in found.checks}
+    reported = {check.what for check in found.checks}
     assert any(check.stage == "gradient" for check in found.checks)
-    assert not [what for what in said if what.endswith((", slope", "movement")) or "recorded run" in what]
+    assert not [what for what in reported if what.endswith((", slope", "movement")) or "recorded run" in what]
 
 
 def _short(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,7 +290,7 @@ def test_no_side_is_wrong_if_the_module_has_no_reference(tape: Callable[[str], P
     run = tape("rm")
 
     def changed(scene: Scene) -> None:
-        wrap(scene.policy, "forward", lambda own, batch: 1.01 * own(batch))
+        wrap(scene.policy, "forward", lambda original, batch: 1.01 * original(batch))
 
     found = replay_with(run, changed)
     assert found is not None

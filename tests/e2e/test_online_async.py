@@ -21,7 +21,7 @@ from lockstep.errors import Refusal
 from lockstep.parity.replay.replay_loop import Replay
 from lockstep.preflight.async_worker import collective_of, device_of_worker, handed_lines, refuse_beside
 from lockstep.preflight.memory_plan import MemoryPlan
-from lockstep.preflight.prepare import prepare_online
+from lockstep.preflight.run_checks import prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics

@@ -51,7 +51,7 @@ def opened(browser: Browser, comparison: Comparison, folder: Path) -> Browser:
     return browser
 
 
-def told(comparison: Comparison) -> Any:
+def comparison_json(comparison: Comparison) -> Any:
     """The comparison as a reader of its json sees it, written without the code of the page."""
     text = json.dumps(comparison.as_json())
     return json.loads(re.sub(r"\bNaN\b|-?\bInfinity\b", "null", text))
@@ -120,7 +120,7 @@ def test_opens_offline_without_a_complaint(page: Browser, tmp_path: Path) -> Non
 
 
 def test_every_number_is_that_of_the_json(page: Browser) -> None:
-    data = told(example())
+    data = comparison_json(example())
     seen: set[str] = set()
     for row in page.evaluate("[...document.querySelectorAll('tr[data-metric]')].map((one) => one.dataset.metric)"):
         click(page, f"tr[data-metric='{row}']")
@@ -162,12 +162,12 @@ def test_judged_metrics_come_first_and_rows_switch_the_chart(page: Browser) -> N
     assert page.console == []
 
 
-def test_the_headline_says_absolute_and_what_would_have_been_seen(page: Browser) -> None:
+def test_the_headline_has_the_absolute_error_and_the_power(page: Browser) -> None:
     """Beside the absolute error stands the scaled one, which is what tells of small and of large curves."""
     text = " ".join(page.evaluate("document.getElementById('headline').innerText").split())
     assert "critic/rewards/mean mean error, absolute 4.83 % bar 4 %, scaled error 8.91 %" in text
     assert (
-        "critic/rewards/mean: seen with 95 %: a drift of 0.02490, a collapse of 0.08210 in the last 10 steps; "
+        "critic/rewards/mean: found with 95 %: a drift of 0.02490, a collapse of 0.08210 in the last 10 steps; "
         "one of ten noise sd as late as step 198" in text
     )
 
@@ -212,7 +212,7 @@ def test_curve_a_is_dashed_and_lies_under_b(page: Browser) -> None:
     assert page.evaluate(order) == ["a", "b"]  # what comes later is painted over it
 
 
-def test_where_nothing_is_judged_the_longest_curve_is_shown_first(chromium: Browser, tmp_path: Path) -> None:
+def test_without_judged_metrics_the_longest_curve_is_shown_first(chromium: Browser, tmp_path: Path) -> None:
     short, *others = (replace(metric, verdict=None) for metric in example().metrics)
     short = replace(short, figures=replace(short.figures, steps=3))
     page = opened(chromium, replace(example("not comparable"), metrics=[short, *others]), tmp_path)
@@ -321,7 +321,7 @@ def test_bar_and_noise_are_drawn(page: Browser) -> None:
     assert page.evaluate("document.querySelectorAll('path[data-curve=bar]').length") == 2
     assert page.evaluate("document.querySelectorAll('path.noise-band').length") == 2
     assert page.evaluate("document.querySelectorAll('path.curve.repeat').length") == 1
-    assert page.evaluate("document.querySelector('.mark.parted').textContent") == "parted at 171"
+    assert page.evaluate("document.querySelector('.mark.diverged').textContent") == "diverged at 171"
     click(page, f"tr[data-metric='{LENGTH}']")
     assert page.evaluate("document.querySelectorAll('path[data-curve=bar], path.noise-band').length") == 0
 
@@ -336,7 +336,7 @@ def test_text_of_samples_is_text(page: Browser) -> None:
     assert page.console == []
 
 
-def test_differences_and_what_is_not_known(page: Browser) -> None:
+def test_differences_and_unknown_parts(page: Browser) -> None:
     rows = page.evaluate(
         "[...document.querySelectorAll('.differences tbody tr')].map((row) => row.innerText.split('\\t'))"
     )
@@ -353,7 +353,7 @@ def test_differences_and_what_is_not_known(page: Browser) -> None:
     assert example().throughput.warnings[0] in text
 
 
-def test_of_foreign_logs_the_set_up_is_unknown_and_remarks_are_shown(chromium: Browser, tmp_path: Path) -> None:
+def test_foreign_logs_have_an_unknown_set_up_and_remarks(chromium: Browser, tmp_path: Path) -> None:
     """Nothing was found to differ where nobody could look: that is not a count of 0."""
     matched = replace(example().metrics[LOSS], matching="A's values are means: B is averaged", only_a=2, only_b=18)
     foreign = replace(example(), differences=[], setup_known=False, remarks=["try --shift 1"], metrics=[matched])
@@ -362,13 +362,14 @@ def test_of_foreign_logs_the_set_up_is_unknown_and_remarks_are_shown(chromium: B
     (tile,) = [text for text in tiles if "set-up" in text.lower()]
     assert "unknown" in tile
     assert not re.search(r"\d", tile)
-    told = page.evaluate("document.getElementById('environment').innerText")
-    assert "Unknown: only run folders tell their set-up." in told
-    assert "try --shift 1" in told
+    text = page.evaluate("document.getElementById('environment').innerText")
+    assert "Unknown" in text
+    assert "set-up" in text
+    assert "try --shift 1" in text
     assert page.evaluate("document.body.innerText").count("A's values are means: B is averaged") == 2
     assert page.console == []
-    known = opened(chromium, replace(example(), differences=[]), tmp_path)
-    tiles = known.evaluate("[...document.querySelectorAll('.tile')].map((one) => one.innerText)")
+    setup = opened(chromium, replace(example(), differences=[]), tmp_path)
+    tiles = setup.evaluate("[...document.querySelectorAll('.tile')].map((one) => one.innerText)")
     assert any("set-up" in text.lower() and "0" in text for text in tiles)
 
 

@@ -55,7 +55,7 @@ def test_the_run_has_two_parts(run: Path) -> None:
     assert [first.holds(step) for step in (1, 2, 3)] == [True, True, False]
 
 
-def test_every_step_is_replayed_with_its_own_recipe(run: Path) -> None:
+def test_every_step_is_replayed_with_the_recipe_that_trained_it(run: Path) -> None:
     found = done(run, "forced")
     assert found.steps == [1, 2, 3, 4]
     assert found.in_step, first_divergence(found)
@@ -63,7 +63,7 @@ def test_every_step_is_replayed_with_its_own_recipe(run: Path) -> None:
     assert len(list((run / "replays").glob("forced-*"))) == 2
 
 
-def test_one_step_is_replayed_with_its_own_recipe(run: Path) -> None:
+def test_one_step_is_replayed_with_the_recipe_that_trained_it(run: Path) -> None:
     for step in (2, 4):
         found = done(run, "forced", steps=(step,))
         assert found.steps == [step]
@@ -77,7 +77,7 @@ def test_the_newest_recipe_would_be_a_fault(run: Path) -> None:
     assert {check.step for check in found.checks if not check.passed} == {2}
 
 
-def test_own_weights_go_as_far_as_the_first_recipe(run: Path) -> None:
+def test_a_chained_replay_stops_at_the_first_recipe_change(run: Path) -> None:
     found = done(run, "chained")
     assert found.steps == [1, 2]
     assert found.in_step, first_divergence(found)

@@ -77,8 +77,8 @@ def test_a_replay_with_the_same_engine_draws_the_recorded_responses_again(run: P
 
 def test_the_checklist_hands_weights_over_with_the_probe(run: Path) -> None:
     items = {item.name: item for item in run_checklist(run, (), Console.silent())}
-    assert items["weight hand-over"].passed, items["weight hand-over"]
-    assert "weight check: log-probs off by" in items["weight hand-over"].measured
+    assert items["weight sync"].passed, items["weight sync"]
+    assert "weight check: log-probs off by" in items["weight sync"].measured
     assert items["first tokens"].passed
 
 
@@ -89,8 +89,8 @@ def test_the_checklist_finds_a_tensor_that_does_not_arrive(run: Path, server: Se
         items = {item.name: item for item in run_checklist(run, (), Console.silent())}
     finally:
         server.engine.dropped_tensors = set()
-    assert items["weight hand-over"].passed is False
-    assert "does not generate with the weights" in items["weight hand-over"].measured
+    assert items["weight sync"].passed is False
+    assert "does not generate with the weights" in items["weight sync"].measured
     others = {
         item.name: item for item in run_checklist(run, ("rollout.engine=native", "rollout.url=null"), Console.silent())
     }

@@ -40,7 +40,7 @@ REWARD_KEYS = '\nreward: {{function: "{file}:letters", workers: 1}}'
 
 
 def write_recipe(folder: Path, model: Path, method: str) -> Path:
-    """A small run of any method with rows of its own."""
+    """A small run of any method, with its rows."""
     folder.mkdir(parents=True, exist_ok=True)
     if method in ONLINE:
         (folder / "reward.py").write_text(REWARD, encoding="utf-8")
@@ -166,8 +166,8 @@ def test_a_tape_changes_nothing(kind: str, tiny_folder: Path, tmp_path: Path) ->
 def test_keys_bound_what_is_on_disk(tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, "sft")
     words = ["run.steps=5", "tape=true", "tape.steps=4", "tape.every=3", "tape.rows=2"]
-    own = ["tape.modules=[model.layers.1, model.layers.1.mlp.*]", "tape.tensors=[model.layers.1]"]
-    tape = tape_of(train(recipe, *words, *own))
+    selection = ["tape.modules=[model.layers.1, model.layers.1.mlp.*]", "tape.tensors=[model.layers.1]"]
+    tape = tape_of(train(recipe, *words, *selection))
     assert {file.name for file in tape.path.iterdir()} == {
         "tape.json",
         *(f"step_00000{step}.{end}" for step in range(1, 5) for end in ("safetensors", "rows.parquet")),
@@ -184,13 +184,13 @@ def test_keys_bound_what_is_on_disk(tiny_folder: Path, tmp_path: Path) -> None:
         modules = {event.module for event in traces["train", 0].events}
         own_children = {f"model.layers.1.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj", "act_fn")}
         assert modules == {"model.layers.1", *own_children}
-        whole = [name for name in record.tensors if name.endswith("/whole")]
-        assert len(whole) == sum(
+        complete = [name for name in record.tensors if name.endswith("/whole")]
+        assert len(complete) == sum(
             e.inputs + e.outputs for e in traces["train", 0].events if e.module == "model.layers.1"
         )
 
 
-def test_weights_are_left_out_when_asked(tiny_folder: Path, tmp_path: Path) -> None:
+def test_weights_are_left_out_on_request(tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, "sft")
     run = train(recipe, "tape=true", "tape.weights=false")
     assert tape_of(run).weighed() == []
@@ -255,17 +255,17 @@ def content(tape: TapeFolder) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", [pytest.param("sft", marks=pytest.mark.slow), "grpo"])
-def test_a_killed_run_ends_with_the_tape_of_a_whole_one(method: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_a_complete_tape(method: str, tiny_folder: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, tiny_folder, method)
     words = ["run.steps=6", "checkpoint.every=2", "tape=true", "tape.every=2"]
-    whole = tape_of(train(recipe, "run.name=whole", *words))
+    complete = tape_of(train(recipe, "run.name=whole", *words))
     half = tape_of(tmp_path / "runs" / "killed")
     # After the checkpoint of step 2, in the middle of the steps after it.
     killed(["train", recipe, "run.name=killed", *words], Moment(f"{half.path}/step_000003.safetensors"))
     (half.path / ".writing-step_000004.safetensors").write_bytes(b"half")
     train(recipe, "run.name=killed", *words)
-    assert {file.name for file in half.path.iterdir()} == {file.name for file in whole.path.iterdir()}
-    assert content(half) == content(whole)
+    assert {file.name for file in half.path.iterdir()} == {file.name for file in complete.path.iterdir()}
+    assert content(half) == content(complete)
 
 
 def test_a_tape_that_cannot_be_written_stops_the_run(
@@ -308,7 +308,7 @@ def test_a_checkpoint_is_not_ahead_of_its_tape(
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[str, Path]:
-    """Runs by method, made when they are asked for first."""
+    """Runs by method, created on first use."""
     folder = tmp_path_factory.mktemp("recorded")
 
     class Runs(dict[str, Path]):
@@ -338,9 +338,7 @@ def test_replays_on_this_device_are_in_step(recorded: dict[str, Path], method: s
         assert mode != "forced" or "generation" in stages
 
 
-def test_two_replays_of_a_run_at_the_same_time_have_folders_of_their_own(
-    recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_replays_have_separate_folders(recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second starts when the first has its name and not yet its folder."""
     started: list[Replayed | None] = []
 

@@ -1,4 +1,4 @@
-"""The page of `lockstep view` in a real browser, in one session: curves that grow, runs laid over each other, responses
+"""The page of `lockstep view` in a real browser, in one session: growing curves, overlaid runs, responses
 token by token, hostile text as text, the keyboard, narrow and dark."""
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def page(chromium: Browser, server: RunViewer) -> Iterator[Page]:
 
 
 class Page:
-    """The page in the browser, asked and used as a reader would."""
+    """The page in the browser, with the actions of a reader."""
 
     def __init__(self, browser: Browser, link: str):
         self.browser, self.link = browser, link
@@ -110,21 +110,21 @@ class Page:
         self.browser.open(self.link + address)
         self.until("document.querySelector('h1')")
 
-    def tell(self, script: str) -> Any:
+    def evaluate(self, script: str) -> Any:
         return self.browser.evaluate(script)
 
     def until(self, script: str) -> None:
-        wait_until(lambda: bool(self.tell(f"Boolean({script})")))
+        wait_until(lambda: bool(self.evaluate(f"Boolean({script})")))
 
     def text(self, selector: str) -> str:
-        return str(self.tell(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
+        return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def key(self, name: str) -> None:
         text = name if len(name) == 1 else {"Enter": "\r"}.get(name, "")
         code = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}.get(name, 0)
         for kind in ("keyDown", "keyUp"):
-            own = {"text": text} if text and kind == "keyDown" else {}
-            self.browser.call("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, **own)
+            typed = {"text": text} if text and kind == "keyDown" else {}
+            self.browser.call("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, **typed)
         self.browser.settle()
 
     def type(self, text: str) -> None:
@@ -135,11 +135,11 @@ class Page:
         """Left, top, width and height, once they stay: charts that are drawn later move it, and a bar to scroll by."""
         script = f"""(({{left, top, width, height}}) => [left, top, width, height])(
           document.querySelector({json.dumps(selector)}).getBoundingClientRect())"""
-        found = [self.tell(script)]
+        found = [self.evaluate(script)]
 
         def stays() -> bool:
             self.browser.settle()
-            found.append(self.tell(script))
+            found.append(self.evaluate(script))
             return bool(found[-1] == found[-2])
 
         wait_until(stays)
@@ -147,7 +147,7 @@ class Page:
         return left, top, width, height
 
     def click(self, selector: str) -> None:
-        left, top, width, height = self.tell(
+        left, top, width, height = self.evaluate(
             f"""(() => {{
               const element = document.querySelector({json.dumps(selector)});
               element.scrollIntoView({{block: "center"}});
@@ -158,7 +158,7 @@ class Page:
         self.browser.click(left + width / 2, top + height / 2)
 
     def choose(self, selector: str, value: str) -> None:
-        self.tell(
+        self.evaluate(
             f"""(() => {{
               const element = document.querySelector({json.dumps(selector)});
               element.value = {json.dumps(value)};
@@ -171,19 +171,19 @@ class Page:
         self.until(f"document.querySelectorAll('[data-metric=\"{metric}\"] path.curve').length >= {runs}")
 
     def at_step(self, metric: str, step: float) -> dict[str, float]:
-        """What the tooltip tells of each run with the pointer at a step; the chart must be in view."""
+        """The values of each run in the tooltip at a step; the chart must be in view."""
         # A chart that is drawn anew under the pointer has lost it: a slow page may do so after the first move.
         wait_until(lambda: self._point(metric, step))
-        shown = self.tell(
+        shown = self.evaluate(
             f"""[...document.querySelectorAll('[data-metric="{metric}"] [data-hover]')]
               .map((one) => [one.dataset.hover, one.dataset.value])"""
         )
-        told = self.tell(f"document.querySelector('[data-metric=\"{metric}\"] .tooltip-step').dataset.value")
-        return {"step": float(told), **{name: float(value) for name, value in shown}}
+        values = self.evaluate(f"document.querySelector('[data-metric=\"{metric}\"] .tooltip-step').dataset.value")
+        return {"step": float(values), **{name: float(value) for name, value in shown}}
 
     def _point(self, metric: str, step: float) -> bool:
         """Whether there is a tooltip, with the pointer moved to a step."""
-        left, top, width, height, first, last = self.tell(
+        left, top, width, height, first, last = self.evaluate(
             f"""(() => {{
               const card = document.querySelector('[data-metric="{metric}"]');
               card.scrollIntoView({{block: "center"}});
@@ -194,34 +194,36 @@ class Page:
         )
         self.browser.mouse("moved", left + width * (step - first) / (last - first), top + height / 2)
         self.browser.settle()
-        return bool(self.tell(f"Boolean(document.querySelector('[data-metric=\"{metric}\"] .tooltip-step'))"))
+        return bool(self.evaluate(f"Boolean(document.querySelector('[data-metric=\"{metric}\"] .tooltip-step'))"))
 
     def widest(self) -> tuple[int, int]:
-        scrolled, width = self.tell("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        scrolled, width = self.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         return scrolled, width
 
 
 def test_lists_the_runs_and_draws_the_chosen_one(page: Page) -> None:
     page.wait_for_chart()
-    names = page.tell("[...document.querySelectorAll('button[data-run]')].map((one) => one.dataset.run)")
+    names = page.evaluate("[...document.querySelectorAll('button[data-run]')].map((one) => one.dataset.run)")
     assert names == [HOSTILE.replace("/", "|"), "damaged", "extremes", "long", "short", *TWINS]
     assert "step 5,000 of 5,000" in page.text("button[data-run=long]")
     assert page.text("h1") == "long"
-    assert page.tell("window.hacked") is None
+    assert page.evaluate("window.hacked") is None
     # Two panes of what is looked at first, and a group for the metric with the odd name.
-    assert page.tell("[...document.querySelectorAll('.group')].map((one) => one.dataset.group)") == ["first", "odd"]
+    assert page.evaluate("[...document.querySelectorAll('.group')].map((one) => one.dataset.group)") == ["first", "odd"]
 
 
 def test_a_thinned_curve_keeps_its_extremes(page: Page) -> None:
     """One step of 5,000 lies far above all others, on a chart of some 300 pixels."""
     page.wait_for_chart()
-    highest = page.tell(
+    highest = page.evaluate(
         """Math.min(...document.querySelector('[data-metric="critic/score/mean"] path.curve').getAttribute("d")
           .match(/[\\d.]+ [\\d.]+/g).map((point) => Number(point.split(" ")[1])))"""
     )
-    top = float(page.tell("document.querySelector('[data-metric=\"critic/score/mean\"] .catcher').getAttribute('y')"))
+    top = float(
+        page.evaluate("document.querySelector('[data-metric=\"critic/score/mean\"] .catcher').getAttribute('y')")
+    )
     assert highest < top + 20
-    drawn = page.tell(
+    drawn = page.evaluate(
         "document.querySelector('[data-metric=\"critic/score/mean\"] path.curve').getAttribute('d').length"
     )
     assert drawn < 20_000, "not all of the points"
@@ -239,60 +241,60 @@ def test_zoom_shows_steps_that_were_thinned_out(page: Page) -> None:
     page.browser.mouse("moved", left + width * 0.56, y, pressed=True)
     page.browser.mouse("released", left + width * 0.56, y, clicks=1)
     page.until("document.querySelector('.chart').dataset.last < 3000")
-    first, last = page.tell(
+    first, last = page.evaluate(
         "(({first, last}) => [Number(first), Number(last)])(document.querySelector('.chart').dataset)"
     )
     assert first == pytest.approx(2500, abs=40)
     assert last == pytest.approx(2800, abs=40)
-    told = page.at_step("critic/score/mean", 2555)
-    assert told["long"] == pytest.approx(reward(int(told["step"])))
-    assert told["step"] == pytest.approx(2555, abs=2)
+    values = page.at_step("critic/score/mean", 2555)
+    assert values["long"] == pytest.approx(reward(int(values["step"])))
+    assert values["step"] == pytest.approx(2555, abs=2)
     page.click("#reset")
     page.until("document.querySelector('.chart').dataset.last == 5000")
 
 
-def test_runs_are_laid_over_each_other(page: Page) -> None:
+def test_runs_are_overlaid(page: Page) -> None:
     page.click("input[data-over=short]")
     page.wait_for_chart(runs=2)
-    assert "with=short" in page.tell("location.hash")
+    assert "with=short" in page.evaluate("location.hash")
     legend = "[...document.querySelectorAll('#panel-curves .legend-entry')].map((one) => one.innerText)"
-    assert page.tell(legend) == ["long", "short"]
+    assert page.evaluate(legend) == ["long", "short"]
     curves = "[...document.querySelectorAll('[data-metric=\"critic/score/mean\"] path.curve')]"
-    assert len(set(page.tell(f"{curves}.map((one) => getComputedStyle(one).stroke)"))) == 2
-    told = page.at_step("critic/score/mean", 1)
-    assert told["long"] == pytest.approx(reward(int(told["step"])))
-    assert told["short"] == pytest.approx(min(told["step"], 40) / 40)
-    # What a log scale cannot show is said.
+    assert len(set(page.evaluate(f"{curves}.map((one) => getComputedStyle(one).stroke)"))) == 2
+    values = page.at_step("critic/score/mean", 1)
+    assert values["long"] == pytest.approx(reward(int(values["step"])))
+    assert values["short"] == pytest.approx(min(values["step"], 40) / 40)
+    # A note names values that a log scale cannot show.
     page.click("#log")
     page.until(
         "document.querySelector('[data-metric=\"critic/score/mean\"] .odd-note').innerText.includes('0 or less')"
     )
-    # What is no number is said, and marked in the chart.
+    # NaN and infinite values have a note and a mark in the chart.
     page.open("#run=short")
     page.wait_for_chart("actor/entropy")
     note = page.text("[data-metric='actor/entropy'] .odd-note")
     assert note.startswith("2 steps ")
     assert note.endswith("first nan at step 7")
-    assert page.tell("document.querySelectorAll('[data-metric=\"actor/entropy\"] path.odd').length") == 2
+    assert page.evaluate("document.querySelectorAll('[data-metric=\"actor/entropy\"] path.odd').length") == 2
     path = "document.querySelector('[data-metric=\"actor/entropy\"] path.curve').getAttribute('d')"
-    assert page.tell(f"{path}.split('M').length - 1") == 2, "no line over the gap"
+    assert page.evaluate(f"{path}.split('M').length - 1") == 2, "no line over the gap"
 
 
-def test_two_runs_of_one_name_are_told_apart(page: Page) -> None:
+def test_two_runs_of_one_name_are_distinguished(page: Page) -> None:
     """Also where the name would turn the line around; and an axis has more than one mark."""
     page.open("#" + urlencode({"run": TWINS[0], "with": TWINS[1]}))
     page.wait_for_chart(runs=2)
     page.at_step("critic/score/mean", 100)
-    named = page.tell("[...document.querySelectorAll('.tooltip-grid .key')].map((one) => one.innerText.trim())")
+    named = page.evaluate("[...document.querySelectorAll('.tooltip-grid .key')].map((one) => one.innerText.trim())")
     assert named == ["twins/a/same\\u202e", "twins/b/same\\u202e"]
     assert page.text("h1") == named[0]
     assert page.text("[aria-current] .run-title") == named[0]
-    assert page.tell("document.querySelectorAll('svg.chart .upright').length") >= 2
+    assert page.evaluate("document.querySelectorAll('svg.chart .upright').length") >= 2
     # However long the list is, the chosen run is in sight.
     page.browser.show(1400, 260)
     page.open("#" + urlencode({"run": TWINS[1]}))
     page.wait_for_chart()
-    top, bottom, scrolled = page.tell(
+    top, bottom, scrolled = page.evaluate(
         "(({top, bottom}) => [top, bottom, scrollY])(document.querySelector('.chosen').getBoundingClientRect())"
     )
     assert 0 <= top < bottom <= 260
@@ -303,9 +305,9 @@ def test_the_largest_and_smallest_numbers_are_drawn(page: Page) -> None:
     page.open("#run=extremes")
     page.until("document.querySelectorAll('path.curve').length === 6")
     assert page.at_step("huge", 4)["extremes"] == 1.7e308
-    page.tell("document.getElementById('log').click()")
+    page.evaluate("document.getElementById('log').click()")
     page.browser.settle()
-    assert "NaN" not in page.tell("[...document.querySelectorAll('svg.chart')].map((one) => one.outerHTML).join()")
+    assert "NaN" not in page.evaluate("[...document.querySelectorAll('svg.chart')].map((one) => one.outerHTML).join()")
     assert "0 or less" in page.text("[data-metric=zero] .odd-note")
 
 
@@ -320,7 +322,7 @@ def test_curves_grow_while_a_run_is_going(page: Page, runs: Path) -> None:
         for step in range(2, 13):
             log.append(step, {"critic/score/mean": step / 10})
         page.until("document.querySelector('.chart').dataset.last == 12")
-        assert page.tell("document.querySelector('.latest .figure').dataset.value") == "1.2"
+        assert page.evaluate("document.querySelector('.latest .figure').dataset.value") == "1.2"
         # A new metric and samples appear without a reload.
         log.append(13, {"critic/score/mean": 1.3, "val/accuracy": 0.5})
         page.wait_for_chart("val/accuracy")
@@ -340,10 +342,10 @@ def test_responses_token_by_token(page: Page) -> None:
     for words in ("step 2", "score 1.000", "rule 1.000", "format 0.5000", "advantage +0.750", "ended by token"):
         assert words in head
     classes = "[...document.querySelector('.sample').querySelectorAll('.token')].map((one) => one.className.trim())"
-    assert page.tell(classes) == ["token p0", "token p3", "token p6"], "99 %, 49.7 % and 0.25 %"
+    assert page.evaluate(classes) == ["token p0", "token p3", "token p6"], "99 %, 49.7 % and 0.25 %"
     page.choose("#colour", "advantage")
-    assert page.tell(classes) == ["token down2", "token", "token up4"]
-    page.tell("document.querySelector('.tokens').focus()")
+    assert page.evaluate(classes) == ["token down2", "token", "token up4"]
+    page.evaluate("document.querySelector('.tokens').focus()")
     for _ in range(3):
         page.key("ArrowRight")
     readout = " ".join(page.text(".readout").split())
@@ -380,17 +382,17 @@ def test_text_from_a_run_is_text(page: Page) -> None:
     page.choose("#colour", "")
     assert page.text(".sample .response-text") == HOSTILE
     assert page.text(".sample .turns h4") == HOSTILE
-    second = page.tell("document.querySelectorAll('.response-text')[1].textContent")
+    second = page.evaluate("document.querySelectorAll('.response-text')[1].textContent")
     assert second == "\\x1b[31mred\\x1b[0m \\u202eright to left\\u202c", "shown, not obeyed"
     page.open("#run=long&tab=samples&step=6")
-    page.until("document.querySelector('button.whole')")
-    assert page.tell("document.querySelector('.response-text').textContent.length") == 6_000
-    page.click("button.whole")
+    page.until("document.querySelector('button.show-all')")
+    assert page.evaluate("document.querySelector('.response-text').textContent.length") == 6_000
+    page.click("button.show-all")
     page.until(f"document.querySelector('.response-text').textContent.length === {len(MEGABYTE)}")
     scrolled, width = page.widest()
     assert scrolled <= width
-    assert page.tell("window.hacked") is None
-    assert page.tell("document.querySelectorAll('main script, main b + b script').length") == 0
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate("document.querySelectorAll('main script, main b + b script').length") == 0
 
 
 def test_the_recipe_and_its_difference(page: Page) -> None:
@@ -398,35 +400,35 @@ def test_the_recipe_and_its_difference(page: Page) -> None:
     page.open("#run=long&tab=recipe&against=short")
     page.until("document.querySelectorAll('#difference tr[data-key]').length > 0")
     rows = "[...document.querySelectorAll('#difference > .card tr[data-key]')]"
-    told = page.tell(f"{rows}.map((row) => [...row.cells].map((cell) => cell.innerText.split('\\n')[0]))")
-    assert told == [
+    values = page.evaluate(f"{rows}.map((row) => [...row.cells].map((cell) => cell.innerText.split('\\n')[0]))")
+    assert values == [
         ["blocks", "optim.lr", "0.0001", "0.0003"],
         ["blocks", "run.steps", "5000", "40"],
     ]
     assert "learning rate depends on the length" in page.text("#difference tr[data-key='run.steps']")
     folded = "[...document.querySelectorAll('#difference details tr[data-key]')].map((row) => row.dataset.key)"
-    assert page.tell(folded) == ["run.name"]
+    assert page.evaluate(folded) == ["run.name"]
     page.click("#difference details > summary")
     assert "harmless" in page.text("#difference details")
     assert "path: models/tiny" in page.text("#recipe pre")
     # What is damaged cannot be weighed, and is shown all the same.
     page.open("#run=damaged&tab=recipe&against=short")
-    page.until("document.querySelector('#difference')?.innerText.includes('Not weighed: recipe.yaml is damaged')")
+    page.until("document.querySelector('#difference')?.innerText.includes('recipe.yaml is damaged')")
     assert "optim.lr" in page.text("#difference")
 
 
-def test_the_report_of_a_comparison_runs_as_a_stranger(page: Page, server: RunViewer) -> None:
+def test_the_report_of_a_comparison_is_sandboxed(page: Page, server: RunViewer) -> None:
     page.open("#run=long&tab=report")
     page.until("document.querySelector('iframe')")
-    assert server.token not in page.tell("document.querySelector('iframe').src")
-    assert page.tell("document.querySelector('iframe').contentDocument") is None, "of another origin"
+    assert server.token not in page.evaluate("document.querySelector('iframe').src")
+    assert page.evaluate("document.querySelector('iframe').contentDocument") is None, "of another origin"
 
     def title() -> str:
         return str(page.browser.evaluate_in_frame("document.querySelector('h1')?.innerText ?? ''") or "")
 
     wait_until(lambda: title().split() == ["✕", "out", "of", "step"])
-    asked = "fetch('/').then(() => 'answered', () => 'refused')"
-    assert page.browser.evaluate_in_frame(asked) == "refused", "its script can ask for nothing"
+    script = "fetch('/').then(() => 'answered', () => 'refused')"
+    assert page.browser.evaluate_in_frame(script) == "refused", "its script can ask for nothing"
     page.browser.console.clear()  # of the refusal
     page.open("#run=short&tab=report")
     page.until("document.querySelector('#panel-report').innerText.includes('lockstep compare')")
@@ -440,34 +442,34 @@ def test_everything_by_keyboard(page: Page) -> None:
     page.until("document.querySelector('h1').innerText === 'long'")
     page.key("f")
     page.type("shor")
-    assert page.tell("document.querySelectorAll('button[data-run]').length") == 1
+    assert page.evaluate("document.querySelectorAll('button[data-run]').length") == 1
     page.key("Tab")
     page.key("x")
     page.wait_for_chart(runs=2)
-    assert page.tell("document.activeElement.dataset.over") == "short"
+    assert page.evaluate("document.activeElement.dataset.over") == "short"
     page.key("/")
     page.type("entropy")
-    assert page.tell("[...document.querySelectorAll('.metric-card')].map((one) => one.dataset.metric)") == [
+    assert page.evaluate("[...document.querySelectorAll('.metric-card')].map((one) => one.dataset.metric)") == [
         "actor/entropy"
     ]
     page.key("Escape")
     page.wait_for_chart("actor/entropy")
-    page.tell("document.querySelector('.metric-card').focus()")
+    page.evaluate("document.querySelector('.metric-card').focus()")
     page.key("ArrowLeft")
     page.key("ArrowRight")
-    assert page.tell("document.querySelector('.tooltip-step').dataset.value") == "5000"
+    assert page.evaluate("document.querySelector('.tooltip-step').dataset.value") == "5000"
     page.key("Enter")
     page.until("document.querySelector('.metric-card.large')")
     for number, tab in (("2", "samples"), ("3", "recipe"), ("4", "report"), ("1", "curves")):
         page.key(number)
-        assert page.tell(f"!document.querySelector('#panel-{tab}').hidden")
-        assert page.tell("document.querySelectorAll('[role=tabpanel]:not([hidden])').length") == 1
+        assert page.evaluate(f"!document.querySelector('#panel-{tab}').hidden")
+        assert page.evaluate("document.querySelectorAll('[role=tabpanel]:not([hidden])').length") == 1
     page.key("?")
-    assert page.tell("document.querySelector('#help').open")
+    assert page.evaluate("document.querySelector('#help').open")
     page.key("Escape")
-    assert not page.tell("document.querySelector('#help').open")
+    assert not page.evaluate("document.querySelector('#help').open")
     # Back to where the reader was.
-    page.tell("history.back()")
+    page.evaluate("history.back()")
     page.until("!document.querySelector('#panel-report').hidden")
 
 
@@ -479,7 +481,7 @@ def test_narrow_and_dark(page: Page, tab: str) -> None:
     page.browser.settle()
     scrolled, width = page.widest()
     assert scrolled <= width <= 480
-    assert page.tell("getComputedStyle(document.body).backgroundColor") == "rgb(15, 18, 24)"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 18, 24)"
     if tab == "curves":
         page.browser.show(480, scheme="light")
-        assert page.tell("getComputedStyle(document.body).backgroundColor") == "rgb(245, 246, 248)"
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(245, 246, 248)"

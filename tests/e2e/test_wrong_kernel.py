@@ -31,10 +31,10 @@ def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any, scale: float, window: Any) -> torch.Tensor:
-    """A kernel is given whole sequences, also where a line shares their beginnings."""
+    """The kernel receives complete sequences, also if packed rows share prefixes."""
     ends = [0, *layout.ends]
-    whole = make_layout([end - start for start, end in pairwise(ends)], q.device, "sdpa")
-    return varlen._buckets(q, k, v, whole, 1.1 * scale, window, 0.0, None, None)
+    full = make_layout([end - start for start, end in pairwise(ends)], q.device, "sdpa")
+    return varlen._buckets(q, k, v, full, 1.1 * scale, window, 0.0, None, None)
 
 
 @pytest.mark.usefixtures("nothing_remembered")

@@ -1,4 +1,4 @@
-"""Run folders for the page of runs, written as a run writes them but without a model."""
+"""Run folders for the run viewer, in the format of a run but without a model."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def write_run(
 
 def metric_line(step: int, values: dict[str, float]) -> str:
     odd = {math.inf: "Infinity", -math.inf: "-Infinity"}
-    told = {name: "NaN" if math.isnan(value) else odd.get(value, value) for name, value in values.items()}
-    return json.dumps({"step": step, "data": told}) + "\n"
+    data = {name: "NaN" if math.isnan(value) else odd.get(value, value) for name, value in values.items()}
+    return json.dumps({"step": step, "data": data}) + "\n"
 
 
 def sample(step: int, number: int = 0, **other: Any) -> dict[str, Any]:
-    """A line of samples.jsonl, with what is said of its three tokens."""
+    """A line of samples.jsonl, with the details of its three tokens."""
     return {
         "step": step,
         "kind": "train",

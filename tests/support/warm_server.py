@@ -36,7 +36,7 @@ MODULES = (
     *("lockstep.cli", "lockstep.train.offline", "lockstep.train.online", "lockstep.train.start"),
     *("lockstep.commands.eval", "lockstep.commands.generate", "lockstep.commands.sample", "lockstep.commands.export"),
     *("lockstep.commands.plan", "lockstep.commands.show", "lockstep.data.prepare.sampled", "lockstep.model.tiny"),
-    *("lockstep.parity.compare.compare_command", "lockstep.parity.replay.replay_command", "lockstep.api.front_door"),
+    *("lockstep.parity.compare.compare_runs", "lockstep.parity.replay.replay_command", "lockstep.api.front_door"),
     *("pyarrow.parquet", "peft", "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto"),
     *("transformers.models.qwen2.tokenization_qwen2", "transformers.generation", "torch.distributed.fsdp"),
 )

@@ -1,4 +1,4 @@
-"""Responses of two engines, token by token: a tie is no fault, and an early end is no tie."""
+"""Responses of two engines, token by token: a tie is not a fault, an early end is not a tie."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_tie_between_two_tokens_is_no_fault() -> None:
     tied = -2.0 + noise[5] - noise[8]
     assert held([a], [response([1, 8, 9], [-1.0, tied, -3.0], place=2)]).error == pytest.approx(0, abs=1e-6)
     apart = held([a], [response([1, 8, 9], [-1.0, tied + 0.2, -3.0], place=2)])
-    # 0 at the first token, 0.2 at the second; what follows is said of other beginnings.
+    # 0 at the first token, 0.2 at the second; later tokens have other prefixes.
     assert apart.error == pytest.approx((0.2**2 / 2) ** 0.5, rel=1e-5)
     assert "1 of 1 responses" in apart.what
 
@@ -81,7 +81,7 @@ def test_responses_on_one_side_only() -> None:
     assert "prompt 0, sample 1" in found.where
 
 
-def test_of_a_serving_engine_what_comes_before_the_parting_is_judged_and_the_parting_is_not() -> None:
+def test_of_a_serving_engine_only_tokens_before_the_divergence_are_judged() -> None:
     ours = [response([1, 5, 6], [-1.0, -2.0, -0.1]), response([4, 4], [-0.25, -0.5], place=1)]
     # The first parts after one token, the second ends early; both agree before.
     theirs = [response([1, 8, 9], [-1.0, -7.0, -3.0]), response([4], [-0.25], place=1)]

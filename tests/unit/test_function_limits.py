@@ -21,7 +21,7 @@ from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.user_reader import UserReader
 from lockstep.errors import LostProcess, Refusal
 from lockstep.functions import TimeUp, register_callable, time_limit
-from lockstep.preflight.function_trials import try_advantage, try_loss
+from lockstep.preflight.user_trials import try_advantage, try_loss
 
 SHORT = 0.3
 

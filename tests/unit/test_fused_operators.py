@@ -1,4 +1,4 @@
-"""A fused operator is held against what it stands for, and its reproducer tells a right kernel from a wrong one."""
+"""A fused operator is compared with the operators it replaces; its reproducer distinguishes right and wrong kernels."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_right_fused_operator_is_no_culprit(name: str, dtype: torch.dtype, ven
 
 @DTYPES
 @pytest.mark.parametrize("name", MODULES)
-def test_a_wrong_fused_operator_is_held_against_the_whole_that_it_stands_for(
+def test_a_wrong_fused_operator_is_compared_with_the_operators_it_replaces(
     name: str, dtype: torch.dtype, vendor: Callable[[float], None]
 ) -> None:
     vendor(1.5)
@@ -244,7 +244,7 @@ def back_culprit(change: Callable[[Gated], Any], name: str) -> WrongOperator | N
     return wrong_kernel(heard.calls) or other_code(heard.calls, same.calls, operator_tolerance("fp32", backwards=True))
 
 
-def test_the_modules_own_way_back_is_heard_and_not_its_childrens() -> None:
+def test_backward_operators_of_children_are_not_logged() -> None:
     heard, _ = backwards(lambda _: None, "1")
     assert [call.name for call in heard.calls] == ["aten.mul.Tensor", "aten.mul.Tensor"]
     heard, _ = backwards(lambda _: None, "1.act")
@@ -256,7 +256,7 @@ def test_the_modules_own_way_back_is_heard_and_not_its_childrens() -> None:
 
 
 @pytest.mark.parametrize("name", ["1", "1.act", "1.down", "1.gate", "0"])
-def test_a_clean_way_back_has_no_culprit(name: str) -> None:
+def test_a_clean_backward_pass_has_no_wrong_operator(name: str) -> None:
     assert back_culprit(lambda _: None, name) is None
 
 
@@ -319,7 +319,7 @@ def test_a_hook_on_a_weight_is_found() -> None:
     assert heard.parameters["weight"][0] == pytest.approx(1.01 * float(same.parameters["weight"][0]), rel=1e-5)
 
 
-def test_a_way_back_that_is_cut_off_is_found() -> None:
+def test_a_detached_backward_pass_is_found() -> None:
     def change(module: Gated) -> None:
         module.forward = lambda x: module.down((module.act(module.gate(x)) * module.up(x)).detach())  # type: ignore[method-assign]
 

@@ -16,7 +16,8 @@ from lockstep.commands.init import Choices, needs_teacher, rewarded, write_recip
 from lockstep.commands.smoke import smoke_test
 from lockstep.device.select import select
 from lockstep.errors import Refusal
-from lockstep.preflight.prepare import PreparedOnline, prepare, prepare_online
+from lockstep.preflight.prepared import PreparedOnline
+from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.recipe.loader import load_recipe
 from lockstep.recipe.methods import OFFLINE, ONLINE
 from lockstep.reward.rules import rule_for
@@ -193,7 +194,7 @@ def test_rows_are_looked_at(tmp_path: Path, tiny_folder: Path, kind: str) -> Non
     assert said[0].startswith(f"{data}:")
     recipe = load_recipe(str(file))
     assert (recipe.batch.prompts if method in ONLINE else recipe.batch.rows_per_update) == 6
-    prepared = (prepare_online if method in ONLINE else prepare)(recipe, select("cpu"), 1, Console.silent())
+    prepared = (prepare_online if method in ONLINE else prepare_offline)(recipe, select("cpu"), 1, Console.silent())
     assert prepared.train.counts.rows == 6
     assert prepared.train.notes[0] in " ".join(" ".join(said).split())
     for question in prepared.train.questions if isinstance(prepared, PreparedOnline) else ():

@@ -16,9 +16,9 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention import interface as attention
 from lockstep.kernels.attention import varlen
 from lockstep.kernels.attention.varlen import Fused, varlen_attention
-from lockstep.model import verified
-from lockstep.model.check import check_architecture, check_policy
-from lockstep.model.kernel_trial import judged_later, wrong_kernel
+from lockstep.model import trials
+from lockstep.model.check import check_architecture, check_policy, wrong_kernel
+from lockstep.model.trials import judged_later
 from refusals import refuses
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -27,9 +27,9 @@ CPU, OTHER = torch.device("cpu"), torch.device("meta")
 @pytest.fixture(autouse=True)
 def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
     yield
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_wrong_kernel_is_named_with_what_is_right(config: Any, change: Any, sa
     assert "With model.attention=sdpa the same check passes here" in problem.why
     assert problem.remedy.startswith("set model.attention=sdpa")
     check(config, "sdpa")
-    assert not verified.is_verified(verified.fingerprint(config, "train", "torch.float32", "broken", "cpu"))
+    assert not trials.is_verified(trials.fingerprint(config, "architecture", "torch.float32", "broken", "cpu"))
 
 
 def test_a_right_kernel_passes(kernel: Any) -> None:

@@ -24,10 +24,11 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention import interface as attention
 from lockstep.kernels.attention import paged, varlen
 from lockstep.kernels.attention.layout import make_layout
-from lockstep.model import verified
-from lockstep.model.check import LENGTHS, Unfit, check_architecture, own_logprobs
+from lockstep.model import trials
+from lockstep.model.check import LENGTHS, check_architecture, reference_logprobs
 from lockstep.model.miniature import LIMIT, VOCABULARY, miniature_config
 from lockstep.model.router import refuse_router_loss, refuse_router_noise
+from lockstep.model.trials import Unfit
 from lockstep.preflight.model_checks import placeholder_ids, refuse_placeholders
 from lockstep.rollout.engine_check import check_engine_architecture
 from lockstep.types import Example, Origin
@@ -112,7 +113,7 @@ def engine(config: Any) -> None:
 
 def test_an_engine_that_looks_past_the_window_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine(WINDOWED)
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "another"))
     right = paged.decode_attention
 
@@ -126,7 +127,7 @@ def test_an_engine_that_looks_past_the_window_is_seen(monkeypatch: pytest.Monkey
 
 def test_a_check_is_remembered_until_code_or_configuration_change(monkeypatch: pytest.MonkeyPatch) -> None:
     check(LlamaConfig())
-    verified._here.cache_clear()  # as in another process
+    trials._verified_here.cache_clear()  # as in another process
 
     def built(*_: Any) -> None:
         raise KeyError("a miniature was built")
@@ -136,7 +137,7 @@ def test_a_check_is_remembered_until_code_or_configuration_change(monkeypatch: p
     for config, dtype in ((LlamaConfig(rms_norm_eps=1e-4), torch.float32), (LlamaConfig(), torch.bfloat16)):
         with pytest.raises(KeyError):
             check(config, dtype)
-    monkeypatch.setattr(verified, "_code", lambda: "changed")
+    monkeypatch.setattr(trials, "_code", lambda: "changed")
     with pytest.raises(KeyError):
         check(LlamaConfig())
 
@@ -171,7 +172,7 @@ def test_a_model_of_few_words_is_loaded_and_trains(tmp_path: Path, tiny_folder: 
     example = Example([0, 1, 2, 1], [0, 1, 1, 1], Origin("rows", 0))
     logprobs = policy(micro_batch([example], packed=True, pad_id=0)).logprobs_K
     with policy.generating() as model:
-        wanted = own_logprobs(model, torch.tensor([[0, 1, 2, 1]]))
+        wanted = reference_logprobs(model, torch.tensor([[0, 1, 2, 1]]))
     torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=0)
 
 

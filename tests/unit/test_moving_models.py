@@ -71,7 +71,7 @@ def test_pairs_too_long_for_a_reference_are_refused_by_row(
     changes = ["batch.rows_per_update=3", f"preference.reference={moving}", f"preference.precompute={precompute}"]
     assert run("train", recipe, *changes) == 2
     said = told(capsys)
-    assert f"over {ORIGINAL} all positions of phi3 move" in said
+    assert f"over {ORIGINAL} tokens all positions of phi3" in said
     assert "train.jsonl line 1 47 tokens" in said
     assert "train.jsonl line 3" not in said
     assert "set batch.micro_batch_size instead of batch.tokens" in said

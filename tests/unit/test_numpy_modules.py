@@ -123,7 +123,7 @@ def test_log_probabilities_are_those_of_the_head(model: Any) -> None:
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in ("model.embed_tokens", "model.rotary_emb")])
 def test_gradients_are_those_of_autograd(model: Any, module: str) -> None:
-    """By the projections of a digest: at the states, and at the module's own weights."""
+    """By the projections of a digest: at the hidden states, and at the module's weights."""
     heard = log_module(Wrapped(model), module, lambda: run(model).flatten(), phase="backward")
     found = reference(model, module, MODULES[module])
     names = sorted(
@@ -238,7 +238,7 @@ def judge(call: Operator) -> bool:
     return True
 
 
-def test_every_operator_was_held_against_torch() -> None:
+def test_every_operator_is_compared_with_torch() -> None:
     seen: set[str] = set()
     for build in CALLS.values():
         x = (0.5 * draw(8, 8)).requires_grad_()

@@ -15,7 +15,7 @@ from lockstep.algorithms import preference as pair_losses
 from lockstep.device.select import select
 from lockstep.errors import Problem, Refusal
 from lockstep.preflight.model_checks import refuse_other_tokenizer
-from lockstep.preflight.prepare import prepare
+from lockstep.preflight.run_checks import prepare_offline
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.keys_offline import Distill, Preference, ProcessReward, RewardModelSettings
@@ -287,7 +287,7 @@ def test_a_micro_batch_has_room_for_a_pair_by_default(recipe) -> None:
 
 
 def prepared(path: Path, *words: str) -> Any:
-    return prepare(load_recipe(str(path), list(words)), select("cpu"), 1, Console.silent())
+    return prepare_offline(load_recipe(str(path), list(words)), select("cpu"), 1, Console.silent())
 
 
 def problems_of(path: Path, *words: str) -> list[Problem]:

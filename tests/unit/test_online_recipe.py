@@ -18,7 +18,7 @@ from lockstep.cli import app
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
 from lockstep.methods import METHODS
-from lockstep.preflight.prepare import prepare_online
+from lockstep.preflight.run_checks import prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.recipe import registry as rows
 from lockstep.recipe.keys_online import Algorithm

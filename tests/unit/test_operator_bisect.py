@@ -74,11 +74,20 @@ def calls(model: nn.Module, x: torch.Tensor, name: str = "block") -> list[Operat
     return heard(model, x, name).calls or []
 
 
-def test_only_the_modules_own_operators_are_heard_in_order(clean: Model, x: torch.Tensor) -> None:
+def test_only_operators_outside_the_children_are_logged_in_order(clean: Model, x: torch.Tensor) -> None:
     found = heard(clean, x)
     names = [call.name for call in found.calls or []]
-    own = ["pow.Tensor_Scalar", "mean.dim", "add.Tensor", "rsqrt", "mul.Tensor", "mul.Tensor", "tanh", "add.Tensor"]
-    assert names == [f"aten.{name}" for name in own]
+    expected = [
+        "pow.Tensor_Scalar",
+        "mean.dim",
+        "add.Tensor",
+        "rsqrt",
+        "mul.Tensor",
+        "mul.Tensor",
+        "tanh",
+        "add.Tensor",
+    ]
+    assert names == [f"aten.{name}" for name in expected]
     assert [call.name for call in calls(clean, x, "block.inner")] == ["aten.addmm"]
     assert [call.name for call in calls(clean, x, "(root)")] == ["aten.pow.Tensor_Scalar"]
     assert found.outputs is not None
@@ -98,7 +107,7 @@ def test_inputs_are_kept_as_they_were_before_the_call(x: torch.Tensor) -> None:
     assert torch.equal(call.outputs[0], 2 * x)
 
 
-def test_the_first_call_of_a_module_is_heard(x: torch.Tensor) -> None:
+def test_the_first_call_of_a_module_is_logged(x: torch.Tensor) -> None:
     layer = nn.Linear(8, 8)
     twice = nn.Sequential(layer, nn.Tanh(), layer)
     [call] = calls(twice, x, "0")
@@ -177,7 +186,7 @@ def fault(clean: Model, x: torch.Tensor, change: Callable[[Block], Any], name: s
     faulty = copy.deepcopy(clean)
     change(faulty.block)
     ours = calls(faulty, x, name)
-    assert wrong_kernel(ours) is None, "every operator does what it is asked to do"
+    assert wrong_kernel(ours) is None, "every operator is correct on its inputs"
     culprit = other_code(ours, calls(clean, x, name), FP32)
     assert culprit is not None
     assert culprit.fault == "code"
@@ -303,7 +312,7 @@ def batch() -> MicroBatch:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "lora"])
-def test_no_module_of_a_clean_policy_has_a_culprit(tiny_folder: Path, dtype: str) -> None:
+def test_no_module_of_a_clean_policy_has_a_wrong_operator(tiny_folder: Path, dtype: str) -> None:
     policy = load(tiny_folder, Lora(rank=4, alpha=8) if dtype == "lora" else None)
     precision = "bf16" if dtype == "bf16" else "fp32"
     if precision == "bf16":

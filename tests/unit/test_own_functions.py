@@ -17,7 +17,7 @@ from lockstep.data.sources.read import read_rows
 from lockstep.data.sources.user_reader import UserReader
 from lockstep.errors import Refusal
 from lockstep.functions import load_user_function
-from lockstep.preflight.function_trials import try_advantage, try_loss
+from lockstep.preflight.user_trials import try_advantage, try_loss
 from lockstep.recipe import load_recipe
 from lockstep.recipe.keys_online import Algorithm
 from lockstep.recipe.loader import dump_recipe, recipe_with
@@ -130,11 +130,11 @@ def test_a_loss_that_is_none_is_refused_by_key_file_and_name(tmp_path: Path, bod
 
 def test_the_dry_run_tells_what_it_saw(tmp_path: Path) -> None:
     where = place(tmp_path, "def mine(signals):\n    return signals.scores_S\n")
-    # Scores of the made-up responses are 1, 0, 0.25 and 0.75.
-    assert try_advantage(where, 4, HANG) == f"algorithm.advantage {where}: 0 to 1, tried on 4 made-up responses"
-    assert "tried on 2 made-up responses" in try_advantage(where, 1, HANG)
+    # Scores of the generated responses are 1, 0, 0.25 and 0.75.
+    assert try_advantage(where, 4, HANG) == f"algorithm.advantage {where}: 0 to 1, tried on 4 generated responses"
+    assert "tried on 2 generated responses" in try_advantage(where, 1, HANG)
     (tmp_path / "loss.py").write_text(CLIP)
-    assert "tried on 10 made-up tokens" in try_loss(f"{tmp_path / 'loss.py'}:mine", HANG)
+    assert "tried on 10 generated tokens" in try_loss(f"{tmp_path / 'loss.py'}:mine", HANG)
 
 
 def test_the_dry_run_refuses_a_loss_that_would_train_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lockstep.device.cpu import Cpu
 from lockstep.device.process_setup import quota
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.model.load import load_config
-from lockstep.preflight.prepare import prepare, prepare_online
+from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.recipe.loader import checked_recipe
 from lockstep.run.console import Console
 
@@ -179,7 +179,7 @@ def test_a_run_is_told_before_it_starts(
         "model": {"path": str(tiny_folder), "dtype": "bf16"},
         "data": {"train": str(tmp_path / ("train.parquet" if online else "sft_train.parquet"))},
     }
-    (prepare_online if online else prepare)(checked_recipe(values), Cpu(), 1, Console.open())
+    (prepare_online if online else prepare_offline)(checked_recipe(values), Cpu(), 1, Console.open())
     assert "warning: bf16 takes 9.9 times as long" in capsys.readouterr().out
     config = load_config(str(tiny_folder))
     assert asked == [(torch.bfloat16, config.hidden_size, config.intermediate_size)]

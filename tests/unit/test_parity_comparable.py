@@ -1,4 +1,4 @@
-"""What differs between two runs, and how much it counts."""
+"""Set-up differences between two runs, and their weights."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_key_that_neither_side_reads_is_harmless() -> None:
 
 
 def test_the_same_function_elsewhere_is_a_name_and_another_file_is_another_function() -> None:
-    """By the checksums that the runs kept; where a side has none, that is said."""
+    """Files are compared by the checksums of the runs; a missing checksum is reported."""
 
     def side(path: str, sha256: str | None) -> Log:
         code = {} if sha256 is None else {"own_code": {"reward.function": {"name": path, "sha256": sha256}}}
@@ -251,7 +251,7 @@ def test_what_blocks_comes_first() -> None:
     assert weights == ["blocks", "blocks", "matters", "harmless", "harmless"]
 
 
-def test_what_a_side_does_not_tell_is_said() -> None:
+def test_missing_information_of_a_side_is_reported() -> None:
     old = {key: value for key, value in ENV.items() if key not in ("model", "determinism")}
     listed, unknown = differences(log(recipe(), old), log(recipe()))
     assert listed == []
@@ -268,7 +268,7 @@ def test_what_a_side_does_not_tell_is_said() -> None:
     assert unknown == ["the initial weights (fingerprint): unknown for side b"]
 
 
-def test_a_continued_run_is_told() -> None:
+def test_a_resumed_run_is_reported() -> None:
     unknown = differences(log(recipe()), log(recipe(), env() | {"before_resume": [{}, {}]}))[1]
     (sentence,) = unknown
     assert sentence.startswith("runs/x was resumed 2 times")
@@ -279,21 +279,21 @@ def with_earlier(one: Log, earlier: dict[int, Any]) -> Log:
     return replace(one, evidence=replace(one.evidence, earlier=earlier))
 
 
-def test_parts_of_a_continued_run_are_compared_as_they_held() -> None:
+def test_parts_of_a_resumed_run_are_compared_with_their_recipes() -> None:
     final = recipe(run__steps=20, optim__schedule="cosine")
-    whole, first = log(final), recipe(run__steps=10, optim__schedule="cosine")
-    listed, _ = differences(with_earlier(log(final), {10: first}), whole)
+    single, first = log(final), recipe(run__steps=10, optim__schedule="cosine")
+    listed, _ = differences(with_earlier(log(final), {10: first}), single)
     assert [(one.key, one.a, one.b, one.weight) for one in listed] == [("run.steps to step 10", 10, 20, "blocks")]
     # Both went the same way: nothing differs.
     assert differences(with_earlier(log(final), {10: first}), with_earlier(log(final), {10: first}))[0] == []
-    # What differs all along is told once.
+    # A difference in all parts is listed once.
     other = recipe(run__steps=20, optim__schedule="cosine", run__seed=5)
     begun = recipe(run__steps=20, optim__schedule="cosine", run__seed=5, batch__tokens=7)
-    keys = [one.key for one in differences(with_earlier(log(other), {3: begun}), whole)[0]]
+    keys = [one.key for one in differences(with_earlier(log(other), {3: begun}), single)[0]]
     assert sorted(keys) == ["batch.tokens to step 3", "run.seed"]
 
 
-def test_of_a_foreign_log_nothing_is_known() -> None:
+def test_a_foreign_log_has_no_setup() -> None:
     foreign = Log("their.log", "verl console", {}, {})
     listed, unknown = differences(log(recipe()), foreign)
     assert listed == []
@@ -345,7 +345,7 @@ def test_values_that_decide_whether_a_key_is_read_exist() -> None:
         assert set(values) <= set(*named or [typing.get_args(fields[other].annotation)])
 
 
-def test_sections_without_a_row_of_their_own_are_listed_key_by_key() -> None:
+def test_sections_without_a_table_row_are_listed_by_key() -> None:
     """A new key in these groups must be thought about: it has no row to fall back on."""
     for group in ("run", "model", "batch", "rollout", "reward"):
         assert facts_of(group).effect is None

@@ -1,4 +1,4 @@
-"""The whole comparison: what is judged, by which bar, how fast, and the command with its exit codes."""
+"""A complete comparison: judged metrics, bars, throughput, and the command with its exit codes."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def log(source: str = "a", written: dict[str, str] | None = None, **curves: list
 
 def ours(log: Log, recipe: dict[str, Any] | None = None, chip: str = "Chip One", **sections: Any) -> Log:
     """The log as one of our run folders."""
-    whole = copy.deepcopy(RECIPE)
+    full = copy.deepcopy(RECIPE)
     for section, values in {**(recipe or {}), **sections}.items():
-        whole[section] = {**whole.get(section, {}), **values} if isinstance(values, dict) else values
+        full[section] = {**full.get(section, {}), **values} if isinstance(values, dict) else values
     env = {**ENV, "device": {**ENV["device"], "chip": chip}}
-    return Log(log.source, "run folder", log.metrics, log.written, Evidence(whole, env))
+    return Log(log.source, "run folder", log.metrics, log.written, Evidence(full, env))
 
 
 def judged(comparison: Any) -> list[Metric]:
@@ -132,7 +132,7 @@ def test_a_named_metric_replaces_the_default_and_a_bar_adds_to_it() -> None:
     assert [metric.name for metric in judged(looser)] == ["train/loss", "val/loss"]
     assert looser.verdict == "in step"
     assert compare(log(my_loss=[1.0, 1.0]), log(my_loss=[1.01, 1.01]), bars={"my_loss": 2.0}).verdict == "in step"
-    # What is neither a loss nor a reward has a scale of its own: 1 of 100 is 1 %, not 100 %.
+    # A metric that is neither a loss nor a reward is compared by its scaled error: 1 of 100 is 1 %, not 100 %.
     length = compare(a, b, metrics=["length"])
     assert length.reason.startswith("length: neither a loss nor a reward, so the scaled error decides: 1 % <= 2 %")
 
@@ -168,7 +168,7 @@ def test_a_curve_near_zero_is_judged_by_its_scaled_error() -> None:
     assert (born.verdict, "A is 0 at every step" in born.reason) == ("out of step", True)
 
 
-def test_the_step_of_parting_follows_the_bar_that_decided() -> None:
+def test_the_divergence_step_follows_the_deciding_bar() -> None:
     a = [1.0] * 20
     parted = compare(log(train__loss=a), log(train__loss=[1.0] * 10 + [1.03] * 10)).metrics[0]
     # 1.5 % in the mean and yet out of step: 3 % from step 11 to the end.
@@ -217,21 +217,25 @@ def without(log: Log, *steps: int) -> Log:
 
 
 def test_a_run_that_died_is_not_in_step() -> None:
-    whole, died = near(1000, seed=0), near(12)
-    got = compare(whole, died)
+    full, died = near(1000, seed=0), near(12)
+    got = compare(full, died)
     assert (got.verdict, got.metrics[0].bar_result) == ("cannot tell", "met")
     assert got.reason.endswith("; incomplete: B ends at step 12 of 1,000")
-    assert compare(died, whole).reason.endswith("; incomplete: A ends at step 12 of 1,000")
+    assert compare(died, full).reason.endswith("; incomplete: A ends at step 12 of 1,000")
     # The same to the last bit as far as it went, which is not all that was planned.
-    same = compare(whole, Log("b", "jsonl", {"train/loss": Series(*(x[:12] for x in _values(whole)))}, {}))
+    same = compare(full, Log("b", "jsonl", {"train/loss": Series(*(x[:12] for x in _values(full)))}, {}))
     assert (same.verdict, same.metrics[0].incomplete) == ("cannot tell", "B ends at step 12 of 1,000")
     # What the user asks for is what is planned.
-    asked = compare(whole, near(20), steps=(1, 12))
-    assert (asked.verdict, asked.metrics[0].steps, asked.metrics[0].incomplete) == ("in step", list(range(1, 13)), "")
-    assert any("steps 1 to 12" in remark and "--steps" in remark for remark in asked.remarks)
+    selected = compare(full, near(20), steps=(1, 12))
+    assert (selected.verdict, selected.metrics[0].steps, selected.metrics[0].incomplete) == (
+        "in step",
+        list(range(1, 13)),
+        "",
+    )
+    assert any("steps 1 to 12" in remark and "--steps" in remark for remark in selected.remarks)
     # A difference is a difference, however early a run ended.
     far = Log("b", "jsonl", {"train/loss": Series(np.arange(1, 13), np.full(12, 2.0))}, {})
-    assert compare(whole, far).verdict == "out of step"
+    assert compare(full, far).verdict == "out of step"
 
 
 def _values(log: Log) -> tuple[np.ndarray, np.ndarray]:
@@ -312,7 +316,7 @@ def noisy(source: str, seed: int, shift: float = 0.0, sd: float = 0.03) -> Log:
     return log(source, train__loss=curve.tolist())
 
 
-def test_the_verdicts_beside_repeats() -> None:
+def test_verdicts_with_repeats() -> None:
     a, repeats = noisy("a", 0), [noisy(f"r{seed}", seed) for seed in (1, 2, 4, 5)]
     alone = compare(a, noisy("b", 3))
     assert alone.verdict == "cannot tell"  # 0.03 x 1.13 = 3.4 % between any two of these
@@ -336,10 +340,10 @@ def test_the_verdicts_beside_repeats() -> None:
     assert any(sentence.startswith("the noise of train/loss") for sentence in short.unknown)
     ended = noisy("ended", 1)
     early = log("ended", train__loss=ended.metrics["train/loss"].values[:60].tolist())
-    told = compare(a, noisy("b", 3), [early, *repeats[1:]])
-    assert (told.metrics[0].power and told.metrics[0].power.repeats) == 3
-    assert any(sentence.startswith("the noise of train/loss in 1 of its repeats") for sentence in told.unknown)
-    # Within the bar, but by more than repeats: in step, and said.
+    result = compare(a, noisy("b", 3), [early, *repeats[1:]])
+    assert (result.metrics[0].power and result.metrics[0].power.repeats) == 3
+    assert any(sentence.startswith("the noise of train/loss in 1 of its repeats") for sentence in result.unknown)
+    # Within the bar, but by more than repeats: in step, with a remark.
     quiet = [noisy(name, seed, sd=0.0005) for name, seed in (("a", 0), ("r1", 1), ("r2", 2))]
     near = compare(quiet[0], noisy("b", 3, shift=0.01, sd=0.0005), quiet[1:])
     assert (near.verdict, near.metrics[0].test_result) == ("in step", "small difference")
@@ -358,10 +362,10 @@ def test_a_repeat_belongs_to_the_side_whose_setting_it_shares() -> None:
         100 * np.abs(b.metrics["train/loss"].values - again.metrics["train/loss"].values).mean()
     )
     stranger = ours(noisy("c", 3), chip="Chip Three")
-    told = compare(a, b, [stranger])
-    assert any("whether c is a repeat" in sentence for sentence in told.unknown)
-    assert told.metrics[0].noise is not None
-    assert told.metrics[0].noise.mean_error_percent == pytest.approx(
+    result = compare(a, b, [stranger])
+    assert any("whether c is a repeat" in sentence for sentence in result.unknown)
+    assert result.metrics[0].noise is not None
+    assert result.metrics[0].noise.mean_error_percent == pytest.approx(
         100 * np.abs(a.metrics["train/loss"].values - stranger.metrics["train/loss"].values).mean()
     )
 
@@ -423,7 +427,7 @@ def test_offline_throughput_and_devices() -> None:
     assert got.warnings == ["1 devices against 2: all rates are per device"]
 
 
-def test_what_is_missing_for_a_ratio_is_said() -> None:
+def test_metrics_missing_for_a_ratio_are_reported() -> None:
     nothing = throughput(log(train__loss=[1.0]), log(train__loss=[1.0]))
     assert (nothing.ratio, nothing.matched_ratio, nothing.phases) == (None, None, [])
     assert len(nothing.warnings) == 2
@@ -440,8 +444,8 @@ def test_what_is_missing_for_a_ratio_is_said() -> None:
 
 
 def sample(step: int, prompt: str, response: str, number: int = 0) -> dict[str, Any]:
-    asked = [{"role": "user", "content": prompt}]
-    return {"step": step, "kind": "train", "sample": number, "prompt": asked, "response": response}
+    selected = [{"role": "user", "content": prompt}]
+    return {"step": step, "kind": "train", "sample": number, "prompt": selected, "response": response}
 
 
 def test_facts_and_samples() -> None:
@@ -460,8 +464,8 @@ def test_facts_and_samples() -> None:
     assert stand_in["hardware"][1] == "1 x Chip One (cpu, emulated)"
     assert stand_in["model"][1] == "Qwen2 1.02M (warm), LoRA rank 8"
     assert got.facts["versions"][0] == "lockstep 0.1.0, torch 2.13.0, transformers 5.22.2, driver 7.1"
-    told = [tuple(side and side["response"] for side in both) for both in got.samples]
-    assert told == [("2", "II"), ("3", None), ("4", None), (None, "IV")]
+    result = [tuple(side and side["response"] for side in both) for both in got.samples]
+    assert result == [("2", "II"), ("3", None), ("4", None), (None, "IV")]
     foreign = compare(log(train__loss=[1.0]), a)
     assert foreign.facts["method"] == (None, "sft")
 
@@ -504,7 +508,7 @@ def test_constant_metrics_are_only_counted_on_the_console() -> None:
     assert lines[-1].startswith("1 more ")
 
 
-def test_small_and_large_curves_are_told_with_their_scaled_error() -> None:
+def test_small_and_large_curves_are_reported_with_their_scaled_error() -> None:
     """A loss of 0.11 that is 17 % off passes the absolute bar; rewards of 100 that are 1 % off miss it."""
     small = compare(log(train__loss=[0.11, 0.11]), log(train__loss=[0.1287, 0.1287]))
     assert "absolute mean error 1.87 % <= 2 % (17 % of the curve)" in small.reason
@@ -514,8 +518,8 @@ def test_small_and_large_curves_are_told_with_their_scaled_error() -> None:
     assert usual.reason == "train/loss: absolute mean error 0.1 % <= 2 %"
 
 
-def test_unjudged_metrics_have_not_parted() -> None:
-    """Nothing but a verdict of out of step is told with a step of parting."""
+def test_unjudged_metrics_have_no_divergence_step() -> None:
+    """Only a verdict of out of step has a divergence step."""
     a = log(train__loss=[1.0, 1.0], val__loss=[1.0, 1.0])
     b = log(train__loss=[1.0, 1.0], val__loss=[2.0, 2.0])
     got = compare(a, b)
@@ -524,8 +528,8 @@ def test_unjudged_metrics_have_not_parted() -> None:
 
 def write_run(folder: Path, losses: list[float], recipe: dict[str, Any] | None = None) -> Path:
     folder.mkdir(parents=True)
-    whole = {**RECIPE, **(recipe or {})}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(whole), encoding="utf-8")
+    full = {**RECIPE, **(recipe or {})}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(full), encoding="utf-8")
     (folder / "env.json").write_text(json.dumps(ENV), encoding="utf-8")
     (folder / "samples.jsonl").write_text(json.dumps(sample(1, "1+1?", "2")) + "\n", encoding="utf-8")
     lines = [{"step": step, "data": {"train/loss": loss}} for step, loss in enumerate(losses, start=1)]
@@ -553,8 +557,10 @@ def test_steps_of_the_command(tmp_path: Path) -> None:
         2,
         True,
     )
-    asked = CliRunner().invoke(app, ["compare", str(a), str(b), "--steps", "1:10"])
-    assert (asked.exit_code, "bar: met; statistical test: no difference" in asked.stdout) == (0, True), asked.output
+    selected = CliRunner().invoke(app, ["compare", str(a), str(b), "--steps", "1:10"])
+    assert (selected.exit_code, "bar: met; statistical test: no difference" in selected.stdout) == (0, True), (
+        selected.output
+    )
     for words in ("10", "9:1", "a:b"):
         assert CliRunner().invoke(app, ["compare", str(a), str(b), "--steps", words]).exit_code == 2
 

@@ -101,7 +101,7 @@ def apart_at(steps: int, places: set[int], tolerance: float = 0.1) -> int | None
     )
 
 
-def test_curves_part_at_the_first_step_of_the_stretch_that_lasts() -> None:
+def test_the_divergence_step_is_the_first_of_the_final_stretch() -> None:
     assert apart_at(100, set(range(61, 101))) == 61
     assert apart_at(100, {*range(10, 30), *range(61, 101)}) == 61
     assert apart_at(100, set(range(1, 101))) == 1
@@ -110,16 +110,16 @@ def test_curves_part_at_the_first_step_of_the_stretch_that_lasts() -> None:
 
 
 @pytest.mark.parametrize("last", range(90, 101))
-def test_one_step_near_the_end_makes_no_parting(last: int) -> None:
+def test_one_step_near_the_end_is_no_divergence(last: int) -> None:
     assert apart_at(100, {last}) is None
 
 
 @pytest.mark.parametrize("last", range(90, 101))
-def test_one_step_near_the_end_hides_no_parting(last: int) -> None:
+def test_one_step_near_the_end_hides_no_divergence(last: int) -> None:
     assert apart_at(100, set(range(61, 101)) - {last}) == 61
 
 
-def test_what_began_just_before_the_end_is_no_parting_yet() -> None:
+def test_a_change_just_before_the_end_is_no_divergence() -> None:
     assert apart_at(60, {57, 59, 60}) is None
     assert apart_at(60, {56, 57, 59, 60}) == 57
 
@@ -132,11 +132,11 @@ def test_short_curves() -> None:
     assert apart_at(5, {4, 5}) == 4
 
 
-def test_a_difference_of_exactly_the_tolerance_is_no_parting() -> None:
+def test_a_difference_of_exactly_the_tolerance_is_no_divergence() -> None:
     assert apart_at(10, set(range(1, 11)), tolerance=1.0) is None
 
 
-def test_a_side_that_breaks_down_has_parted_there() -> None:
+def test_a_side_that_becomes_nan_diverges_there() -> None:
     broken = pair([1.0] * 50, [1.0] * 30 + [NAN] * 20)
     assert divergence_step(broken, 0.1) == 31
     growing = np.linspace(0.001, 0.05, 50)

@@ -1,4 +1,4 @@
-"""Logs of LLaMA-Factory, ms-swift, Megatron and MindSpeed, and of tensorboard's page: whole, cut and damaged.
+"""Logs of LLaMA-Factory, ms-swift, Megatron and MindSpeed, and tensorboard's csv export: complete, cut and damaged.
 
 `tests/data/parity/README.md` says where the recorded lines come from. Their numbers stand in the files.
 """
@@ -120,7 +120,7 @@ def test_mindspeed_rl() -> None:
 
 @pytest.mark.parametrize("method", ["ppo", "dapo"])
 def test_mindspeed_rl_with_other_methods(tmp_path: Path, method: str) -> None:
-    """As `loggers.py` of MindSpeed-RL writes them now: behind logging's own prefix, and rates as 1e-06."""
+    """As `loggers.py` of MindSpeed-RL writes them now: after the prefix of logging, and rates as 1e-06."""
     source = tmp_path / "run.log"
     source.write_text(
         "".join(
@@ -275,7 +275,7 @@ def test_a_trainer_state_on_one_line(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("order", ["utf-16-le", "utf-16-be"])
 def test_utf_16_with_its_mark(tmp_path: Path, order: str) -> None:
-    """Whatever the format: a mark says it, and a byte that is cut from the end is of a line that is not whole."""
+    """A byte order mark names the encoding; a byte that is cut from the end belongs to an incomplete line."""
     for name in ("verl_console.log", "swift_logging.jsonl", "run-sft_one-tag-train_loss.csv"):
         text = "\ufeff" + (RECORDED / name).read_text(encoding="utf-8")
         copy = tmp_path / name
@@ -299,7 +299,7 @@ def test_binary_files_are_no_text(tmp_path: Path) -> None:
 # tensorboard's csv ---------------------------------------------------------------------------------------------------
 
 
-def test_the_name_of_a_tensorboard_csv_tells_its_metric() -> None:
+def test_the_file_name_of_a_tensorboard_csv_gives_its_metric() -> None:
     log = recorded("run-sft_one-tag-train_loss.csv")
     assert log.kind == "tensorboard csv"
     assert log.written == {"train/loss": "Value"}
@@ -318,7 +318,7 @@ def test_the_name_of_a_tensorboard_csv_tells_its_metric() -> None:
         ("run-.-tag-eval_loss.csv", "val/loss"),
         ("run-.-tag-train_reward.csv", "critic/rewards/mean"),
         ("run-.-tag-critic_rewards_mean.csv", "critic/rewards/mean"),
-        # transformers' mean over the whole training is no curve of the loss.
+        # transformers' mean over the complete training is not part of the loss curve.
         ("run-.-tag-train_train_loss.csv", "train_train_loss"),
         ("run-.-tag-my metric.csv", "my metric"),
     ],
@@ -334,13 +334,13 @@ def test_a_tensorboard_csv_without_a_name_asks_for_it(tmp_path: Path) -> None:
     with refuses("export.csv", "unnamed-metric", "Value", remedy="--value"):
         read_log(str(source))
     assert curve(read_log(str(source), {"Value": "actor/kl"}), "actor/kl") == {1: 0.5}
-    # What is said goes before what the file is called.
+    # The option has priority over the file name.
     named = tmp_path / "train_loss.csv"
     named.write_text(source.read_text())
     assert list(read_log(str(named), {"Value": "actor/kl"}).metrics) == ["actor/kl"]
 
 
-def test_known_names() -> None:
+def test_mapped_names() -> None:
     assert name_of_file("val_loss") == "val/loss"
     assert name_of_file("eval_rewards_margins") == "val/margin"
     assert name_of_file("export") is None
@@ -442,7 +442,7 @@ def state_with(steps: int) -> str:
     return json.dumps({"global_step": steps, "log_history": [{"step": i, "loss": i / 4} for i in range(1, steps + 1)]})
 
 
-def test_of_a_folder_with_a_state_and_lines_the_whole_one_is_read(tmp_path: Path) -> None:
+def test_of_a_state_and_log_lines_the_complete_one_is_read(tmp_path: Path) -> None:
     lines = tmp_path / "trainer_log.jsonl"
     lines.write_text((RECORDED / "llamafactory_trainer_log.jsonl").read_text())
     assert read_log(str(tmp_path)).kind == "LLaMA-Factory log"
@@ -452,7 +452,7 @@ def test_of_a_folder_with_a_state_and_lines_the_whole_one_is_read(tmp_path: Path
     assert read_log(str(tmp_path)).kind == "LLaMA-Factory log"
     (tmp_path / "trainer_state.json").write_text(state_with(4))
     assert curve(read_log(str(tmp_path)), "train/loss") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
-    # Two logs that no run writes beside each other are asked for.
+    # Two logs of different runs in one folder: the user must name one.
     (tmp_path / "logging.jsonl").write_text((RECORDED / "swift_logging.jsonl").read_text())
     with pytest.raises(Refusal, match="contains 4 logs"):
         read_log(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Which steps are compared with which: means beside single steps, steps of one side only, and counts that are off."""
+"""Alignment of steps: means and single steps, steps of one side only, and shifted counts."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ def loss(comparison: Comparison) -> Metric:
 def test_means_are_compared_with_means_of_the_same_steps() -> None:
     """By hand: steps 1 to 6 are 1 to 6; the means of two are 1.5, 3.5 and 5.5."""
     single = {step: float(step) for step in range(1, 7)}
-    told = loss(compare(log({2: 1.5, 4: 3.5, 6: 5.75}, means=OF_MEANS), log(single, "b")))
-    assert (told.steps, told.a, told.b) == ([2, 4, 6], [1.5, 3.5, 5.75], [1.5, 3.5, 5.5])
-    assert told.figures.mean_error_percent == pytest.approx(100 * 0.25 / 3)
-    assert told.matching == "A's values are means of 2 steps: B is averaged over the same steps"
-    assert (told.only_a, told.only_b) == (0, 0)
+    result = loss(compare(log({2: 1.5, 4: 3.5, 6: 5.75}, means=OF_MEANS), log(single, "b")))
+    assert (result.steps, result.a, result.b) == ([2, 4, 6], [1.5, 3.5, 5.75], [1.5, 3.5, 5.5])
+    assert result.figures.mean_error_percent == pytest.approx(100 * 0.25 / 3)
+    assert result.matching == "A's values are means of 2 steps: B is averaged over the same steps"
+    assert (result.only_a, result.only_b) == (0, 0)
     # The other way round.
-    told = loss(compare(log(single), log({2: 1.5, 4: 3.5, 6: 5.75}, "b", OF_MEANS)))
-    assert (told.a, told.b) == ([1.5, 3.5, 5.5], [1.5, 3.5, 5.75])
-    assert told.matching == "B's values are means of 2 steps: A is averaged over the same steps"
+    result = loss(compare(log(single), log({2: 1.5, 4: 3.5, 6: 5.75}, "b", OF_MEANS)))
+    assert (result.a, result.b) == ([1.5, 3.5, 5.5], [1.5, 3.5, 5.75])
+    assert result.matching == "B's values are means of 2 steps: A is averaged over the same steps"
 
 
 def test_what_is_of_the_step_itself_is_not_averaged() -> None:
-    told = loss(compare(log({10: NOISY[10], 20: NOISY[20]}, means=frozenset()), log(NOISY, "b")))
-    assert told.a == told.b == [NOISY[10], NOISY[20]]
-    assert told.matching == "left out: 98 steps that only B has"
+    result = loss(compare(log({10: NOISY[10], 20: NOISY[20]}, means=frozenset()), log(NOISY, "b")))
+    assert result.a == result.b == [NOISY[10], NOISY[20]]
+    assert result.matching == "left out: 98 steps that only B has"
 
 
-def test_means_are_seen_where_nobody_tells() -> None:
-    told = loss(compare(log(NOISY), log(MEANS, "b")))
-    assert (told.figures.steps, told.figures.worst) == (10, 0)
+def test_means_are_detected_if_the_format_does_not_say() -> None:
+    result = loss(compare(log(NOISY), log(MEANS, "b")))
+    assert (result.figures.steps, result.figures.worst) == (10, 0)
     errors = [abs(MEANS[end] - NOISY[end]) for end in MEANS]
     words = re.fullmatch(
         r"B's values look like means of 10 steps \(mean error 0 % against means, (\d+) % against single steps\): "
         "A is averaged over the same steps",
-        told.matching,
+        result.matching,
     )
     assert words is not None
     assert float(words.group(1)) == pytest.approx(100 * sum(errors) / len(errors), abs=1)
@@ -79,9 +79,9 @@ def test_means_are_seen_where_nobody_tells() -> None:
 def test_single_steps_are_not_taken_for_means() -> None:
     """Values of every tenth step, as they are and with noise as large as that of the curve."""
     rare = {end: NOISY[end] for end in MEANS}
-    told = loss(compare(log(NOISY), log(rare, "b")))
-    assert told.figures.worst == 0
-    assert told.matching == "left out: 90 steps that only A has"
+    result = loss(compare(log(NOISY), log(rare, "b")))
+    assert result.figures.worst == 0
+    assert result.matching == "left out: 90 steps that only A has"
     other = {end: 2 + (53 * end * end + 7 * end) % 128 / 16 for end in MEANS}
     assert loss(compare(log(NOISY), log(other, "b"))).only_a == 90
 
@@ -94,11 +94,11 @@ def test_four_values_are_too_few_to_see_it() -> None:
 
 def test_a_mean_whose_steps_are_not_all_there_is_left_out_and_counted() -> None:
     holes = {step: value for step, value in NOISY.items() if step not in (15, 47)}
-    told = loss(compare(log(MEANS, means=OF_MEANS), log(holes, "b")))
-    assert told.steps == [10, 30, 40, 60, 70, 80, 90, 100]
-    assert told.figures.worst == 0
-    assert (told.only_a, told.only_b) == (2, 18)
-    assert told.matching == (
+    result = loss(compare(log(MEANS, means=OF_MEANS), log(holes, "b")))
+    assert result.steps == [10, 30, 40, 60, 70, 80, 90, 100]
+    assert result.figures.worst == 0
+    assert (result.only_a, result.only_b) == (2, 18)
+    assert result.matching == (
         "A's values are means of 10 steps: B is averaged over the same steps; "
         "left out: 2 steps that only A has, 18 steps that only B has"
     )
@@ -106,8 +106,12 @@ def test_a_mean_whose_steps_are_not_all_there_is_left_out_and_counted() -> None:
 
 def test_a_first_step_that_is_logged_alone_begins_the_next_interval() -> None:
     """`logging_first_step`: the value at 10 is then the mean of steps 2 to 10."""
-    told = {1: NOISY[1], 10: sum(NOISY[step] for step in range(2, 11)) / 9, **{e: MEANS[e] for e in range(20, 101, 10)}}
-    found = loss(compare(log(told, means=OF_MEANS), log(NOISY, "b")))
+    result = {
+        1: NOISY[1],
+        10: sum(NOISY[step] for step in range(2, 11)) / 9,
+        **{e: MEANS[e] for e in range(20, 101, 10)},
+    }
+    found = loss(compare(log(result, means=OF_MEANS), log(NOISY, "b")))
     assert found.steps == [1, *range(10, 101, 10)]
     assert found.figures.worst < 1e-12
 
@@ -124,7 +128,7 @@ def test_intervals() -> None:
 
 
 def test_means_of_means_count_by_their_steps() -> None:
-    """By hand: the mean of 1 to 10, told as those of 1 to 4 (2.5) and of 5 to 10 (7.5), is (4 x 2.5 + 6 x 7.5) / 10."""
+    """The mean of 1 to 10, logged as those of 1 to 4 (2.5) and of 5 to 10 (7.5), = (4 x 2.5 + 6 x 7.5) / 10."""
     found = averaged(series({10: 0.0, 20: 0.0}), Curve(series({4: 2.5, 10: 7.5, 20: 1.0}), mean=True))
     assert found is not None
     # The interval of 4 is taken to be as long as the next one, which begins before the first step: (0, 4].
@@ -133,23 +137,23 @@ def test_means_of_means_count_by_their_steps() -> None:
 
 def test_a_step_without_a_number_makes_a_mean_without_one() -> None:
     broken = {**NOISY, 33: float("nan"), 58: float("inf")}
-    told = loss(compare(log(MEANS, means=OF_MEANS), log(broken, "b")))
-    assert [step for step, value in zip(told.steps, told.b, strict=True) if value is None] == [40, 60]
-    assert told.verdict == "out of step"
+    result = loss(compare(log(MEANS, means=OF_MEANS), log(broken, "b")))
+    assert [step for step, value in zip(result.steps, result.b, strict=True) if value is None] == [40, 60]
+    assert result.verdict == "out of step"
 
 
-def test_means_of_different_lengths_that_cannot_be_matched_are_told() -> None:
+def test_means_that_cannot_be_matched_are_reported() -> None:
     a, b = (
         log({7: 1.0, 14: 1.0, 21: 1.0, 28: 1.0}, means=OF_MEANS),
         log({4: 1.0, 14: 1.0, 24: 1.0, 28: 1.0}, "b", OF_MEANS),
     )
-    told = loss(compare(a, b))
-    assert told.matching.startswith("B's values are means of 10 steps, but A lacks some of them")
+    result = loss(compare(a, b))
+    assert result.matching.startswith("B's values are means of 10 steps, but A lacks some of them")
 
 
 def test_both_with_the_same_means_are_compared_as_they_are() -> None:
-    told = loss(compare(log(MEANS, means=OF_MEANS), log(MEANS, "b")))
-    assert (told.matching, told.figures.steps) == ("", 10)
+    result = loss(compare(log(MEANS, means=OF_MEANS), log(MEANS, "b")))
+    assert (result.matching, result.figures.steps) == ("", 10)
 
 
 def test_repeats_are_averaged_too() -> None:
@@ -166,7 +170,7 @@ def test_only_the_first_of_each_side_decides() -> None:
 
 
 def trained(folder: Path, **options: Any) -> Log:
-    """transformers' own Trainer on a line through points, with a fixed seed."""
+    """transformers' Trainer on a linear regression, with a fixed seed."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
@@ -204,10 +208,10 @@ def test_the_means_are_those_that_transformers_logs(tmp_path: Path, first: bool)
     """Two real runs that differ in `logging_steps` alone agree, and only after the averaging."""
     every = trained(tmp_path / "every", logging_steps=1)
     fourth = trained(tmp_path / "fourth", logging_steps=4, logging_first_step=first)
-    told = compare(fourth, every)
-    assert loss(told).steps == [*([1] if first else []), 4, 8, 12]
-    assert loss(told).matching.startswith("A's values are means of 4 steps: B is averaged over the same steps")
-    assert loss(told).figures.worst < 1e-4  # the Trainer writes few digits
+    result = compare(fourth, every)
+    assert loss(result).steps == [*([1] if first else []), 4, 8, 12]
+    assert loss(result).matching.startswith("A's values are means of 4 steps: B is averaged over the same steps")
+    assert loss(result).figures.worst < 1e-4  # the Trainer writes few digits
     plain = [
         abs(fourth_ - dict(zip(*pair(every), strict=True))[step]) for step, fourth_ in zip(*pair(fourth), strict=True)
     ]
@@ -224,8 +228,8 @@ def pair(log: Log) -> tuple[list[int], list[float]]:
 
 def test_steps_of_one_side_are_counted_and_shown(tmp_path: Path) -> None:
     a, b = (dict.fromkeys(steps, 1.0) for steps in (range(1, 11), range(4, 22)))
-    told = loss(compare(log(a), log(b, "b")))
-    assert (told.figures.steps, told.only_a, told.only_b) == (7, 3, 11)
+    result = loss(compare(log(a), log(b, "b")))
+    assert (result.figures.steps, result.only_a, result.only_b) == (7, 3, 11)
     shown = run(tmp_path, a, b).output
     assert "left out: 3 steps that only A has, 11 steps that only B has" in shown
     assert "left out" not in run(tmp_path, a, a).output
@@ -264,7 +268,7 @@ def test_a_count_from_zero_is_proposed_and_not_applied(tmp_path: Path) -> None:
     assert (applied.verdict, loss(applied).figures.worst, loss(applied).steps) == ("in step", 0, list(range(1, 101)))
 
 
-def test_a_wrong_shift_is_told_against_the_steps_of_the_log() -> None:
+def test_a_wrong_shift_is_reported_in_steps_of_the_log() -> None:
     from_zero = {step - 1: value for step, value in NOISY.items()}
     remarks = compare(log(NOISY), log(from_zero, "b"), shift=3).remarks
     assert remarks[0] == "B's steps are shifted by +3 (--shift)"
@@ -273,7 +277,7 @@ def test_a_wrong_shift_is_told_against_the_steps_of_the_log() -> None:
 
 @pytest.mark.parametrize(("first", "last", "by"), [(1, 40, 60), (1001, 1100, -1000), (24, 103, -3)])
 def test_a_resumed_count_is_found(first: int, last: int, by: int) -> None:
-    """Steps of B that stand for others of A, with a little of their own, and with no step in common too."""
+    """Shifted steps of B with a little noise, also without a common step."""
     resumed = {step: NOISY[step + by] + step % 3 / 100 for step in range(first, last + 1)}
     found = better_shift(Curve(series(NOISY)), Curve(series(resumed)))
     assert found is not None
@@ -284,7 +288,7 @@ def test_a_resumed_count_is_found(first: int, last: int, by: int) -> None:
     assert ("no step in common" in remark) == (first == 1001)
 
 
-def test_means_beside_single_steps_that_count_from_zero() -> None:
+def test_means_and_single_steps_that_count_from_zero() -> None:
     from_zero = {step - 1: value for step, value in NOISY.items()}
     found = better_shift(Curve(series(MEANS), True), Curve(series(from_zero)))
     assert found is not None
@@ -299,7 +303,7 @@ def test_where_no_shift_is_clearly_best_none_is_proposed() -> None:
         "the same": (smooth, smooth),
         "flat": (np.ones(100), np.ones(100)),
         "flat and apart": (np.ones(100), np.full(100, 1.5)),
-        "noise of its own": (smooth + draw.normal(0, 0.1, 100), smooth + draw.normal(0, 0.1, 100)),
+        "independent noise": (smooth + draw.normal(0, 0.1, 100), smooth + draw.normal(0, 0.1, 100)),
         "rounding": (smooth, smooth + draw.normal(0, 1e-4, 100)),
         "one level higher": (smooth, smooth + 0.1),
     }
@@ -315,10 +319,10 @@ def test_where_no_shift_is_clearly_best_none_is_proposed() -> None:
 
 def test_a_shift_of_long_runs_is_found_wherever_it_is() -> None:
     draw = np.random.default_rng(1).random(20_000)
-    whole = Series(np.arange(1, 20_001), draw)
-    assert better_shift(Curve(whole), Curve(Series(whole.steps - 1, draw))).by == 1  # type: ignore[union-attr]
+    complete = Series(np.arange(1, 20_001), draw)
+    assert better_shift(Curve(complete), Curve(Series(complete.steps - 1, draw))).by == 1  # type: ignore[union-attr]
     part = Series(np.arange(1, 10_001), draw[7_654:17_654])
-    assert better_shift(Curve(whole), Curve(part)).by == 7_654  # type: ignore[union-attr]
+    assert better_shift(Curve(complete), Curve(part)).by == 7_654  # type: ignore[union-attr]
 
 
 # What a log does not tell --------------------------------------------------------------------------------------------
@@ -336,11 +340,11 @@ def test_the_set_up_of_a_foreign_log_is_unknown(tmp_path: Path) -> None:
     assert json.loads(run(tmp_path, NOISY, NOISY, "--json").stdout)["setup_known"] is False
 
 
-def test_the_value_of_a_tensorboard_csv_is_said_on_the_command_line(tmp_path: Path) -> None:
+def test_an_option_names_the_metric_of_a_tensorboard_csv(tmp_path: Path) -> None:
     export = tmp_path / "export.csv"
     export.write_text("Wall time,Step,Value\n" + "".join(f"1.5,{step},{value}\n" for step, value in NOISY.items()))
     refused = CliRunner().invoke(app, ["compare", str(export), str(export)])
     assert isinstance(refused.exception, Refusal)
-    said = CliRunner().invoke(app, ["compare", str(export), str(export), "--value", "train/loss"])
-    assert said.exit_code == 0
-    assert "the same at all 100 steps" in said.output
+    shown = CliRunner().invoke(app, ["compare", str(export), str(export), "--value", "train/loss"])
+    assert shown.exit_code == 0
+    assert "the same at all 100 steps" in shown.output

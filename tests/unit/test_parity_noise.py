@@ -1,4 +1,4 @@
-"""The noise floor: its parts by hand, and how often it is wrong on runs whose truth is known."""
+"""The noise floor: its parts by hand, and its error rate on simulated runs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_draws_are_means_over_blocks() -> None:
     assert np.array_equal(draws, excess_draws(across, np.zeros((1, 40)), seed=0))
 
 
-def test_blocks_are_long_where_neighbours_err_alike() -> None:
+def test_blocks_are_long_for_correlated_errors() -> None:
     draw = np.random.default_rng(0)
     white = block_length(draw.normal(size=1000))
     slow = block_length(autoregressive(draw, 1000, 0.9))

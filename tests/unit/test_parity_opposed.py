@@ -1,4 +1,4 @@
-"""Curves that move against each other are out of step without any repeat; noise is not taken for that."""
+"""Curves that move in opposite directions are out of step without a repeat; noise is not."""
 
 from __future__ import annotations
 

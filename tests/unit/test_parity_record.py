@@ -30,7 +30,7 @@ def with_facts(comparison: Comparison, **facts: tuple[Any, Any]) -> Comparison:
 
 
 def test_a_row_says_what_was_found(tmp_path: Path) -> None:
-    said = kept(example(), tmp_path)
+    message = kept(example(), tmp_path)
     header, rule, row = table_lines(tmp_path)
     assert (header, rule) == (HEADER, RULE)
     cells = [cell.strip() for cell in row.strip("|").split(" | ")]
@@ -45,7 +45,7 @@ def test_a_row_says_what_was_found(tmp_path: Path) -> None:
     ]
     (file,) = (tmp_path / "support").iterdir()
     assert cells[7] == f"[json](support/{file.name})"
-    assert said == f"added a row of {tmp_path / 'support.md'} (out of step), evidence in {file}"
+    assert message == f"added a row of {tmp_path / 'support.md'} (out of step), evidence in {file}"
     text = (tmp_path / "support.md").read_text(encoding="utf-8")
     assert text.startswith("# Support")
 
@@ -60,8 +60,8 @@ def test_the_same_pair_replaces_its_row_and_others_stay(tmp_path: Path) -> None:
     assert dpo.startswith("| dpo ")
     assert grpo.startswith("| grpo ")
 
-    said = kept(replace(example("in step"), a="elsewhere/again"), tmp_path)
-    assert said.startswith("replaced")
+    message = kept(replace(example("in step"), a="elsewhere/again"), tmp_path)
+    assert message.startswith("replaced")
     (_, _, dpo_after, grpo_after) = table_lines(tmp_path)
     assert dpo_after == dpo
     assert grpo_after == grpo.replace("| out of step |", "| in step |")
@@ -164,15 +164,15 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "told"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
-def test_a_damaged_table_is_refused_and_left_alone(tmp_path: Path, damage: Any, told: str) -> None:
+@pytest.mark.parametrize(("damage", "reason"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+def test_a_damaged_table_is_refused_and_left_alone(tmp_path: Path, damage: Any, reason: str) -> None:
     kept(example(), tmp_path)
     support = tmp_path / "support.md"
     support.write_text(damage(support.read_text(encoding="utf-8")), encoding="utf-8")
     before = support.read_text(encoding="utf-8")
     with pytest.raises(Refusal) as refused:
         kept(example(), tmp_path)
-    assert told in str(refused.value)
+    assert reason in str(refused.value)
     assert support.read_text(encoding="utf-8") == before
 
 

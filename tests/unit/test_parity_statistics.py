@@ -1,4 +1,4 @@
-"""The statistics by hand, and against what is known of t, of windows and of runs with a memory."""
+"""The statistics by hand, and against the theory of t, of windows and of AR(1) runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.parity.compare.curve_tests import score
-from lockstep.parity.compare.detection_power import power_of
+from lockstep.parity.compare.curve_tests import power_of, score
 from lockstep.parity.compare.noise_model import (
     SHARES,
     as_normal,
     as_t,
     compressed,
     contrasts,
-    looks,
     shape_of_noise,
     spread_of,
     trend_of,
     two_sided,
     window_means,
+    windows_for,
 )
 from parity_curves import Fault, biased, clean, collapsed, loss, remembering, reward, runs, stopped
 
@@ -62,7 +61,7 @@ def test_t_as_a_normal_deviate(chance: float, freedom: float, t: float) -> None:
 
 @pytest.mark.parametrize("steps", [8, 9, 50, 200, 777, 2000])
 def test_every_step_is_looked_at_and_the_looks_are_paid_for(steps: int) -> None:
-    at = looks(steps)
+    at = windows_for(steps)
     kinds = np.array(at.kind)
     for length in np.unique(at.length[kinds == "window"]):
         chosen = (kinds == "window") & (at.length == length)
@@ -103,7 +102,7 @@ def test_means_of_windows_vary_as_theory_has_it(memory: float) -> None:
     """The variance of a mean of L steps of an AR(1): summed over its correlations, one by one."""
     draw = np.random.default_rng(2)
     a, b = remembering(draw, (300, 5, 400), memory), remembering(draw, (300, 1, 400), memory)
-    at = looks(400)
+    at = windows_for(400)
     spread = spread_of(compressed(a, b))
     for place, length in enumerate(at.lengths):
         theory = sum(memory ** abs(i - j) for i in range(length) for j in range(length)) / length**2

@@ -1,4 +1,4 @@
-"""How often the verdict is wrong on curves of known truth: the tables of docs/compare.md."""
+"""The error rates of the verdict on simulated curves: the tables of docs/compare.md."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shares(row: Row, pairs: int, few: int) -> tuple[list[float], list[float]]:
 
 
 def held(row: Row, pairs: int, few: int, alarm: float, passes: float) -> list[float]:
-    """The aims. Where a fault is found in less than 95 %, it is told as cannot tell, and does not pass."""
+    """The goals. A fault that is found in less than 95 % of the runs gives `cannot tell`, which is not a pass."""
     alarms, passed = shares(row, pairs, few)
     assert alarms[0] <= alarm, row
     for name, found, through in zip(("bias", "collapse", "stop"), alarms[1:], passed[1:4], strict=True):
@@ -66,7 +66,7 @@ def test_more_rows_of_the_table(row: Row) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_full_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [HEAD, "|" + "---|" * 9]
     for row in ROWS:
         values = held(row, 1000, 200, alarm=0.05, passes=0.08)  # 200 pairs of 5 % have more than 16 once in 40 times
@@ -122,7 +122,7 @@ def test_the_table_of_false_alarms(capsys: pytest.CaptureFixture[str]) -> None:
     ("fault", "aim"),
     [("bias", 0.98), ("last quarter", 1.0), ("drift", 0.99), ("one step", 1.0)],
 )
-def test_faults_beside_three_repeats(fault: str, aim: float) -> None:
+def test_faults_with_three_repeats(fault: str, aim: float) -> None:
     """At 200 steps, AR(0.5): 1 sd from end to end, -3 sd in the last quarter, a drift to 2 sd, one step of 20 sd.
     Of 2,000 pairs 99.1, 100, 99.6 and 100 % are found."""
     steps = np.arange(200)

@@ -1,4 +1,4 @@
-"""What the verdict must see (late collapse, bias, parting for good), and what it must not claim to have seen."""
+"""What the verdict must find (late collapse, bias, divergence), and what it must not report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_late_collapse_is_out_of_step_from_its_step_on(last: int, repeats: int
         assert "end" in [found.statistic for found in examined.findings]
 
 
-def test_a_loss_that_parts_for_good_near_its_end() -> None:
+def test_a_loss_that_diverges_near_its_end() -> None:
     """DPO, +0.15 over the last 20 of 200 steps: 1.5 % in the mean, within the bar of 2 %."""
     draw = np.random.default_rng(0)
     a, b = (0.69 * np.exp(-np.arange(200) / 150) + 0.0001 * draw.normal(size=(1, 200)) for _ in range(2))
@@ -42,7 +42,7 @@ def test_a_loss_that_parts_for_good_near_its_end() -> None:
     assert " <= 2 % (" in judgement.explanation
 
 
-def test_a_change_that_passes_is_told_with_its_steps() -> None:
+def test_a_temporary_change_is_reported_with_its_steps() -> None:
     a, b = quiet(1, 4), quiet(2, 1)
     b[:, 60:100] -= 0.5
     judgement, examined = judged(a, b)
@@ -77,7 +77,7 @@ def test_no_repeat_no_pass_over_the_bar() -> None:
     assert judged(a[0], b[0])[0].verdict == "within noise"
 
 
-def test_too_much_noise_is_said_with_what_would_suffice() -> None:
+def test_too_much_noise_is_reported_with_what_would_suffice() -> None:
     """One repeat at 50 steps sees no drift of one standard deviation: no pass, however alike the curves are."""
     a, b = runs(np.random.default_rng(5), 1, reward(50), (1, 0), 0.5)
     judgement, examined = judged(a[0], b[0])
@@ -133,7 +133,7 @@ def test_a_run_that_scatters_more_is_not_within_noise() -> None:
 
 @pytest.mark.parametrize("fault", [biased, collapsed, stopped])
 @pytest.mark.parametrize("repeats", [0, 2, 5])
-def test_what_is_parted_is_never_passed(fault: object, repeats: int) -> None:
+def test_diverged_runs_never_pass(fault: object, repeats: int) -> None:
     """The exit code and the step of parting say the same: one is 1 wherever the other is there."""
     draw = np.random.default_rng(repeats)
     for memory in (0.0, 0.8):
@@ -144,7 +144,7 @@ def test_what_is_parted_is_never_passed(fault: object, repeats: int) -> None:
             assert judgement.verdict not in PASSES or judgement.parted_at is None
 
 
-def test_runs_that_cross_each_other_have_not_parted() -> None:
+def test_runs_that_cross_each_other_do_not_diverge() -> None:
     """Apart at every step, now above and now below: over the bar, but to no side."""
     a = reward(60)[None]
     crossing, examined = judged(a, a + 0.05 * np.resize([1, -1], 60))
@@ -194,7 +194,7 @@ def test_a_difference_of_many_deviations_does_not_pass_below_the_bar() -> None:
     # Without a repeat nobody knows whether runs of one side lie as far apart.
     alone, _ = judged(a[:1], b)
     assert (alone.verdict, alone.bar, alone.test) == ("cannot tell", "met", "difference")
-    # A tenth of it is as certain, and too small beside the bar to be more than a remark.
+    # A tenth of it is as certain, but small relative to the bar: only a remark.
     small, _ = judged(a, b + 0.035)
     assert (small.verdict, small.bar, small.test) == ("in step", "met", "small difference")
     assert "drift: -0.004" in small.explanation
@@ -242,12 +242,14 @@ def test_a_single_step_of_20_deviations_is_found(steps: int, repeats: int) -> No
     assert sum(judgement.verdict == "out of step" for judgement, _ in found) >= 36
     assert {spike[0].first for spike in spikes if spike} == {steps // 3 + 1}
     assert sum(bool(spike) for spike in spikes) >= 36
-    told = next(judgement.explanation for judgement, examined in found if examined.findings[0].statistic == "spike")
-    assert f"single step {steps // 3 + 1}: +" in told
+    explanation = next(
+        judgement.explanation for judgement, examined in found if examined.findings[0].statistic == "spike"
+    )
+    assert f"single step {steps // 3 + 1}: +" in explanation
 
 
 def test_a_single_step_of_curves_that_are_equal_elsewhere() -> None:
-    """A step that is off is found beside a curve that moves; one response more in rewards that hardly move is not."""
+    """A wrong step is found in a curve that moves; one more correct response in nearly constant rewards is not."""
     draw = np.random.default_rng(2)
     a = 1 + 0.05 * draw.normal(size=(1, 100))
     b = a.copy()

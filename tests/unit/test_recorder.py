@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import lockstep_record
 from lockstep.errors import Refusal
-from lockstep.parity.compare.compare_command import CompareOptions, compare_logs
+from lockstep.parity.compare.compare_runs import CompareOptions, compare_logs
 from lockstep.parity.compare.logs import read_log
 from lockstep.parity.replay.foreign_recording import compare_recordings, replay_recording
 from lockstep.tape.digest import digest
@@ -66,9 +66,9 @@ def test_digests_are_those_of_the_tape(shape: tuple[int, ...], dtype: torch.dtyp
 
 def test_large_tensors_are_digested_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn((50, 12), generator=torch.Generator().manual_seed(4))
-    whole = lockstep_record.digest(tensor)
+    complete = lockstep_record.digest(tensor)
     monkeypatch.setattr(lockstep_record, "CHUNK", 100)
-    torch.testing.assert_close(lockstep_record.digest(tensor), whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lockstep_record.digest(tensor), complete, rtol=1e-6, atol=1e-6)
     bad = lockstep_record.digest(torch.tensor([[1.0, float("nan")]]))
     assert bad[3] == 1
 
@@ -113,8 +113,8 @@ def test_batch_log_probs_and_slopes_by_hand(model: str, tape: Path) -> None:
     answers, pulls = [], []
     for part in PARTS:
         with torch.no_grad():
-            said = torch.log_softmax(network(input_ids=ids[part], attention_mask=mask[part]).logits, -1)
-        for row, keep, logprobs in zip(ids[part], mask[part], said, strict=True):
+            logp = torch.log_softmax(network(input_ids=ids[part], attention_mask=mask[part]).logits, -1)
+        for row, keep, logprobs in zip(ids[part], mask[part], logp, strict=True):
             alive = keep.nonzero().flatten().tolist()
             for before, at in pairwise(alive):
                 answers.append(float(logprobs[before, row[at]]))
@@ -134,10 +134,10 @@ def test_gradients_and_weights_by_hand(model: str, tape: Path) -> None:
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     ids, mask = rows(0)
     for part in PARTS:
-        said = torch.log_softmax(network(input_ids=ids[part], attention_mask=mask[part]).logits, -1)
+        logp = torch.log_softmax(network(input_ids=ids[part], attention_mask=mask[part]).logits, -1)
         trained = (mask[part, 1:] * mask[part, :-1]).clone()
         trained[:, :6] = 0
-        (-(said[:, :-1].gather(2, ids[part, 1:, None])[..., 0] * trained).sum() / 60).backward()
+        (-(logp[:, :-1].gather(2, ids[part, 1:, None])[..., 0] * trained).sum() / 60).backward()
     step = TapeFolder(tape).read_step(1)
     norm = float(torch.stack([p.grad.norm() for p in network.parameters()]).norm())  # type: ignore[union-attr]
     assert step.info["updates"][0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -258,14 +258,14 @@ def test_replay_refuses_another_model(model: str, tape: Path, tmp_path: Path) ->
         replay_recording(tape, model, ["batch.tokens=5"])
 
 
-def test_an_entropy_bonus_hides_the_slopes_and_is_said(model: str, tmp_path: Path) -> None:
+def test_an_entropy_bonus_hides_the_slopes_and_is_reported(model: str, tmp_path: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(model).float()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     ids, _ = rows(0)
     with record(network, optimizer, tmp_path / "tape"):
-        said = torch.log_softmax(network(input_ids=ids).logits, -1)
-        entropy = -(said.exp() * said).sum(-1).mean()
-        (-said[:, :-1].gather(2, ids[:, 1:, None]).mean() - 0.1 * entropy).backward()
+        logp = torch.log_softmax(network(input_ids=ids).logits, -1)
+        entropy = -(logp.exp() * logp).sum(-1).mean()
+        (-logp[:, :-1].gather(2, ids[:, 1:, None]).mean() - 0.1 * entropy).backward()
         optimizer.step()
     result = replay_recording(tmp_path / "tape", model, ["device=cpu"])
     assert result.in_step
@@ -281,17 +281,17 @@ def test_a_temperature_in_place_and_logits_of_the_last_tokens(model: str, tmp_pa
     with record(network, None, tmp_path / "tape", temperature=0.7):
         logits = network(input_ids=ids, logits_to_keep=6).logits
         logits.div_(0.7)
-        said = torch.log_softmax(logits[:, :-1], -1).gather(2, ids[:, -5:, None])[..., 0]
-        (-2.0 * said).sum().backward()
+        logp = torch.log_softmax(logits[:, :-1], -1).gather(2, ids[:, -5:, None])[..., 0]
+        (-2.0 * logp).sum().backward()
         optimizer.step()
     step = TapeFolder(tmp_path / "tape").read_step(1)
     assert step.tensors["train/0/answers"].shape == (8 * 5,)
-    torch.testing.assert_close(step.tensors["train/0/answers"], said.detach().flatten(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(step.tensors["train/0/answers"], logp.detach().flatten(), rtol=0, atol=1e-5)
     torch.testing.assert_close(step.tensors["train/0/pulls"], torch.full((40,), -2.0), rtol=1e-4, atol=0)
     assert replay_recording(tmp_path / "tape", model, ["device=cpu"]).in_step
 
 
-def test_packed_rows_are_taken_apart_by_their_positions() -> None:
+def test_packed_rows_are_split_by_their_positions() -> None:
     call = MicroBatch(
         {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}, {}
     )
@@ -338,7 +338,7 @@ def test_a_failure_ends_the_recording_and_not_the_training(model: str, tmp_path:
         pass
 
 
-def test_ranks_are_recorded_apart_and_read_together(
+def test_ranks_are_recorded_separately_and_read_together(
     model: str, tape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

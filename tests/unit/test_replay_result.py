@@ -72,9 +72,9 @@ def test_the_coarser_dtype_sets_the_tolerance() -> None:
     assert tolerance_of("bf16", "bf16") == TOLERANCES["bf16"]
     # One side's weights are rounded: modules and gradients may be off by more, everything else by as much.
     for dtypes, name in ((("fp32", "bf16"), "bf16"), (("fp16", "fp32"), "fp16")):
-        own = TOLERANCES[name]
+        plain = TOLERANCES[name]
         mixed = tolerance_of(*dtypes)
-        assert mixed == replace(own, module=0.05, growth=8.0, systematic=MIXED)
+        assert mixed == replace(plain, module=0.05, growth=8.0, systematic=MIXED)
     fine = TOLERANCES["fp32"]
     wide = inherited(fine, 4)
     assert (wide.logprob, wide.loss, wide.optimizer) == (0.01, 0.02, fine.optimizer)
@@ -84,9 +84,9 @@ def test_the_coarser_dtype_sets_the_tolerance() -> None:
 
 def test_the_console_fits_and_goes_from_coarse_to_fine(capsys: pytest.CaptureFixture[str]) -> None:
     show(RESULT, PlainConsole(()))
-    told = capsys.readouterr().out
-    assert max(map(len, told.splitlines())) <= 80
-    assert "verdict: out of step" in told
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    assert "verdict: out of step" in output
     names = [name for name, _ in first_divergence(RESULT)]
     assert names == [
         "stage",

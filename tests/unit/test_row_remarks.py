@@ -16,7 +16,7 @@ from lockstep.data.encode.sft_rows import SupervisedRows
 from lockstep.device.select import select
 from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
-from lockstep.preflight.prepare import prepare, prepare_online
+from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from refusals import refuses
@@ -25,7 +25,7 @@ from refusals import refuses
 def remarks(path: Path, *words: str) -> list[str]:
     """Of a recipe of 48 chats, 8 to an update, and 10 for validation; or of 20 prompts, 4 to a step."""
     recipe = load_recipe(str(path), list(words))
-    find: Any = prepare_online if recipe.method == "grpo" else prepare
+    find: Any = prepare_online if recipe.method == "grpo" else prepare_offline
     found: list[str] = find(recipe, select("cpu"), 1, Console.silent()).remarks
     return found
 
@@ -70,7 +70,7 @@ def test_prompts_are_counted_too(online_file: Path, tmp_path: Path) -> None:
 
 def test_at_most_so_many_rows_of_each_source(recipe_file: Path) -> None:
     recipe = load_recipe(str(recipe_file), ["data.max_rows=5", "batch.rows_per_update=2"])
-    found = prepare(recipe, select("cpu"), 1, Console.silent())
+    found = prepare_offline(recipe, select("cpu"), 1, Console.silent())
     assert found.batches.rows == found.train.counts.rows == 5
     assert found.val is not None
     assert found.val.counts.rows == 10  # validation is what it was

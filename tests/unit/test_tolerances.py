@@ -91,8 +91,8 @@ def test_the_bound_is_the_formula() -> None:
     assert Bound(0.01).allowed(0.2, 0) == pytest.approx(0.01 + 5 * 0.2)
 
 
-def test_a_pure_factor_is_not_taken_for_its_own_rounding() -> None:
-    """The rounding is what is left without the slope, so that a large factor does not raise its own bound."""
+def test_a_pure_factor_is_not_counted_as_rounding() -> None:
+    """The rounding is what is left without the slope, so that a large factor does not raise its bound."""
     a = draw(8, (512, 64))
     excess = slope_excess(digest(a), digest(1.3 * rounded(a)), BF16.gradient)
     assert excess.value == pytest.approx(0.3, abs=0.03)
@@ -130,7 +130,7 @@ def test_a_movement_is_followed_through_two_digests() -> None:
     assert movement_slope([digest(start)] * 2, [digest(start)] * 2) is None
 
 
-def test_a_line_through_whole_vectors() -> None:
+def test_a_line_through_complete_vectors() -> None:
     a = draw(13, (500,)) - 3
     b = a.mean() + 1.1 * (a - a.mean()) + 0.25
     one = line(a, b)
@@ -158,8 +158,8 @@ def test_rounding_of_numbers_far_from_0_is_judged_by_their_spread() -> None:
 def test_many_tensors_together_have_the_slope_of_one_long_one() -> None:
     parts = [(draw(seed, (40, 8)), scale) for seed, scale in ((11, 1.0), (12, 3.0), (13, 0.1))]
     pairs = [(scale * a, scale * (1.1 * a + 0.02 * draw(seed, (40, 8)))) for seed, (a, scale) in enumerate(parts)]
-    whole = [torch.cat([side.flatten() for side in sides]).double() for sides in zip(*pairs, strict=True)]
-    expected = float((whole[0] * whole[1]).sum() / whole[0].square().sum()) - 1
+    joined = [torch.cat([side.flatten() for side in sides]).double() for sides in zip(*pairs, strict=True)]
+    expected = float((joined[0] * joined[1]).sum() / joined[0].square().sum()) - 1
     both = [(digest(a), digest(b)) for a, b in pairs]
     found = overall_slope(both, Bound(0.05, 50), 0.0)
     assert found.value == pytest.approx(expected, abs=2e-3)
@@ -167,7 +167,7 @@ def test_many_tensors_together_have_the_slope_of_one_long_one() -> None:
     assert overall_slope(both, Bound(0.2, 50), 0.0).times < 1
 
 
-def test_a_pair_of_two_dtypes_is_held_less_tightly_than_one_of_bf16_alone() -> None:
+def test_two_dtypes_have_wider_limits_than_bf16_alone() -> None:
     mixed, alone = tolerance_of("fp32", "bf16"), tolerance_of("bf16", "bf16")
     assert alone.systematic is BF16
     assert mixed.systematic is MIXED

@@ -1,4 +1,4 @@
-"""What the page of runs reads: lines by byte offsets, curves as they grow, thinned without losing an extreme."""
+"""The files behind the run viewer: lines by byte offsets, growing curves, thinning that keeps extremes."""
 
 from __future__ import annotations
 
@@ -45,41 +45,41 @@ from view_runs import metric_line, sample, write_run
 def lines_file(path: Path, seed: int, steps: int = 60) -> list[tuple[int, int | None]]:
     """Writes lines of very different lengths; returns where each begins and its step (None where damaged)."""
     chance = random.Random(seed)
-    told: list[tuple[int, int | None]] = []
+    lines: list[tuple[int, int | None]] = []
     content = b""
     for step in range(0, steps, chance.choice([1, 2, 3])):
         for _ in range(chance.choice([0, 1, 1, 5])):
-            told.append((len(content), step))
+            lines.append((len(content), step))
             text = "x" * chance.choice([0, 3, 100, BLOCK - 40, BLOCK * 2])
             # Another order of keys is valid too.
             line = {"step": step, "t": text} if chance.random() < 0.8 else {"t": text, "step": step}
             content += json.dumps(line).encode() + b"\n"
             if chance.random() < 0.05:
-                told.append((len(content), None))
+                lines.append((len(content), None))
                 content += b"{damaged\n"
     path.write_bytes(content + b'{"step": 99999, "being": "writ')
-    return told
+    return lines
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_first_line_of_a_step_is_found_by_halves(tmp_path: Path, seed: int) -> None:
-    told = lines_file(tmp_path / "lines.jsonl", seed)
+def test_the_first_line_of_a_step_is_found_by_bisection(tmp_path: Path, seed: int) -> None:
+    lines = lines_file(tmp_path / "lines.jsonl", seed)
     with (tmp_path / "lines.jsonl").open("rb") as file:
-        assert [(line.start, step_of(line.content)) for line in lines_from(file, 0)] == told
+        assert [(line.start, step_of(line.content)) for line in lines_from(file, 0)] == lines
         for step in range(-1, 63):
             at = first_of_step(file, step)
             # A damaged line just before it may come with it.
-            after = [start for start, own in told if own is not None and own >= step]
-            before = [start for start, own in told if own is not None and own < step]
+            after = [start for start, number in lines if number is not None and number >= step]
+            before = [start for start, number in lines if number is not None and number < step]
             assert at <= (after[0] if after else complete_end(file))
             assert not before or at > before[-1]
         last = last_line(file)
         assert last is not None
-        assert (last.start, step_of(last.content)) == told[-1]
+        assert (last.start, step_of(last.content)) == lines[-1]
 
 
 class Counted(io.RawIOBase):
-    """A file that counts the bytes that were asked of it."""
+    """A file that counts the bytes that are read."""
 
     def __init__(self, file: BinaryIO):
         self.file, self.bytes = file, 0
@@ -108,9 +108,9 @@ def test_the_samples_of_a_step_are_found_without_reading_the_others(tmp_path: Pa
             file.write(json.dumps(sample(step, response="y" * 3000)) + "\n")
     with path.open("rb") as file:
         counted = Counted(file)
-        told = samples_of_step(cast(BinaryIO, counted), SampleFilter(), 1234, None)
-        assert [one["step"] for one in told["samples"]] == [1234]
-        assert (told["first"], told["last"], told["before"], told["after"]) == (0, 2999, 1233, 1235)
+        reply = samples_of_step(cast(BinaryIO, counted), SampleFilter(), 1234, None)
+        assert [one["step"] for one in reply["samples"]] == [1234]
+        assert (reply["first"], reply["last"], reply["before"], reply["after"]) == (0, 2999, 1233, 1235)
         assert counted.bytes < path.stat().st_size / 4
 
 
@@ -118,25 +118,25 @@ def test_a_filter_finds_what_it_says_in_all_steps(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     with path.open("w") as file:
         for step in range(100):
-            own: dict[str, Any] = {"score": step / 100, "response": "plain"}
+            fields: dict[str, Any] = {"score": step / 100, "response": "plain"}
             if step == 3:
-                own["kind"] = "val"
+                fields["kind"] = "val"
             if step == 4:
-                own["stop"] = "length"
+                fields["stop"] = "length"
             if step == 5:
-                own |= {"score": None, "failure": "function: it broke"}
+                fields |= {"score": None, "failure": "function: it broke"}
             if step == 7:
-                own["response"] = "has a Needle in it"
-            file.write(json.dumps(sample(step, **own)) + "\n")
+                fields["response"] = "has a Needle in it"
+            file.write(json.dumps(sample(step, **fields)) + "\n")
 
     def steps(wanted: SampleFilter) -> list[int]:
         with path.open("rb") as file:
-            told, found = samples_of_all_steps(file, wanted, 0), []
+            reply, found = samples_of_all_steps(file, wanted, 0), []
             while True:
-                found += [one["step"] for one in told["samples"]]
-                if told["next"] is None:
+                found += [one["step"] for one in reply["samples"]]
+                if reply["next"] is None:
                     return found
-                told = samples_of_all_steps(file, wanted, told["next"])
+                reply = samples_of_all_steps(file, wanted, reply["next"])
 
     assert steps(SampleFilter()) == list(range(100)), f"in parts of {PAGE_SIZE}"
     assert steps(SampleFilter(kind="val")) == [3]
@@ -149,29 +149,29 @@ def test_a_filter_finds_what_it_says_in_all_steps(tmp_path: Path) -> None:
     assert steps(SampleFilter(least=0.03, most=0.06)) == [3, 4, 6], "one without a score is in no range"
 
 
-def test_a_long_response_is_cut_in_a_list_and_whole_alone(tmp_path: Path) -> None:
+def test_a_long_response_is_cut_in_lists_only(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     long = "z" * 1_000_000
     path.write_text("".join(json.dumps(sample(step, response=long, score=math.nan)) + "\n" for step in (1, 2)))
     with path.open("rb") as file:
-        (told,) = samples_of_step(file, SampleFilter(), None, None)["samples"]
-        assert len(told["response"]) < 10_000
-        assert told["bytes"] > 1_000_000
-        assert told["score"] == "NaN", "as strict JSON can say it"
-        assert single_sample(file, told["offset"])["response"] == long
+        (reply,) = samples_of_step(file, SampleFilter(), None, None)["samples"]
+        assert len(reply["response"]) < 10_000
+        assert reply["bytes"] > 1_000_000
+        assert reply["score"] == "NaN", "as strict JSON can say it"
+        assert single_sample(file, reply["offset"])["response"] == long
         with pytest.raises(Missing, match="no sample begins"):
-            single_sample(file, told["offset"] + 5)
+            single_sample(file, reply["offset"] + 5)
 
 
 def test_damaged_lines_at_the_ends_hide_no_step(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text("what\n" + "".join(json.dumps(sample(step)) + "\n" for step in (4, 5)) + "{\n[]\n")
     with path.open("rb") as file:
-        told = samples_of_step(file, SampleFilter(), None, None)
-        assert (told["first"], told["last"], told["step"], told["before"]) == (4, 5, 5, 4)
-        assert [one["step"] for one in told["samples"]] == [5]
+        reply = samples_of_step(file, SampleFilter(), None, None)
+        assert (reply["first"], reply["last"], reply["step"], reply["before"]) == (4, 5, 5, 4)
+        assert [one["step"] for one in reply["samples"]] == [5]
         everything = samples_of_all_steps(file, SampleFilter(), 0)["samples"]
-        assert [one.get("step") for one in everything] == [None, 4, 5, None, None], "and they are told of"
+        assert [one.get("step") for one in everything] == [None, 4, 5, None, None], "and they are listed"
 
 
 def test_a_line_without_end_is_not_there(tmp_path: Path) -> None:
@@ -333,12 +333,12 @@ def test_a_curve_tells_its_points_its_mean_and_what_is_no_number(tmp_path: Path)
     path.write_text("".join(metric_line(step, {"a": odd.get(step, float(step))}) for step in range(1, 13)))
     curves = opened(path)
     curves.read_more()
-    told = curves.shown("a", (4, 10), 100, half=1)
-    assert told is not None
+    reply = curves.shown("a", (4, 10), 100, half=1)
+    assert reply is not None
     # One beyond each edge, so that the line runs out of the picture.
-    assert told["steps"] == [2, 4, 5, 6, 7, 8, 10, 11]
-    assert told["odd"] == {"count": 1, "first": [[9, "-inf"]]}
-    assert told["mean"]["values"][2] == pytest.approx((4 + 5 + 6) / 3)
+    assert reply["steps"] == [2, 4, 5, 6, 7, 8, 10, 11]
+    assert reply["odd"] == {"count": 1, "first": [[9, "-inf"]]}
+    assert reply["mean"]["values"][2] == pytest.approx((4 + 5 + 6) / 3)
     assert curves.shown("b", (4, 10), 100, 0) is None
 
 
@@ -358,8 +358,8 @@ def test_runs_are_found_and_links_out_are_not_followed(tmp_path: Path) -> None:
     (left_out,) = found.left_out
     assert left_out.startswith("out is a link")
     assert list(find_runs(root / "one").runs) == ["one"]
-    told = summary(root, "one", root / "one", file_locks())
-    facts = {name: told[name] for name in ("method", "model", "steps", "step", "metric", "value", "running", "report")}
+    reply = summary(root, "one", root / "one", file_locks())
+    facts = {name: reply[name] for name in ("method", "model", "steps", "step", "metric", "value", "running", "report")}
     assert facts == {
         "method": "grpo",
         "model": "models/tiny",
@@ -379,8 +379,8 @@ def test_the_list_follows_files_that_change(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(metric_line(4, {"train/loss": 0.5}))
     (run / "recipe.yaml").write_text("method: dpo\n")
-    (told,) = shelf.listed()["runs"]
-    assert (told["step"], told["value"], told["method"]) == (4, 0.5, "dpo")
+    (reply,) = shelf.listed()["runs"]
+    assert (reply["step"], reply["value"], reply["method"]) == (4, 0.5, "dpo")
     write_run(tmp_path / "later", 1, {})
     assert [one["run"] for one in shelf.listed()["runs"]] == ["later", "run"]
 
@@ -405,19 +405,19 @@ def test_files_outside_pipes_and_folders_are_not_opened(tmp_path: Path) -> None:
         assert file.read() == b"near"
 
 
-def test_a_recipe_is_told_by_key(tmp_path: Path) -> None:
+def test_a_recipe_is_listed_by_key(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1, {}, lr=3e-4)
     (run / "recipe.to_step_5.yaml").write_text("method: old\n")
-    told = recipe_of(tmp_path, run)
-    assert told["recipe"] == {
+    reply = recipe_of(tmp_path, run)
+    assert reply["recipe"] == {
         "method": '"grpo"',
         "run.name": '"run"',
         "run.steps": "1",
         "model.path": '"models/tiny"',
         "optim.lr": "0.0003",
     }
-    assert told["env"]["packages.torch"] == '"2.11"'
-    assert told["earlier"] == [{"last_step": 5, "text": "method: old\n"}]
+    assert reply["env"]["packages.torch"] == '"2.11"'
+    assert reply["earlier"] == [{"last_step": 5, "text": "method: old\n"}]
     (run / "recipe.yaml").write_text("a: [1\n")
     assert "damaged" in recipe_of(tmp_path, run)["problems"][0]
     assert flat({"a": [{"b": 1}, {"c": []}], "d": [1, 2], "e": {}}) == {
@@ -508,12 +508,12 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str, monkeypatch:
     right = RunList(root).listed()
     (index,) = (tmp_path / "cache" / "runs").glob("*.json")
     assert stat.S_IMODE(index.stat().st_mode) == 0o600
-    told = json.loads(index.read_text())
+    reply = json.loads(index.read_text())
     if damage == "entry":
-        next(iter(told["runs"].values()))[1]["method"] = "another"
+        next(iter(reply["runs"].values()))[1]["method"] = "another"
     if damage == "version":
-        told["version"] = "another"
-    changed = {"cut": index.read_text()[:-40], "text": "\0", "list": "[1]"}.get(damage, json.dumps(told))
+        reply["version"] = "another"
+    changed = {"cut": index.read_text()[:-40], "text": "\0", "list": "[1]"}.get(damage, json.dumps(reply))
     index.unlink()
     if damage == "folder":
         index.mkdir()

@@ -1,4 +1,4 @@
-"""The server of the run viewer: access, hostile paths, replies, and a fast start."""
+"""The server of the run viewer: access, requests, and a fast start."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_nothing_but_get(server: RunViewer, method: str) -> None:
     assert fetch(server, "api/runs", method=method)[0] == 405
 
 
-def test_the_page_may_run_its_own_script_and_no_other(server: RunViewer) -> None:
+def test_the_page_may_run_only_its_script(server: RunViewer) -> None:
     for path in ("", "app.js", "style.css", "api/runs", "nothing"):
         _, headers, _ = fetch(server, path)
         policy = headers["Content-Security-Policy"]
@@ -125,7 +125,7 @@ def test_the_page_may_run_its_own_script_and_no_other(server: RunViewer) -> None
     assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|style=|https?://", page)
 
 
-def test_a_report_is_a_stranger_to_the_page(server: RunViewer) -> None:
+def test_a_report_has_another_origin_than_the_page(server: RunViewer) -> None:
     status, headers, content = fetch(server, "report?run=one", token=server.report_token)
     assert (status, content) == (200, b"<h1>report</h1>")
     assert headers["Content-Security-Policy"].startswith("sandbox allow-scripts; default-src 'none'")
@@ -165,7 +165,7 @@ def test_no_way_leads_out_of_the_folder(server: RunViewer) -> None:
         "curves?" + "&".join(["run=one"] * 300),
     ],
 )
-def test_a_question_that_makes_no_sense_is_told_so(server: RunViewer, question: str) -> None:
+def test_an_invalid_request_is_refused_with_the_reason(server: RunViewer, question: str) -> None:
     fetch_json(server, "api/run?run=one")
     status, _, content = fetch(server, f"api/{quote(question, safe='?=&/')}")
     assert status == 404
@@ -203,7 +203,7 @@ def test_responses_of_a_run(server: RunViewer) -> None:
 
 
 def test_files_that_no_run_wrote_spoil_no_other_run(tmp_path: Path) -> None:
-    """A folder may come from anywhere. Each of these files once broke the list of runs or a connection."""
+    """A folder may come from anywhere. Each of these once broke the list of runs or a connection, or never ended."""
     root = tmp_path / "runs"
     write_run(root / "good", 3, {"critic/score/mean": float})
     anchors = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -298,7 +298,7 @@ def test_the_folder_and_the_port_are_checked_first(tmp_path: Path, server: RunVi
 
 
 def test_a_wheel_has_the_files_of_the_pages() -> None:
-    """pyproject.toml lists the files that setuptools packs."""
+    """Only pyproject.toml lists what setuptools packs."""
     project = (HOUSE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     patterns = re.findall(r'"([^"]+)"', re.findall(r"package-data\]\nlockstep = \[([^\]]+)\]", project)[0])
     files = [path.relative_to(HOUSE) for path in HOUSE.rglob("*") if path.suffix in (".js", ".css", ".html")]

@@ -33,7 +33,7 @@ from lockstep.model.load import load_config, load_policy, load_tokenizer, load_v
 from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.parallel.world import World, joined
-from lockstep.preflight.prepare import shared_and_moving
+from lockstep.preflight.row_checks import shared_and_moving
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_online import Reward
 from lockstep.recipe.method_checks import reference_kind

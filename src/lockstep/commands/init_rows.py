@@ -116,7 +116,7 @@ def _sizes(recipe: Recipe, rows: int) -> dict[str, tuple[Any, str]]:
 
 def _encoded(values: Mapping[str, Any], recipe: Recipe, keys: dict[str, tuple[Any, str]]) -> RowsInfo:
     from lockstep.device.select import select
-    from lockstep.preflight.prepare import prepare_shown
+    from lockstep.preflight.run_checks import prepare_shown
     from lockstep.run.console import Console
 
     first: Refusal | None = None

@@ -22,9 +22,10 @@ from lockstep.preflight.batch_plan import make_loader
 from lockstep.preflight.cluster import OfflineSteps, OnlineSteps, StepSource, StepWork, TargetCluster, cluster_named
 from lockstep.preflight.cluster_plan import Outlook, fitting, refuse_over, refuse_uncounted
 from lockstep.preflight.memory_plan import MemoryPlan, Phase, refuse_misfit
-from lockstep.preflight.prepare import Prepared, PreparedOnline, prepare, prepare_online
-from lockstep.preflight.reward_trial import try_rewards_here
+from lockstep.preflight.prepared import Prepared, PreparedOnline
+from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.preflight.step_time import PhaseTime
+from lockstep.preflight.user_trials import try_rewards
 from lockstep.recipe import Recipe
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.recipe.methods import ONLINE
@@ -128,9 +129,9 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     prepared: Prepared | PreparedOnline
     if online:
         refuse_beside(recipe, DEVICES[cluster.chip.kind], cluster.each, None)
-        prepared = prepare_online(recipe, Cpu(), cluster.devices, console, must_fit=False, here=False)
+        prepared = prepare_online(recipe, Cpu(), cluster.devices, console, plans=True, local=False)
     else:
-        prepared = prepare(recipe, Cpu(), cluster.devices, console, must_fit=False)
+        prepared = prepare_offline(recipe, Cpu(), cluster.devices, console, plans=True, local=False)
     steps: StepSource
     if isinstance(prepared, PreparedOnline):
         steps = OnlineSteps.of(prepared.train.items, response_tokens or recipe.rollout.max_tokens)
@@ -278,8 +279,8 @@ def show_plan(recipe: Recipe, devices: int) -> None:
     device, sentence = explain(recipe.device)
     console = Console.open()
     console.say(sentence)
-    prepare_rows = prepare_online if recipe.method in ONLINE else prepare
-    prepared = prepare_rows(recipe, device, devices, console, must_fit=False)
+    prepare = prepare_online if recipe.method in ONLINE else prepare_offline
+    prepared = prepare(recipe, device, devices, console, plans=True)
     counts = prepared.train.counts
     generates = recipe.method in ONLINE or bool(recipe.val.questions)
     console.banner(
@@ -296,7 +297,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
         ],
     )
     if isinstance(prepared, PreparedOnline):
-        try_rewards_here(prepared, device, console)
+        try_rewards(prepared, device, console)
     for remark in prepared.remarks:
         console.warn(remark)
     Screen.on_stdout().print(_memory_table(prepared.memory))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from lockstep.device.select import select
-from lockstep.preflight.prepare import prepare_shown
+from lockstep.preflight.run_checks import prepare_shown
 from lockstep.recipe import Recipe
 from lockstep.recipe.methods import ONLINE
 from lockstep.run.console import Console

@@ -20,6 +20,7 @@ from lockstep.model.fingerprint import model_files
 from lockstep.model.load import load_config
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
+from lockstep.model.trials import REWARDS, run_trial
 from lockstep.parallel.world import World
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.recipe.keys_online import Reward
@@ -183,17 +184,12 @@ def opened_scorer(
     try:
         scorer = Scorer.open(reward, sources, torch_device, output=output)
         try:
-            with console.task("Trying the rewards on real rows", None):
-                tried = scorer.dry_run([prompt.question for prompt in prompts])
+            run_trial(REWARDS, lambda: scorer.dry_run([prompt.question for prompt in prompts]), console=console)
         except BaseException:
             scorer.close()
             raise
     except Refusal as refusal:
         raise as_options(refusal, options) from refusal
-    for line in tried.lines:
-        console.say(line)
-    for warning in tried.warnings:
-        console.warn(warning)
     return scorer
 
 

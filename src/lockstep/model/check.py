@@ -7,7 +7,7 @@ limits; then the loaded model is tested on a few tokens in its dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,11 @@ from lockstep.kernels.attention.masks import BeyondCausal
 from lockstep.kernels.bf16_matmul import prepare_products
 from lockstep.kernels.fused import fuse
 from lockstep.model.decoder import OUTSIDE
-from lockstep.model.kernel_trial import PLAIN, refuse_unless_replayed, wrong_kernel
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY, miniature_config, randomise
 from lockstep.model.policy import Policy, Scoring
-from lockstep.model.verified import fingerprint, hardware, is_verified, remember
+from lockstep.model.trials import ARCHITECTURE, LOADED_MODEL, Unfit, hardware, run_trial
 from lockstep.parallel.sharding import unit_gathered
+from lockstep.run.console import Console
 from lockstep.types import MicroBatch
 
 # Allowed difference of packed log-probs from those of transformers.
@@ -52,10 +52,6 @@ RUN_ERRORS = (
     ImportError,
     AssertionError,
 )
-
-
-class Unfit(Exception):
-    """An architecture that would be trained or scored wrongly, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +117,11 @@ def try_architecture(miniature: Miniature) -> None:
     sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
     policy, device = miniature.policy, next(miniature.policy.parameters()).device
     try:
-        theirs, wanted = _own(miniature.model, sequences, device)
+        theirs, wanted = _reference_gradients(miniature.model, sequences, device)
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise Unfit(f"transformers itself cannot run it on plain tokens: {first_line(error)}") from error
-    for kind, batch in (("packed", line_of(sequences, device)), ("padded", _rows(sequences, device))):
+    for kind, batch in (("packed", packed_row(sequences, device)), ("padded", _padded_rows(sequences, device))):
         try:
             policy.zero_grad(set_to_none=True)
             with torch.enable_grad():
@@ -144,8 +140,8 @@ def _compare_logprobs(kind: str, ours: torch.Tensor, theirs: torch.Tensor) -> No
         if not difference.max() <= LOGPROB_ERROR:
             token = int((~(difference <= LOGPROB_ERROR)).nonzero()[0]) + 1
             raise Unfit(
-                f"{kind} log-probs differ from transformers' own by up to {difference.max():.2g}, from token {token} "
-                f"of a sequence of {length} on (windows and other limits scaled to {LIMIT} tokens)"
+                f"{kind} log-probs differ from those of transformers by up to {difference.max():.2g}, from token "
+                f"{token} of a sequence of {length} on (windows and other limits scaled to {LIMIT} tokens)"
             )
 
 
@@ -155,7 +151,7 @@ def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tens
     nonzero = {name: found for name, found in wanted.items() if found is not None and float(found.norm()) > 0}
     for name, parameter in model.named_parameters():
         if name in nonzero and parameter.grad is None:
-            raise Unfit(f"{name} gets no gradient where transformers' own attention gives it one")
+            raise Unfit(f"{name} gets no gradient, and transformers' attention gives it one")
     errors = {
         name: float((parameter.grad - nonzero[name]).norm()) / max(float(nonzero[name].norm()), least)
         for name, parameter in model.named_parameters()
@@ -167,7 +163,7 @@ def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tens
         raise Unfit(f"the gradient of {worst} is off by {errors[worst]:.2g} of its norm when {kind}")
 
 
-def _own(
+def _reference_gradients(
     model: Any, sequences: Sequence[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
     """Log-probs and gradients of transformers' eager attention, one sequence at a time."""
@@ -175,7 +171,7 @@ def _own(
     model.set_attn_implementation("eager")
     try:
         with torch.enable_grad():
-            theirs = torch.cat([own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
+            theirs = torch.cat([reference_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
             (theirs * weights_of(len(theirs), device)).sum().backward()
     finally:
         model.set_attn_implementation(ATTENTION)
@@ -188,28 +184,65 @@ def weights_of(count: int, device: torch.device) -> torch.Tensor:
     return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
 
 
-def check_architecture(config: Any, path: str, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
+def check_architecture(
+    config: Any, path: str, dtype: torch.dtype, kernel: str, device: torch.device, console: Console | None = None
+) -> None:
     """Refuse an architecture that would be trained wrongly. Needs no weights; a success is cached."""
     prepare_products(dtype)
-    key = fingerprint(config, "train", str(dtype), kernel, *hardware(device))
-    if is_verified(key):
-        return
-    try:
-        _try(config, dtype, kernel, device)
-    except Unfit as unfit:
-        problem = wrong_kernel(
-            kernel,
-            device,
-            str(unfit),
-            lambda *how: _why_not(config, dtype, *how),
-            lambda: _eager_difference(config, device),
+
+    def attempt() -> Problem | None:
+        try:
+            _try(config, dtype, kernel, device)
+        except Unfit as unfit:
+            problem = wrong_kernel(
+                kernel,
+                device,
+                str(unfit),
+                lambda *how: _why_not(config, dtype, *how),
+                lambda: _eager_difference(config, device),
+            )
+            return problem or _unsupported(path, (config.architectures or [config.model_type])[0], str(unfit))
+        return None
+
+    run_trial(ARCHITECTURE, attempt, config=config, key=(str(dtype), kernel, *hardware(device)), console=console)
+
+
+# The cause of a failed check is the model, or the attention kernel of the device: the check is repeated with plain
+# torch instead of the kernel, and on the CPU.
+
+PLAIN = "sdpa"
+HOST = torch.device("cpu")
+# Returns why a model fails with an attention kernel on a device; None if it passes.
+KernelCheck = Callable[[str, torch.device], str | None]
+
+
+def wrong_kernel(
+    kernel: str, device: torch.device, why: str, check: KernelCheck, eager: Callable[[], float]
+) -> Problem | None:
+    """The problem of the device's attention; None if the model is the cause.
+
+    `eager` returns the difference of transformers' eager attention between device and CPU, in log-probs.
+    """
+    if kernel != PLAIN and check(PLAIN, device) is None:
+        return Problem(
+            f"device {device}",
+            f"its attention kernel {kernel} is wrong: {why}. With model.attention={PLAIN} the same check passes here",
+            f"set model.attention={PLAIN}, which is plain torch and slower; another version of torch or of "
+            "the driver may fix the kernel, `lockstep doctor` lists matching versions, and a replay of a tape "
+            "(docs/replay.md) writes a script that reproduces the fault",
+            code="wrong-kernel",
         )
-        # The check passed when the tape was recorded, so in a replay this machine is at fault.
-        refuse_unless_replayed(
-            problem or _unsupported(path, (config.architectures or [config.model_type])[0], str(unfit))
-        )
-        return
-    remember(key)
+    if device.type == HOST.type or check(PLAIN, HOST) is not None:
+        return None
+    difference, kinds = eager(), " and with ".join(dict.fromkeys((kernel, PLAIN)))
+    return Problem(
+        f"device {device}",
+        f"attention is wrong on it with {kinds}: {why}. On the CPU the same check passes; transformers' eager "
+        f"attention on this device is {difference:.2g} nats from the CPU's",
+        "no setting of model.attention helps: run `lockstep doctor` for matching versions of torch and the driver, "
+        "or train with device=cpu",
+        code="wrong-kernel",
+    )
 
 
 def _try(config: Any, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
@@ -233,7 +266,7 @@ def _eager_difference(config: Any, device: torch.device) -> float:
     found = []
     for one in (device, torch.device("cpu")):
         model = build_miniature(config, PLAIN, one).model
-        found.append(_own(model, sequences, one)[0].cpu())
+        found.append(_reference_gradients(model, sequences, one)[0].cpu())
     return float((found[0] - found[1]).abs().max())
 
 
@@ -246,13 +279,13 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
     sequences = [tokens(length, VOCABULARY, first) for first in range(ROUNDING_SETS) for length in LENGTHS]
     policy, model = miniature.policy, miniature.model
     device = next(policy.parameters()).device
-    exact, _ = _own(model, sequences, device)
+    exact, _ = _reference_gradients(model, sequences, device)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     policy.to(dtype)
     try:
-        ours = policy(line_of(sequences, device)).logprobs_K
+        ours = policy(packed_row(sequences, device)).logprobs_K
         model.set_attn_implementation("eager")
-        theirs = torch.cat([own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
+        theirs = torch.cat([reference_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences])
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise Unfit(f"it cannot be run in {dtype}: {first_line(error)}") from error
@@ -270,6 +303,10 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
 def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> None:
     """Refuse a loaded model whose log-probs differ from transformers. `on` is the compute device, if the weights are
     elsewhere."""
+    run_trial(LOADED_MODEL, lambda: _wrong_logprobs(policy, path, on))
+
+
+def _wrong_logprobs(policy: Policy, path: str, on: torch.device | None) -> Problem | None:
     model = policy.causal_lm
     parameter = next(model.parameters())
     device = on or parameter.device
@@ -278,9 +315,9 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     name = type(model).__name__
     policy.eval()
     try:
-        ours = plain_logprobs(policy, line_of(sequences, device))
+        ours = plain_logprobs(policy, packed_row(sequences, device))
         with unit_gathered(policy), policy.generating():
-            expected = [own_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences]
+            expected = [reference_logprobs(model, torch.tensor([ids], device=device)) for ids in sequences]
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         raise unsupported(path, name, f"cannot be run packed: {first_line(error)}") from error
@@ -288,22 +325,22 @@ def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> N
     wanted, allowed = torch.cat(expected), CHECK_TOLERANCE[parameter.dtype]
     difference = (ours - wanted).abs().max().item()
     if difference <= allowed:
-        return
+        return None
     if not torch.isfinite(wanted).all():
         why = "its log-probs in transformers are not finite: some of its weights hold NaN or infinity"
         raise Refusal.at(f"model.path {path}", why, "copy or download it again", code="not-finite")
-    why = f"packed log-probs differ from transformers' own by {difference:.3g}"
-    plain = (_plainly(policy, line_of(sequences, device)) - wanted).abs().max().item()
+    why = f"packed log-probs differ from those of transformers by {difference:.3g}"
+    plain = (_with_plain_attention(policy, packed_row(sequences, device)) - wanted).abs().max().item()
     # If plain torch is right, the kernel is at fault, not the model.
-    found = why if plain > allowed else None
-    problem = wrong_kernel(policy.kernel, device, f"{name}: {why}", lambda *_: found, lambda: math.nan)
-    refuse_unless_replayed(problem or _unsupported(path, name, why))
+    plain_fails = why if plain > allowed else None
+    problem = wrong_kernel(policy.kernel, device, f"{name}: {why}", lambda *_: plain_fails, lambda: math.nan)
+    return problem or _unsupported(path, name, why)
 
 
 @torch.no_grad()
 def enter(module: nn.Module, device: torch.device) -> None:
     """Run the root of a sharded model once: FSDP requires that before its submodules."""
-    module(line_of([tokens(2, 8)], device))
+    module(packed_row([tokens(2, 8)], device))
 
 
 def unsupported(path: str, name: str, why: str) -> Refusal:
@@ -319,27 +356,27 @@ def _unsupported(path: str, name: str, why: str) -> Problem:
     )
 
 
-def _plainly(policy: Policy, line: MicroBatch) -> torch.Tensor:
+def _with_plain_attention(policy: Policy, batch: MicroBatch) -> torch.Tensor:
     """`plain_logprobs` with plain torch instead of the device's attention kernel."""
     kernel, policy.decoder.kernel = policy.decoder.kernel, PLAIN
     policy.eval()
     try:
-        return plain_logprobs(policy, line)
+        return plain_logprobs(policy, batch)
     finally:
         policy.decoder.kernel = kernel
         policy.train()
 
 
-def plain_logprobs(policy: Policy, line: MicroBatch) -> torch.Tensor:
+def plain_logprobs(policy: Policy, batch: MicroBatch) -> torch.Tensor:
     """Log-probs of the unmodified distribution (no temperature or truncation)."""
     scoring, policy.scoring = policy.scoring, Scoring()
     try:
-        return policy(line).logprobs_K
+        return policy(batch).logprobs_K
     finally:
         policy.scoring = scoring
 
 
-def own_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
+def reference_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0]
 
@@ -349,13 +386,13 @@ def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
     return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
 
 
-def line_of(sequences: Sequence[list[int]], device: torch.device) -> MicroBatch:
+def packed_row(sequences: Sequence[list[int]], device: torch.device) -> MicroBatch:
     flat = [token for ids in sequences for token in ids]
     positions = [i for ids in sequences for i in range(len(ids))]
     return _micro_batch([flat], [positions], sequences, device, packed=True)
 
 
-def _rows(sequences: Sequence[list[int]], device: torch.device) -> MicroBatch:
+def _padded_rows(sequences: Sequence[list[int]], device: torch.device) -> MicroBatch:
     width = max(len(ids) for ids in sequences)
     rows = [ids + [0] * (width - len(ids)) for ids in sequences]
     return _micro_batch(rows, [list(range(width))] * len(rows), sequences, device, packed=False)

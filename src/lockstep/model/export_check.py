@@ -17,7 +17,7 @@ import torch
 
 from lockstep.device.cpu import host_memory
 from lockstep.errors import Problem, Refusal, first_line, refuse_all
-from lockstep.model.check import RUN_ERRORS, line_of, own_logprobs, plain_logprobs, tokens
+from lockstep.model.check import RUN_ERRORS, packed_row, plain_logprobs, reference_logprobs, tokens
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.model.pretrained import pretrained, refuse_partial
@@ -53,7 +53,7 @@ def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any
     try:
         # Rows of a value model are one token longer: the score of a row is the value at its last token.
         longer = rows if isinstance(module, Policy) else [[*ids, ids[0]] for ids in rows]
-        line = line_of(longer, device)
+        line = packed_row(longer, device)
         found = plain_logprobs(module, line) if isinstance(module, Policy) else module(line)
     finally:
         module.train(training)
@@ -170,7 +170,7 @@ def probe_of_transformers(model: Any) -> dict[str, Any]:
 def _outputs(model: Any, rows: list[list[int]], kind: str) -> torch.Tensor:
     inputs = [torch.tensor([ids]) for ids in rows]
     if kind == "policy":
-        return torch.cat([own_logprobs(model, ids) for ids in inputs])
+        return torch.cat([reference_logprobs(model, ids) for ids in inputs])
     # A row ends at its last token, even if that is the padding token.
     model.config.get_text_config().pad_token_id = None
     return torch.cat([model(input_ids=ids).logits[:, 0].float() for ids in inputs])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from lockstep.algorithms.token_losses import count_routed, load_balance
-from lockstep.errors import Refusal, first_line
-from lockstep.model.check import LENGTHS, RUN_ERRORS, Unfit, build_miniature, line_of, tokens
+from lockstep.errors import Problem, Refusal, first_line
+from lockstep.model.check import LENGTHS, RUN_ERRORS, build_miniature, packed_row, tokens
 from lockstep.model.miniature import VOCABULARY
-from lockstep.model.verified import fingerprint, is_verified, remember
+from lockstep.model.trials import LOAD_BALANCE, ROUTER_NOISE, Unfit, run_trial
 
 # Allowed difference, for fp32 and a few hundred tokens.
 BALANCE_ERROR = 1e-4
@@ -40,19 +41,20 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
             )
     if not coefficient:
         return
-    key = fingerprint(config, "balance")
-    if is_verified(key):
-        return
-    try:
-        _try_balance(config)
-    except Unfit as error:
-        raise Refusal.at(
-            where,
-            f"model.aux_loss_coef={coefficient:g} is set, but its load-balancing loss is not supported: {error}",
-            "set model.aux_loss_coef=0, or use another model",
-            code="router-loss",
-        ) from error
-    remember(key)
+
+    def attempt() -> Problem | None:
+        try:
+            _try_balance(config)
+        except Unfit as error:
+            return Problem(
+                where,
+                f"model.aux_loss_coef={coefficient:g} is set, but its load-balancing loss is not supported: {error}",
+                "set model.aux_loss_coef=0, or use another model",
+                code="router-loss",
+            )
+        return None
+
+    run_trial(LOAD_BALANCE, attempt, config=config)
 
 
 @torch.no_grad()
@@ -67,7 +69,7 @@ def _try_balance(config: Any) -> None:
     decoder = miniature.policy.decoder
     decoder.records_router_logits = True
     try:
-        miniature.policy(line_of([ids], torch.device("cpu")))
+        miniature.policy(packed_row([ids], torch.device("cpu")))
         found = count_routed(decoder.router_logits, experts, torch.ones(len(ids)))
         ours = float(load_balance(found.chosen_E, found.probs_E, float(found.rows)))
         miniature.model.set_attn_implementation("eager")
@@ -80,24 +82,17 @@ def _try_balance(config: Any) -> None:
 
 def refuse_router_noise(config: Any, where: str) -> None:
     """Refuse router noise: responses are sampled and scored without it, and it depends on the packing of rows."""
-    key = fingerprint(config, "noise")
-    if is_verified(key):
-        return
-    try:
-        noisy = _is_noisy(config)
-    except Unfit:
-        # The check at load reports it.
-        return
-    if noisy:
-        raise Refusal.at(
-            where,
-            "in training its layers draw random numbers other than dropout (router noise), so log-probs in training "
-            "differ from generation and scoring",
-            "set router_jitter_noise and input_jitter_noise to 0 in its config.json; if its routers still sample "
-            "experts in training, use another model",
-            code="router-noise",
-        )
-    remember(key)
+    problem = Problem(
+        where,
+        "in training its layers draw random numbers other than dropout (router noise), so log-probs in training "
+        "differ from generation and scoring",
+        "set router_jitter_noise and input_jitter_noise to 0 in its config.json; if its routers still sample "
+        "experts in training, use another model",
+        code="router-noise",
+    )
+    # The trial of the architecture reports a model that does not run.
+    with suppress(Unfit):
+        run_trial(ROUTER_NOISE, lambda: problem if _is_noisy(config) else None, config=config)
 
 
 @torch.no_grad()

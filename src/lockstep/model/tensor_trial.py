@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from lockstep.device.device_errors import refuse_trouble
-from lockstep.errors import Refusal, first_line
-from lockstep.model.check import LENGTHS, RUN_ERRORS, Unfit, build_miniature, line_of, tokens, weights_of
+from lockstep.errors import Problem, first_line
+from lockstep.model.check import LENGTHS, RUN_ERRORS, build_miniature, packed_row, tokens, weights_of
 from lockstep.model.decoder import inner_decoder
 from lockstep.model.miniature import VOCABULARY
 from lockstep.model.policy import Policy
 from lockstep.model.tensor_plan import KEY, REMEDY, Indivisible, styles_of
-from lockstep.model.verified import fingerprint, hardware, is_verified, remember
+from lockstep.model.trials import TENSOR_PARALLEL, Unfit, hardware, run_trial
 from lockstep.parallel.sharding import Sharding, whole
 from lockstep.parallel.tensor import TensorGroup, divide
 
@@ -30,20 +30,25 @@ def check_division(config: Any, path: str, kernel: str, device: torch.device, sh
     if sharding is None or sharding.tensor is None:
         return
     group = sharding.tensor
-    key = fingerprint(config, "tensor", str(group.size), kernel, *hardware(device))
-    if group.least(int(is_verified(key)), device):
-        return
-    try:
-        try_division(config, kernel, device, group)
-    except (Unfit, Indivisible) as unfit:
-        raise Refusal.at(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY, code="indivisible") from unfit
-    remember(key)
+
+    def attempt() -> Problem | None:
+        try:
+            try_division(config, kernel, device, group)
+        except (Unfit, Indivisible) as unfit:
+            return Problem(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY, code="indivisible")
+        return None
+
+    def verified_on_all(verified: bool) -> bool:
+        return bool(group.least(int(verified), device))
+
+    key = (str(group.size), kernel, *hardware(device))
+    run_trial(TENSOR_PARALLEL, attempt, config=config, key=key, agree=verified_on_all)
 
 
 def try_division(config: Any, kernel: str, device: torch.device, group: TensorGroup) -> None:
     one = build_miniature(config, kernel, device, group.size).policy
     model = build_miniature(config, kernel, device, group.size).model
-    line = line_of([tokens(length, VOCABULARY) for length in LENGTHS], device)
+    line = packed_row([tokens(length, VOCABULARY) for length in LENGTHS], device)
     wanted, gradients = _run(one, line)
     try:
         divide(model, inner_decoder(model), styles_of(model, group.size), group)

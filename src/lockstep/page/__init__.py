@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib.resources import files
 
 SCRIPTS = {
-    "viewer": ("state", "chart", "curves", "samples", "recipe", "page"),
-    "compare": ("figures", "chart", "explorer", "headline", "sections"),
+    "viewer": ("state", "curves", "samples", "recipe", "page"),
+    "compare": ("chart", "page"),
 }
 
 
 def script_of(page: str) -> str:
-    """The script of a page: the shared files and its own, in one scope."""
+    """The script of a page: the shared files and those of the page, in one scope."""
     names = ["elements", "chart", *(f"{page}_{name}" for name in SCRIPTS[page])]
     parts = [resource(f"{name}.js") for name in names]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"

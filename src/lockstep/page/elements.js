@@ -1,41 +1,54 @@
-// HTML and SVG elements, names and numbers. Text is always inserted as text, never as markup.
+// HTML and SVG elements, tables, names and numbers. Text is always inserted as text, never as markup.
 
-/** An element with attributes and children; a child that is a string becomes text. */
-function el(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
+/**
+ * An element, such as `el("div.card", { id: "a", onclick: open }, "text", child)`. The attributes are optional. A
+ * function is an event listener; null, undefined and false leave the attribute out. Children may be nested lists.
+ */
+function el(tag, ...parts) {
+  return fill((name) => document.createElement(name), tag, parts);
 }
 
-function svg(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+function svg(tag, ...parts) {
+  return fill((name) => document.createElementNS("http://www.w3.org/2000/svg", name), tag, parts);
 }
 
-function fill(element, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value !== null && value !== undefined) element.setAttribute(name, value);
+const given = (value) => value !== null && value !== undefined && value !== false;
+
+function fill(create, tag, parts) {
+  const [name, ...classes] = tag.split(".");
+  const element = create(name);
+  if (classes.length > 0) element.setAttribute("class", classes.join(" "));
+  const attributes = parts[0]?.constructor === Object ? parts.shift() : {};
+  for (const [key, value] of Object.entries(attributes).filter(([, value]) => given(value))) {
+    if (typeof value === "function") element.addEventListener(key.slice(2), value);
+    else element.setAttribute(key, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.append(...parts.flat(Infinity).filter(given));
   return element;
 }
 
+/** A card with a table: names or `th` elements as head (null: no head), `tr` elements as rows. */
+function tableCard(kind, head, rows, caption = null) {
+  const column = (name) => (name instanceof Node ? name : el("th", { scope: "col" }, name));
+  const columns = head === null ? null : el("thead", el("tr", head.map(column)));
+  return el("div.card.flush", el("div.scroll", el("table", { class: kind }, caption, columns, el("tbody", rows))));
+}
+
+/** The badge of a setup difference by its weight: the effect that it may have on curves. */
+const WEIGHTS = { blocks: "bad", matters: "noise", harmless: "quiet" };
+const weightBadge = (weight) => el(`span.badge.${WEIGHTS[weight]}`, weight);
+
+const definitions = (rows) => rows.map(([name, ...text]) => el("div", el("dt", name), el("dd", text)));
+
 /** The name of a metric; line breaks are allowed after a slash. */
 function metricName(name) {
-  return el(
-    "code",
-    {},
-    visible(name)
-      .split(/(?<=\/)/)
-      .map((part, i) => (i === 0 ? part : [el("wbr"), part])),
-  );
+  const parts = visible(name).split(/(?<=\/)/);
+  return el("code", parts.map((part, i) => (i === 0 ? part : [el("wbr"), part])));
 }
 
 /** The name of a run: the last part of its path. */
 function runName(source) {
-  return (
-    source
-      .replace(/[\\/]+$/, "")
-      .split(/[\\/]/)
-      .pop() || source
-  );
+  return source.replace(/[\\/]+$/, "").split(/[\\/]/).pop() || source;
 }
 
 // Control characters, writing direction marks, separators and lone surrogates.
@@ -47,8 +60,8 @@ const HIDDEN = new RegExp(
 
 /** Text with its hidden characters escaped, as on the console. */
 function visible(text) {
-  return text.replace(HIDDEN, (found) => {
-    const code = found.charCodeAt(0);
+  return text.replace(HIDDEN, (character) => {
+    const code = character.charCodeAt(0);
     return code < 32 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
   });
 }
@@ -56,8 +69,8 @@ function visible(text) {
 const MISSING = "–";
 
 function grouped(text) {
-  const [whole, ...rest] = text.split(".");
-  return [whole.replace(/\B(?=(\d{3})+$)/g, ","), ...rest].join(".");
+  const [integer, ...rest] = text.split(".");
+  return [integer.replace(/\B(?=(\d{3})+$)/g, ","), ...rest].join(".");
 }
 
 function significant(value, digits) {
@@ -75,8 +88,6 @@ const STYLES = {
   bar: (value) => `${Number(value.toPrecision(6))} %`,
   percents: (value) => `${value > 0 ? "+" : ""}${significant(value, 3)} %`,
   count: (value) => grouped(String(value)),
-  step: (value) => grouped(String(value)),
-  rate: (value) => significant(value, 4),
   ratio: (value) => `${value.toFixed(value < 0.095 ? 4 : 3)} ×`,
   plain: (value) => (value !== 0 && Math.abs(value) < 1e-4 ? value.toExponential() : String(value)),
   tick: (value) =>
@@ -85,8 +96,10 @@ const STYLES = {
       : String(Number(value.toPrecision(4))).replace("e+", "e"),
 };
 
-/** The text of a number. All numbers of the pages are formatted here. */
+/** The text of a number. All numbers of the pages are formatted here; steps are counts. */
 function show(value, style = "number") {
   if (value === null || value === undefined || Number.isNaN(value)) return MISSING;
   return STYLES[style](value).replaceAll("-", "−");
 }
+
+const plural = (number, noun) => `${show(number, "count")} ${noun}${number === 1 ? "" : "s"}`;

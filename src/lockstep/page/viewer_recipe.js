@@ -1,227 +1,132 @@
-// Recipe and environment of the selected run, and the differences from another run.
+// Recipe, environment and report of the selected run, and the differences from another run.
 
 function makeRecipe(root) {
-  const against = el("select", { id: "against", "aria-label": "Difference to" });
+  const against = el("select", { id: "against", "aria-label": "Difference to", onchange: select });
   const difference = el("div", { id: "difference" });
-  const whole = el("div", { id: "recipe" });
-  let weighing = null;
+  const recipe = el("div", { id: "recipe" });
+  let requested = null;
 
-  root.append(
-    el("div", { class: "toolbar" }, el("div", { class: "controls" }, el("label", {}, "Difference to ", against))),
-    difference,
-    whole,
-  );
-  against.addEventListener("change", () => {
+  root.append(el("div.toolbar", el("div.controls", el("label", "Difference to ", against))), difference, recipe);
+
+  function select() {
     state.against = against.value || null;
     writeAddress(true);
     choose();
-  });
+  }
 
   async function choose() {
-    const others = state.listed.runs.map((one) => one.run).filter((run) => run !== state.run);
-    if (state.against !== null && !others.includes(state.against)) state.against = null;
-    against.replaceChildren(
-      el("option", { value: "" }, "no other run"),
-      ...others.map((run) => el("option", { value: run, selected: run === state.against ? "" : null }, visible(run))),
-    );
-    const [run, other] = [state.run, state.against];
-    const answers = await telling(() =>
-      Promise.all([ask("recipe", { run }), ...(other === null ? [] : [ask("recipe", { run: other })])]),
-    );
-    if (answers === null || run !== state.run || other !== state.against) return;
-    whole.replaceChildren(...recipeParts(answers[0]));
-    if (other === null) {
-      difference.replaceChildren();
-      weighing = null;
-      return;
-    }
-    if (weighing !== `${run}\n${other}`) difference.replaceChildren(el("p", { class: "card quiet" }, "Weighing …"));
-    weighing = `${run}\n${other}`;
-    const found = await telling(() => ask("difference", { run, against: other }));
-    if (found === null || run !== state.run || other !== state.against) return;
-    // What cannot be weighed is shown all the same.
-    const parts = found.problem === undefined
-      ? weighed([run, other], found)
-      : [
-          el("p", { class: "card warning" }, visible(`Not weighed: ${found.problem}`)),
-          ...unlike("Recipe", [run, other], answers[0].recipe, answers[1].recipe),
-        ];
-    const facts = unlike("Environment", [run, other], answers[0].env, answers[1].env);
-    if (facts.length > 0) {
-      const title = "Every fact of the environment that is different";
-      parts.push(el("details", { class: "fold" }, el("summary", {}, title), facts));
-    }
-    difference.replaceChildren(...parts);
+    const others = state.list.runs.map((info) => info.run).filter((run) => run !== state.run);
+    if (!others.includes(state.against)) state.against = null;
+    const option = (run) => el("option", { value: run, selected: run === state.against }, visible(run));
+    against.replaceChildren(el("option", { value: "" }, "no other run"), ...others.map(option));
+    const runs = [state.run, state.against].filter(given);
+    const current = () => JSON.stringify(runs) === JSON.stringify([state.run, state.against].filter(given));
+    const recipes = await attempt(() => Promise.all(runs.map((run) => request("recipe", { run }))));
+    if (recipes === null || !current()) return;
+    recipe.replaceChildren(...recipeParts(recipes[0]));
+    const pair = JSON.stringify(runs);
+    if (runs.length === 1) difference.replaceChildren();
+    else if (requested !== pair) difference.replaceChildren(el("p.card.quiet", "Comparing …"));
+    requested = pair;
+    if (runs.length === 1) return;
+    const reply = await attempt(() => request("difference", { run: runs[0], against: runs[1] }));
+    if (reply !== null && current()) difference.replaceChildren(...differenceParts(runs, recipes, reply));
   }
 
   return { choose };
 }
 
-const WEIGHTS = { blocks: "bad", matters: "noise", harmless: "quiet" };
-
-/** Differences by their effect on curves, as in a comparison's report; harmless ones are collapsed. */
-function weighed(runs, { differences, unknown }) {
-  const told = differences.filter((one) => one.weight !== "harmless");
-  const harmless = differences.filter((one) => one.weight === "harmless");
-  const parts = [];
-  if (told.length > 0) {
-    const title = `${show(told.length, "count")} that may change a curve`;
-    parts.push(differenceTable("Differences", title, runs, told));
-  } else {
-    const none = "Nothing is different that may change a curve.";
-    parts.push(el("p", { class: "card quiet", id: "no-difference" }, none));
-  }
-  if (harmless.length > 0) {
-    const title = `${show(harmless.length, "count")} more, which must not change the curves`;
-    parts.push(
-      el("details", { class: "fold" }, el("summary", {}, title), differenceTable("Harmless", "", runs, harmless)),
-    );
-  }
-  if (unknown.length > 0) {
-    const list = unknown.map((one) => el("li", {}, visible(one)));
-    parts.push(el("details", { class: "fold" }, el("summary", {}, "What a run does not tell"), el("ul", {}, list)));
-  }
-  return parts;
+/** Differences by their effect on curves, as in a comparison's report. A damaged recipe is compared key by key. */
+function differenceParts(runs, [left, right], reply) {
+  const problem = visible(`The effects are unknown: ${reply.problem}`);
+  const parts =
+    reply.problem === undefined
+      ? weightedParts(runs, reply)
+      : [el("p.card.warning", problem), plainDifferences("Recipe", runs, left.recipe, right.recipe)];
+  const title = "All environment differences";
+  const environment = plainDifferences("Environment", runs, left.env, right.env);
+  return [...parts, environment && folded(title, environment)].filter(given);
 }
 
-/** Plain, by key. */
-function unlike(title, runs, left, right) {
-  const value = (keys, key) => (Object.hasOwn(keys, key) ? keys[key] : null);
-  const keys = [...new Set([...Object.keys(left), ...Object.keys(right)])];
-  const rows = keys
+const folded = (title, ...content) => el("details.fold", el("summary", title), content);
+
+function weightedParts(runs, { differences, unknown }) {
+  const relevant = differences.filter(({ weight }) => weight !== "harmless");
+  const harmless = differences.filter(({ weight }) => weight === "harmless");
+  const count = `${show(relevant.length, "count")} that may change a curve`;
+  const more = `${show(harmless.length, "count")} more, which do not change the curves`;
+  return [
+    relevant.length > 0
+      ? differenceTable("Differences", count, runs, relevant)
+      : el("p.card.quiet", { id: "no-difference" }, "No difference that may change a curve."),
+    harmless.length > 0 ? folded(more, differenceTable("Harmless", "", runs, harmless)) : null,
+    unknown.length > 0 ? folded("Unknown", el("ul", unknown.map((text) => el("li", visible(text))))) : null,
+  ];
+}
+
+/** A table of the keys with different values; null if there are none. */
+function plainDifferences(title, runs, left, right) {
+  const value = (side, key) => (Object.hasOwn(side, key) ? side[key] : null);
+  const rows = [...new Set([...Object.keys(left), ...Object.keys(right)])]
     .map((key) => ({ key, a: value(left, key), b: value(right, key) }))
-    .filter((one) => one.a !== one.b);
-  return rows.length === 0 ? [] : [differenceTable(title, `${show(rows.length, "count")} different`, runs, rows)];
+    .filter((row) => row.a !== row.b);
+  return rows.length === 0 ? null : differenceTable(title, `${show(rows.length, "count")} different`, runs, rows);
 }
 
 function differenceTable(title, count, runs, rows) {
-  const weights = rows.some((one) => one.weight !== undefined);
-  const head = [...(weights ? ["weight"] : []), "key", ...runs];
-  const cell = (text, run) => el(
-    "td",
-    { class: "value", "data-of": visible(run) },
-    text === null ? el("span", { class: "missing" }, "not set") : visible(text),
-  );
-  return el(
-    "div",
-    { class: "card flush" },
+  const weights = rows.some((row) => row.weight !== undefined);
+  const head = [...(weights ? ["weight"] : []), "key", ...runs].map(visible);
+  const cell = (text, run) =>
+    el("td.value", { "data-of": visible(run) }, text === null ? el("span.missing", "not set") : visible(text));
+  const row = ({ key, weight, effect, a, b }) =>
     el(
-      "div",
-      { class: "scroll" },
-      el(
-        "table",
-        { class: weights ? "differences weighed" : "differences" },
-        el("caption", {}, title, el("span", { class: "quiet" }, ` ${count}`)),
-        el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, visible(name))))),
-        el(
-          "tbody",
-          {},
-          rows.map(
-            (one) => el(
-              "tr",
-              { "data-key": one.key },
-              weights ? el("td", {}, el("span", { class: `badge ${WEIGHTS[one.weight]}` }, one.weight)) : null,
-              el(
-                "td",
-                {},
-                el("code", {}, visible(one.key)),
-                weights ? el("div", { class: "effect" }, visible(one.effect)) : null,
-              ),
-              cell(one.a, runs[0]),
-              cell(one.b, runs[1]),
-            ),
-          ),
-        ),
-      ),
-    ),
-  );
+      "tr",
+      { "data-key": key },
+      weights && el("td", weightBadge(weight)),
+      el("td", el("code", visible(key)), weights && el("div.effect", visible(effect))),
+      [cell(a, runs[0]), cell(b, runs[1])],
+    );
+  const caption = el("caption", title, el("span.quiet", ` ${count}`));
+  return tableCard(weights ? "differences weighed" : "differences", head, rows.map(row), caption);
 }
 
-function recipeParts(told) {
-  const parts = told.problems.map((problem) => el("p", { class: "card warning" }, problem));
-  if (told.text !== null) {
-    parts.push(
-      el(
-        "div",
-        { class: "card" },
-        el("h3", {}, "recipe.yaml"),
-        el("pre", { class: "long", tabindex: 0 }, visible(told.text)),
-      ),
-    );
-  } else parts.push(el("p", { class: "card quiet" }, "This run has no recipe.yaml."));
-  for (const { last_step: last, text } of told.earlier) {
-    parts.push(
-      el(
-        "details",
-        { class: "card" },
-        el("summary", {}, `The recipe that held up to step ${show(last, "step")}`),
-        el("pre", { class: "long" }, visible(text)),
-      ),
-    );
-  }
-  const env = Object.entries(told.env);
-  if (env.length > 0) {
-    parts.push(
-      el(
-        "details",
-        { class: "card flush environment" },
-        el("summary", {}, "Environment", el("span", { class: "quiet" }, ` ${show(env.length, "count")} facts`)),
-        el(
-          "div",
-          { class: "scroll" },
-          el(
-            "table",
-            {},
-            el(
-              "tbody",
-              {},
-              env.map(
-                ([key, value]) => el(
-                  "tr",
-                  {},
-                  el("td", {}, el("code", {}, visible(key))),
-                  el("td", { class: "value" }, visible(value)),
-                ),
-              ),
-            ),
-          ),
-        ),
-      ),
-    );
-  }
-  return parts;
+function recipeParts({ problems, text, earlier, env }) {
+  const file = (content) => el("pre.long", { tabindex: 0 }, visible(content));
+  const facts = Object.entries(env);
+  const row = ([key, value]) => el("tr", el("td", el("code", visible(key))), el("td.value", visible(value)));
+  const table = el("div.scroll", el("table", el("tbody", facts.map(row))));
+  const summary = el("summary", "Environment", el("span.quiet", ` ${show(facts.length, "count")} facts`));
+  return [
+    ...problems.map((problem) => el("p.card.warning", problem)),
+    text === null
+      ? el("p.card.quiet", "This run has no recipe.yaml.")
+      : el("div.card", el("h3", "recipe.yaml"), file(text)),
+    ...earlier.map((old) =>
+      el("details.card", el("summary", `The recipe until step ${show(old.last_step, "count")}`), file(old.text)),
+    ),
+    facts.length > 0 ? el("details.card.flush.environment", summary, table) : "",
+  ];
 }
 
 function makeReport(root) {
   let shown = null;
   function choose() {
-    const info = infoOf(state.run);
-    if (shown === state.run && info?.report) return;
+    const written = infoOf(state.run)?.report;
+    if (shown === state.run && written) return;
     shown = state.run;
-    if (!info?.report) {
-      root.replaceChildren(
-        el(
-          "div",
-          { class: "card" },
-          el("p", {}, "No comparison was written for this run."),
-          el("p", { class: "quiet" }, "A comparison puts its report into the folder of its second run:"),
-          el("pre", {}, `lockstep compare OTHER_RUN ${state.listed.folder}/${state.run}`),
-        ),
-      );
-      return;
-    }
-    const address = `${state.listed.reports}?${new URLSearchParams({ run: state.run })}`;
+    const query = new URLSearchParams({ run: state.run });
     // Sandboxed: the report runs its script without access to this page or the network.
+    const sandbox = { sandbox: "allow-scripts", referrerpolicy: "no-referrer" };
+    const title = `Report of the comparison of ${state.run}`;
     root.replaceChildren(
-      el(
-        "iframe",
-        {
-          src: address,
-          sandbox: "allow-scripts",
-          title: `Report of the comparison of ${state.run}`,
-          referrerpolicy: "no-referrer",
-        },
-      ),
+      written
+        ? el("iframe", { src: `${state.list.reports}?${query}`, title, ...sandbox })
+        : el(
+            "div.card",
+            el("p", "This run has no comparison report."),
+            el("p.quiet", "A comparison writes its report to the folder of its second run:"),
+            el("pre", `lockstep compare OTHER_RUN ${state.list.folder}/${state.run}`),
+          ),
     );
   }
   return { choose };

@@ -1,4 +1,4 @@
-"""Generation beside training: on which device, by which way the weights go there, and what it takes."""
+"""Asynchronous generation: the device of the worker, its weight sync, and its memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 
 KEY = "rollout.max_staleness"
 WORKER = "rollout worker"
-"""The phase of a plan in which one generates that has a device of its own."""
+"""The phase of a worker with a separate device."""
 DEVICE_KEY = "rollout.worker_device"
 _TURNS = "remove the key: generation and training then take turns"
 
 
 def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, seen: int | None) -> None:
-    """Where it cannot be: `ranks` of this machine, which sees so many devices; None where these are not looked at."""
+    """Refuse a worker that the devices do not allow. `ranks`: of this machine; `seen`: its devices, or None."""
     rollout = recipe.rollout
     if rollout.max_staleness is None:
         return
@@ -53,7 +53,7 @@ def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, see
 
 
 def _refuse_devices(first: int, ranks: int, seen: int, name: str) -> None:
-    """The worker of the r-th rank of a machine has the r-th device from the first one on."""
+    """Worker r of a machine uses device `first` + r."""
     asked = f"device {first} is" if ranks == 1 else f"devices {first} to {first + ranks - 1} are"
     if first < ranks:
         raise Refusal.at(
@@ -72,12 +72,12 @@ def _refuse_devices(first: int, ranks: int, seen: int, name: str) -> None:
 
 
 def device_of_worker(recipe: Recipe, local_rank: int) -> int:
-    """The number of the device of a rank's worker: the rank's own, or as far from the first worker's as its rank."""
+    """The index of the device of a rank's worker."""
     return (recipe.rollout.worker_device or 0) + local_rank
 
 
 def collective_of(recipe: Recipe, device: Device) -> str | None:
-    """The collective by which weights are handed over; None where they go through the host's memory."""
+    """The collective of the weight sync; None if weights go through host memory."""
     way = recipe.rollout.weight_sync
     own_device = bool(recipe.rollout.worker_device)
     return device.collective if way == "collective" or (way == "auto" and own_device) else None
@@ -94,9 +94,9 @@ def with_worker(
     on_host: bool,
     memory: int,
 ) -> MemoryPlan:
-    """A worker's copy of the model, its cache and its pass over prompts: beside every phase of its rank where it is on
-    the same device, for itself where it has its own. `on_host`: the device's memory is the host's, in which weights
-    that are handed over lie once more. The cache takes a share of what is free of a device's `memory`."""
+    """The plan with the worker's model, KV cache and prefill pass: added to every phase of its rank if both share a
+    device, otherwise a separate phase. `on_host`: the device uses host memory, which holds the synced weights once
+    more. The cache takes a share of the free part of `memory`."""
     rollout, size = recipe.rollout, DTYPES[recipe.model.dtype].itemsize
     if rollout.max_staleness is None:
         return plan
@@ -118,7 +118,7 @@ def with_worker(
         return replace(plan, phases=(*plan.phases, worker))
     handed = plan.handed_bytes if on_host else 0
     beside = tuple(
-        # The worker is started when the run's own models are there.
+        # The worker starts after the models of the run are loaded.
         phase
         if phase.name == "load"
         else replace(
@@ -130,7 +130,7 @@ def with_worker(
 
 
 def handed_lines(plan: MemoryPlan, ranks: int) -> list[str]:
-    """What hand-overs take of the memory of a host with so many ranks, where they take some."""
+    """Host memory of the weight sync, for a host with `ranks` ranks."""
     if not plan.handed_bytes:
         return []
     each = f"{plan.handed_bytes / 2**20:,.1f} MiB of the host's memory"

@@ -1,4 +1,4 @@
-"""What a run will do, told before a weight is loaded: rows or prompts into updates into micro-batches."""
+"""Batch plan before weights load: rows or prompts into updates into micro-batches, and limits of their lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.errors import Refusal
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES, estimator_row, loss_row
 
-# Updates whose packing is tried out for the plan; the rest look alike.
+# Updates whose packing is computed for the plan; the others are similar.
 SAMPLED_UPDATES = 100
 
 
@@ -31,7 +31,7 @@ class BatchPlan:
     most: int
     fill: float
     group: int = 1
-    """Devices that have one share of the rows between them."""
+    """Devices that share the same rows."""
 
     @property
     def steps_per_epoch(self) -> float:
@@ -66,7 +66,7 @@ class OnlinePlan:
     tokens: int | None
     longest: int
     group: int = 1
-    """Devices that have one share of the rows between them."""
+    """Devices that share the same rows."""
 
     @property
     def updates(self) -> int:
@@ -75,7 +75,7 @@ class OnlinePlan:
     def lines(self) -> list[tuple[str, str]]:
         sequences = self.prompts * self.samples
         each = self.prompts_per_update * self.samples
-        # A sequence is never cut in two: as many of the longest as fit into one.
+        # A sequence is never split, so a micro-batch holds as many of the longest as fit.
         shares = self.devices // self.group
         most = -(-each // (self.tokens // self.longest * shares)) if self.tokens else None
         places = _places(self.devices, self.group)
@@ -89,6 +89,10 @@ class OnlinePlan:
 
 def _places(devices: int, group: int) -> str:
     return f"{devices} device(s)" if group == 1 else f"{devices // group} group(s) of {group} devices"
+
+
+def sequences_per_update(recipe: Recipe) -> int:
+    return (recipe.batch.prompts_per_update or recipe.batch.prompts) * recipe.rollout.n
 
 
 def plan_online(recipe: Recipe, prompts: PromptSet, devices: int) -> OnlinePlan:
@@ -121,7 +125,7 @@ def plan_batches(recipe: Recipe, dataset: Dataset[Any], devices: int) -> BatchPl
 
 
 def make_loader(recipe: Recipe, read: Dataset[Any] | PromptSet) -> Loader[Any]:
-    """Rows of the whole run. Prompts have no end: dynamic sampling takes as many as it needs."""
+    """The loader of a run. Prompts are endless: dynamic sampling takes as many as it needs."""
     batch = recipe.batch
     if isinstance(read, PromptSet):
         each, total = batch.prompts, None
@@ -150,9 +154,9 @@ def _room(members: Sequence[int], lengths: Sequence[int], tokens: int | None) ->
     return max((lengths[i] for i in members), default=1) * max(1, len(members))
 
 
-# Mean |log p_trainer - log p_engine| that a serving engine may have, by the dtype of both. Rounding alone, with other
-# attention kernels and with experts that are chosen otherwise, stays well below; a response that has another one's
-# log-probs is off by a nat. k3 has half of it: it weighs the few tokens that are far off.
+# Allowed mean |log p_trainer - log p_engine| of a serving engine, by dtype. Rounding with other attention kernels and
+# other experts stays well below; swapped responses differ by about a nat. The limit of k3 is half of it, because k3
+# weighs the few tokens with large differences.
 LOGPROB_LIMITS = {"fp32": 0.005, "fp16": 0.03, "bf16": 0.1}
 
 

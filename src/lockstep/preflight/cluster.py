@@ -14,7 +14,9 @@ from lockstep.data.updates import row_size
 from lockstep.device.chips import CHIPS, LINKS, ChipFacts, chip_named, nearest_chip
 from lockstep.device.cpu import host_memory
 from lockstep.errors import Refusal
-from lockstep.preflight.prepare import Prepared, longest_row, sequences_per_update
+from lockstep.preflight.batch_plan import sequences_per_update
+from lockstep.preflight.prepared import Prepared
+from lockstep.preflight.row_checks import longest_row
 from lockstep.recipe import Recipe
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Item

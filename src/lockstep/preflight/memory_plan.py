@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.device.base import Device
 from lockstep.errors import Refusal
@@ -13,6 +13,7 @@ from lockstep.parallel.offload import TOGETHER
 from lockstep.parallel.sharding import grid_of
 from lockstep.preflight.model_sizes import (
     Counted,
+    LayerKernels,
     activation_bytes,
     count_parameters,
     head_bytes,
@@ -27,11 +28,6 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
-
-# What `parallel.offload` and its kin take off a device, and what stays for the passes that need it.
-
-if TYPE_CHECKING:
-    pass
 
 # Master, moments and gradient in fp32, of a number that an update brings to the device.
 UPDATED_BYTES = 16
@@ -181,68 +177,100 @@ def plan_memory(
     counted: Counted | None = None,
     cache_room: int | None = None,
 ) -> MemoryPlan:
-    """Estimates from shapes alone; `counted` saves counting again. `cache_room` bounds the KV cache (`on_device`).
+    """Estimates memory from shapes. An update has `rows` rows of at most `longest` tokens.
 
-    A micro-batch holds at most the token budget, and at most the longest row times the `rows` of an update.
-    `prefill_tokens` are those of one pass of the engine over prompts, `keeps_cache` up to how many bytes of KV cache
-    the engine keeps while the device trains. Only what holds for all devices of its kind is asked of `device`.
+    `prefill_tokens`: of one prefill pass. `keeps_cache`: bytes of KV cache that may stay on the device during training.
+    `counted`: saves counting parameters again. `cache_room`: maximum of the KV cache (`on_device`).
     """
     grid = grid_of(recipe.parallel, devices)
     shards, tensor = grid.shard * grid.tensor, grid.tensor
     counted = counted or count_parameters(recipe, config)
     parameters, trained = counted.parameters, counted.trained
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
-    tokens = _micro_batch_tokens(recipe, rows, longest)
-    # Slices are divided over the devices of a copy; a layer at a time is gathered, which the spare share covers.
-    weights = parameters * size // shards
-    moments = trained * 2 * (4 if masters else size) // shards
-    master_bytes = trained * 4 // shards if masters else 0
     single = _one_micro_batch(recipe, rows, longest)
-    # A step of AdamW of the device's own takes the gradients of a single micro-batch as they are.
-    in_half = masters and device.adamw != Device.adamw and devices == 1 and single
-    gradients = trained * (4 if masters and not in_half else size) // shards
-    kernels = kernels_of(recipe, counted, device, devices)
-    checkpointing = recipe.model.gradient_checkpointing
-    layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor)
-    last, each = (kept_by_layer(config, tokens, size, one, kernels, tensor=tensor) for one in (False, checkpointing))
-    waiting = waiting_activations(config.num_hidden_layers, each)
-    here = layers - waiting * int(recipe.model.activation_offload)
-    head = head_bytes(config, tokens, recipe.model.lora is None)
-    kept = Phase("", weights, 0, moments + master_bytes)
-    # Gradients of a micro-batch grow while its activations go. Beside those of the micro-batches before, which masters
-    # have in fp32, they are all there at its end, and with few activations that is the larger end.
-    on_host = recipe.parallel.offload in ("params", "all")
-    arriving = trained * size // shards if masters and not single and not on_host else 0
-    ends = (
-        Phase("forward and backward", kept.weights, gradients, kept.optimizer, here + head),
-        Phase("forward and backward", kept.weights, gradients + arriving, kept.optimizer, last),
-    )
-    beside = loaded_beside(counted, config, grid) * size if devices > 1 else 0
+    # AdamW of the device reads the gradients of a single micro-batch in the dtype of the model.
+    fp32_gradients = masters and not (device.adamw != Device.adamw and devices == 1 and single)
+    model = _trained_bytes(recipe, config, counted, shards, 4 if fp32_gradients else size)
+    tokens = _micro_batch_tokens(recipe, rows, longest)
+    activations = _Activations.of(recipe, config, tokens, kernels_of(recipe, counted, device, devices), tensor)
+    gathered_bytes = loaded_beside(counted, config, grid) * size if devices > 1 else 0
     phases = (
-        Phase("load", weights + beside),
-        max(ends, key=lambda phase: phase.total),
-        Phase("optimizer step", kept.weights, gradients, kept.optimizer),
-        Phase("validation", kept.weights, 0, kept.optimizer, layers // max(1, config.num_hidden_layers) + head),
+        Phase("load", model.weights + gathered_bytes),
+        _forward_backward(recipe, model, activations, 0 if single else trained * size // shards),
+        Phase(STEP, model.weights, model.gradients, model.state),
+        Phase("validation", model.weights, 0, model.state, activations.validation),
     )
-    state = size + 2 * (4 if masters else size) + (4 if masters else 0)
-    plan = MemoryPlan(parameters, trained, phases, trained * state, remarks=_read_whole(recipe, counted, devices))
+    checkpoint_bytes = trained * (size + (12 if masters else 2 * size))
+    plan = MemoryPlan(parameters, trained, phases, checkpoint_bytes, remarks=_read_by_all(recipe, counted, devices))
     frozen = {key: count * size // shards for key, count in counted.frozen.items()} | {"offload_reward": counted.reward}
     plan = _with_weights(plan, sum(frozen.values()))
-    layer = parameters * size // max(1, config.num_hidden_layers)
-    largest = counted.largest // shards
-    policy, critic = TrainedBytes(moments + master_bytes, weights, phases[1].gradients, layer, largest), None
+    policy, critic = replace(model, gradients=phases[1].gradients), None
     if recipe.method in ONLINE:
         gathered = parameters - counted.divided + counted.divided // tensor
         before = plan.phases[-1]
         engine = EnginePlan(devices // tensor, longest, prefill_tokens, keeps_cache, cache_room)
         plan = _with_online_parts(plan, recipe, config, shards, gathered, engine)
-        after = plan.phases[len(phases) - 1]
-        if after.weights > before.weights:
-            state, critic_weights = after.optimizer - before.optimizer, after.weights - before.weights
-            critic = TrainedBytes(state, critic_weights, 0, layer, largest)
+        critic = _critic_bytes(model, before, plan.phases[len(phases) - 1])
     plan = _with_offload(plan, recipe.parallel, devices, policy, critic, frozen)
-    activations = Freed("model.activation_offload=true", waiting, recipe.model.activation_offload)
-    return replace(plan, freed=(*plan.freed, *([activations] if waiting else [])))
+    waiting = Freed("model.activation_offload=true", activations.on_host, recipe.model.activation_offload)
+    return replace(plan, freed=(*plan.freed, *([waiting] if activations.on_host else [])))
+
+
+def _critic_bytes(policy: TrainedBytes, without: Phase, with_critic: Phase) -> TrainedBytes | None:
+    """The critic, from a phase without and with it."""
+    state, weights = with_critic.optimizer - without.optimizer, with_critic.weights - without.weights
+    return replace(policy, state=state, weights=weights, gradients=0) if weights > 0 else None
+
+
+def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, gradient_size: int) -> TrainedBytes:
+    size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
+    trained = counted.trained
+    return TrainedBytes(
+        # Both moments, and master weights.
+        state=trained * 2 * (4 if masters else size) // shards + (trained * 4 // shards if masters else 0),
+        # Weights are divided over the devices of a copy. The spare share covers the layer that is gathered.
+        weights=counted.parameters * size // shards,
+        gradients=trained * gradient_size // shards,
+        layer=counted.parameters * size // max(1, config.num_hidden_layers),
+        largest=counted.largest // shards,
+    )
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """Bytes of activations: of all layers, of the last layer in its backward pass, and of the head."""
+
+    layers: int
+    last: int
+    head: int
+    on_host: int
+    """What `model.activation_offload` moves to the host."""
+    validation: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, config: Any, tokens: int, kernels: LayerKernels, tensor: int) -> _Activations:
+        size, checkpointing = DTYPES[recipe.model.dtype].itemsize, recipe.model.gradient_checkpointing
+        layers = activation_bytes(config, tokens, size, checkpointing, kernels, tensor=tensor)
+        last = kept_by_layer(config, tokens, size, False, kernels, tensor=tensor)
+        each = kept_by_layer(config, tokens, size, checkpointing, kernels, tensor=tensor)
+        head = head_bytes(config, tokens, recipe.model.lora is None)
+        on_host = waiting_activations(config.num_hidden_layers, each)
+        return cls(layers, last, head, on_host, layers // max(1, config.num_hidden_layers) + head)
+
+
+def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int) -> Phase:
+    """The larger of the two ends of a backward pass: all activations, or all gradients.
+
+    `arriving` are the gradients of a micro-batch, which are added to the fp32 gradients of those before it.
+    """
+    on_host = recipe.parallel.offload in ("params", "all")
+    arriving = arriving if recipe.model.master_weights and not on_host else 0
+    here = activations.layers - activations.on_host * int(recipe.model.activation_offload)
+    ends = (
+        Phase("forward and backward", model.weights, model.gradients, model.state, here + activations.head),
+        Phase("forward and backward", model.weights, model.gradients + arriving, model.state, activations.last),
+    )
+    return max(ends, key=lambda phase: phase.total)
 
 
 def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
@@ -371,7 +399,7 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
         )
 
 
-def _read_whole(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ...]:
+def _read_by_all(recipe: Recipe, counted: Counted, devices: int) -> tuple[str, ...]:
     if counted.whole is None or devices == 1:
         return ()
     size = counted.parameters * DTYPES[recipe.model.dtype].itemsize

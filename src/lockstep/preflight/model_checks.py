@@ -4,44 +4,46 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lockstep.device.base import Device
+from lockstep.data.encode.chat_template import with_template
 from lockstep.errors import Problem, Refusal, shortened
+from lockstep.methods import METHODS
 from lockstep.model.check import check_architecture
-from lockstep.model.load import load_config, load_tokenizer
+from lockstep.model.heads import refuse_no_classifier
+from lockstep.model.load import load_config, load_tokenizer, refuse_foreign_tokenizer
 from lockstep.model.load_folder import DTYPES, kernel_of
 from lockstep.model.pretrained import refuse_no_weights, refuse_quantized
 from lockstep.model.resolve import model_folder
 from lockstep.model.router import experts_of_token, refuse_router_loss, refuse_router_noise
 from lockstep.model.tensor_plan import refuse_indivisible
+from lockstep.preflight.prepared import Context, problems_of
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Origin
 
-# Tokens that stand for pictures or sound in a model of several senses: its own forward puts something else there.
-
-_NAMES = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
+# Names of token ids that stand for an image, a video or sound in a configuration.
+_PLACEHOLDERS = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
 
 
 def placeholder_ids(config: Any) -> dict[int, str]:
-    """Token ids that mean no word, with the configuration's key of each."""
-    found = {}
+    """Token ids that stand for an image, a video or sound, with the key of the configuration."""
+    ids = {}
     parts = [config.to_dict()]
     while parts:
         for name, value in parts.pop().items():
             if isinstance(value, dict):
                 parts.append(value)
-            elif _NAMES.fullmatch(str(name)) and isinstance(value, int):
-                found[value] = str(name)
-    return found
+            elif _PLACEHOLDERS.fullmatch(str(name)) and isinstance(value, int):
+                ids[value] = str(name)
+    return ids
 
 
 def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]]) -> list[Problem]:
-    """Rows of text with such a token: the model would see its embedding where transformers puts a picture's."""
+    """Rows of text with such a token: transformers would replace its embedding with that of an image."""
     ids = placeholder_ids(config)
     if not ids:
         return []
@@ -54,9 +56,6 @@ def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]
     return shortened(problems, "rows")
 
 
-# The models of a run, and everything about them that is refused before their weights are loaded.
-
-
 def trained_folders(recipe: Recipe) -> dict[str, str]:
     """The folders of trained models by key, each once. References and teachers are only read."""
     folders = {"model.path": recipe.model.path}
@@ -66,7 +65,7 @@ def trained_folders(recipe: Recipe) -> dict[str, str]:
 
 
 def model_folders(recipe: Recipe) -> dict[str, str]:
-    """The folders of all models that pass over the tokens of the policy, trained or only read, each once."""
+    """The folders of all models that process the tokens of the policy, trained or only read, each once."""
     folders = trained_folders(recipe)
     if reference_kind(recipe) in ("model", "disk"):
         folders.setdefault("the reference", reference_folder(recipe))
@@ -75,95 +74,109 @@ def model_folders(recipe: Recipe) -> dict[str, str]:
     return {key: path for key, path in folders.items() if key == "model.path" or path != recipe.model.path}
 
 
-def refuse_models(recipe: Recipe, device: Device) -> list[Problem]:
-    """What loading the models would refuse, found without reading a weight: `plan` refuses what `train` refuses."""
-    problems: list[Problem] = []
-
-    def collect(check: Callable[[], None]) -> None:
-        try:
-            check()
-        except Refusal as refusal:
-            problems.extend(refusal.problems)
-
-    kernel, dtype = kernel_of(recipe.model, device.attention), DTYPES[recipe.model.dtype]
-    for key, path in model_folders(recipe).items():
-        where = f"{key} {path}"
-        before = len(problems)
-        config = load_config(path)
-        collect(lambda where=where, config=config: refuse_quantized(config, where))  # type: ignore[misc]
-        if key != "model.path":
-            collect(lambda key=key, path=path: refuse_other_vocabulary(recipe, key, path))  # type: ignore[misc]
-        if key == "distill.teacher":
-            collect(lambda key=key, path=path: refuse_other_tokenizer(recipe, key, path))  # type: ignore[misc]
-        if len(problems) == before:
-            # The device that this rank uses: kernels run on the current one.
-            here = device.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
-            arguments = (config, path, dtype, kernel, here)
-            collect(lambda arguments=arguments: check_architecture(*arguments))  # type: ignore[misc]
-    return problems
-
-
-def missing_weights(recipe: Recipe) -> list[Problem]:
-    """Models whose folders lack weight files."""
-    problems: list[Problem] = []
-    for key, path in model_folders(recipe).items():
-        try:
-            refuse_no_weights(model_folder(path), f"{key} {path}")
-        except Refusal as refusal:
-            problems += refusal.problems
-    return problems
-
-
-def refuse_routers(recipe: Recipe) -> list[Problem]:
-    """What the routers of trained models would add to training."""
-    problems: list[Problem] = []
-    for key, path in trained_folders(recipe).items():
-        config, where = load_config(path), f"{key} {path}"
-        # A critic may be of another architecture, without experts.
-        wanted = recipe.model.aux_loss_coef if key == "model.path" or experts_of_token(config) else 0.0
-        try:
-            refuse_router_loss(config, where, wanted)
-            refuse_router_noise(config, where)
-        except Refusal as refusal:
-            problems += refusal.problems
-    return list(dict.fromkeys(problems))
-
-
-def refuse_indivisible_models(recipe: Recipe) -> list[Problem]:
-    """Models, also those that are only read, that the processes of `parallel.tensor_parallel` cannot divide."""
-    problems: list[Problem] = []
-    for path in model_folders(recipe).values():
-        try:
-            refuse_indivisible(load_config(path), path, recipe.parallel.tensor_parallel)
-        except Refusal as refusal:
-            problems += refusal.problems
-    return problems
-
-
 def has_critic(recipe: Recipe) -> bool:
     return recipe.method in ONLINE and estimator_row(recipe.algorithm.advantage).critic
 
 
+def trains_value_model(recipe: Recipe) -> bool:
+    return recipe.method not in ONLINE and METHODS[recipe.method].model == "value"
+
+
+# Checks.
+
+
+def open_tokenizer(context: Context) -> None:
+    context.tokenizer = with_template(load_tokenizer(context.recipe.model.path), context.recipe.data)
+
+
+def open_config(context: Context) -> None:
+    context.config = load_config(context.recipe.model.path)
+
+
+def dtype_of_device(context: Context) -> Iterator[Problem]:
+    """A dtype in which the device does not compute."""
+    device, dtype = context.device, context.recipe.model.dtype
+    if not device.supports(DTYPES[dtype]):
+        usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
+        yield Problem(
+            "model.dtype",
+            f"{device.name} does not compute in {dtype}",
+            f"use {' or '.join(usable)}",
+            code="unsupported-dtype",
+        )
+
+
+def tokenizer_of_model(context: Context) -> None:
+    """A tokenizer with ids beyond the embedding of the model."""
+    refuse_foreign_tokenizer(context.tokenizer, context.config.vocab_size, context.recipe.model.path)
+
+
+def routers(context: Context) -> Iterator[Problem]:
+    """Load-balancing losses and router noise of trained models."""
+    coefficient = context.recipe.model.aux_loss_coef
+    for key, path in trained_folders(context.recipe).items():
+        config, where = load_config(path), f"{key} {path}"
+        # A critic may have another architecture, without experts.
+        wanted = coefficient if key == "model.path" or experts_of_token(config) else 0.0
+        problems = problems_of(refuse_router_loss, config, where, wanted)
+        yield from problems or problems_of(refuse_router_noise, config, where)
+
+
+def classifier(context: Context) -> None:
+    """An architecture that cannot be exported as a reward model."""
+    refuse_no_classifier(context.config, context.recipe.model.path)
+
+
+def architectures(context: Context) -> Iterator[Problem]:
+    """Models that loading would refuse, found without reading weights."""
+    recipe, device = context.recipe, context.device
+    kernel, dtype = kernel_of(recipe.model, device.attention), DTYPES[recipe.model.dtype]
+    for key, path in model_folders(recipe).items():
+        config = load_config(path)
+        problems = problems_of(refuse_quantized, config, f"{key} {path}")
+        if key != "model.path":
+            problems += problems_of(refuse_other_vocabulary, recipe, key, path)
+        if key == "distill.teacher":
+            problems += problems_of(refuse_other_tokenizer, recipe, key, path)
+        if not problems:
+            # Kernels run on the device of this rank.
+            torch_device = device.torch_device(int(os.environ.get("LOCAL_RANK", "0")))
+            problems = problems_of(check_architecture, config, path, dtype, kernel, torch_device, context.console)
+        yield from problems
+
+
+def missing_weights(context: Context) -> Iterator[Problem]:
+    """Models whose folders lack weight files."""
+    for key, path in model_folders(context.recipe).items():
+        yield from problems_of(refuse_no_weights, model_folder(path), f"{key} {path}")
+
+
+def tensor_division(context: Context) -> Iterator[Problem]:
+    """Models, trained or only read, that tensor parallelism cannot divide."""
+    for path in model_folders(context.recipe).values():
+        yield from problems_of(refuse_indivisible, load_config(path), path, context.recipe.parallel.tensor_parallel)
+
+
 def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
-    """The same ids would be other tokens to it."""
-    own = load_config(recipe.model.path).vocab_size
-    other = load_config(path).vocab_size
-    if own != other:
+    """Refuse a model with another number of tokens than the policy."""
+    expected = load_config(recipe.model.path).vocab_size
+    actual = load_config(path).vocab_size
+    if expected != actual:
         raise Refusal.at(
             f"{key} {path}",
-            f"has {other:,} tokens, and the policy {own:,}",
+            f"has {actual:,} tokens, and the policy {expected:,}",
             "use a model of the same family",
             code="other-vocabulary",
         )
 
 
 def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:
-    """Two vocabularies of one size may still number their tokens differently."""
-    own, other = load_tokenizer(recipe.model.path).get_vocab(), load_tokenizer(path).get_vocab()
-    differing = sorted(own.items() ^ other.items())
+    """Refuse a tokenizer with other ids: vocabularies of equal size may number their tokens differently."""
+    expected, actual = load_tokenizer(recipe.model.path).get_vocab(), load_tokenizer(path).get_vocab()
+    differing = sorted(expected.items() ^ actual.items())
     if differing:
         token, number = differing[0]
-        side = "the policy's" if (token, number) in own.items() else "its"
+        side = "the policy's" if (token, number) in expected.items() else "its"
         raise Refusal.at(
             f"{key} {path}",
             f"its tokenizer is another one: {len(differing):,} tokens differ, the first is {token!r} "

@@ -388,12 +388,8 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
     """Algorithm keys that contradict each other or have no effect."""
-    batch, algorithm, kl = recipe.batch, recipe.algorithm, recipe.algorithm.kl
-    needs, per_update = estimator_row(algorithm.advantage), batch.prompts_per_update or batch.prompts
-    if recipe.method == "on_policy_distill" and kl.reference is None:
-        yield Problem(
-            "algorithm.kl.reference", "must be set: it is the teacher", "set it to the teacher's folder", code="not-set"
-        )
+    batch, algorithm = recipe.batch, recipe.algorithm
+    per_update = batch.prompts_per_update or batch.prompts
     if not loss_row(algorithm.loss).ratio and (per_update < batch.prompts or algorithm.epochs > 1):
         yield Problem(
             "batch.prompts_per_update" if per_update < batch.prompts else "algorithm.epochs",
@@ -401,6 +397,22 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             "off-policy responses as on-policy",
             "use one update per step (lower batch.prompts instead), or a loss with a ratio: algorithm.loss=clip",
             code="off-policy",
+        )
+    yield from _kl_problems(recipe)
+    yield from _dynamic_sampling_problems(recipe)
+    yield from _correction_problems(recipe)
+    yield from _gdpo_problems(recipe)
+    yield from _reward_problems(recipe)
+    if algorithm.overlong.buffer > recipe.rollout.max_tokens:
+        yield Problem("algorithm.overlong.buffer", "exceeds rollout.max_tokens", code="out-of-range")
+    yield from _critic_problems(recipe)
+
+
+def _kl_problems(recipe: Recipe) -> Iterator[Problem]:
+    kl = recipe.algorithm.kl
+    if recipe.method == "on_policy_distill" and kl.reference is None:
+        yield Problem(
+            "algorithm.kl.reference", "must be set: it is the teacher", "set it to the teacher's folder", code="not-set"
         )
     if kl.target is not None and kl.where == "none":
         yield Problem(
@@ -416,14 +428,6 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             "set algorithm.kl.where=loss",
             code="needs-key",
         )
-    between = algorithm.dynamic_sampling.between
-    if between and (between[0] >= between[1] or algorithm.dynamic_sampling.max_gen_batches < 2):
-        yield Problem(
-            "algorithm.dynamic_sampling.between",
-            f"{between} replaces no group or all groups",
-            "write the lower bound first, and set max_gen_batches above 1",
-            code="empty-range",
-        )
     if kl.where == "reward" and kl.estimator.endswith("+"):
         yield Problem(
             "algorithm.kl.estimator", "a reward has no gradient", "remove the +", code="unsupported-combination"
@@ -435,16 +439,37 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             "set algorithm.kl.where=loss and algorithm.kl.estimator=k3+, or remove it",
             code="unused-key",
         )
-    yield from _correction_problems(recipe)
-    yield from _gdpo_problems(recipe)
-    if algorithm.dynamic_sampling.metric and algorithm.dynamic_sampling.max_gen_batches < 2:
+
+
+def _dynamic_sampling_problems(recipe: Recipe) -> Iterator[Problem]:
+    settings, advantage = recipe.algorithm.dynamic_sampling, recipe.algorithm.advantage
+    between, batches = settings.between, settings.max_gen_batches
+    if between and (between[0] >= between[1] or batches < 2):
+        yield Problem(
+            "algorithm.dynamic_sampling.between",
+            f"{between} replaces no group or all groups",
+            "write the lower bound first, and set max_gen_batches above 1",
+            code="empty-range",
+        )
+    if settings.metric and batches < 2:
         yield Problem(
             "algorithm.dynamic_sampling.metric",
             "one batch replaces no groups",
             "set max_gen_batches above 1",
             code="needs-key",
         )
-    models, weights = recipe.reward.model, recipe.reward.model_weights
+    if batches > 1 and not (estimator_row(advantage).groups or is_function_path(advantage)):
+        yield Problem(
+            "algorithm.dynamic_sampling.max_gen_batches",
+            "needs groups of responses to a prompt",
+            "use a group method",
+            code="unsupported-combination",
+        )
+
+
+def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
+    reward = recipe.reward
+    models, weights = reward.model, reward.model_weights
     if isinstance(models, list) and not models:
         yield Problem("reward.model", "must not be an empty list", "name a folder, or remove it", code="empty-value")
     if weights and (not isinstance(models, list) or len(models) != len(weights)):
@@ -454,44 +479,33 @@ def _algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
             "give one per model",
             code="wrong-count",
         )
-    if recipe.reward.arguments and recipe.reward.function is None:
+    if reward.arguments and reward.function is None:
         yield Problem("reward.arguments", "reward.function is not set", "set it, or remove them", code="needs-key")
-    for name in recipe.reward.arguments.keys() & REWARD_CALL:
+    for name in reward.arguments.keys() & REWARD_CALL:
         yield Problem(
             f"reward.arguments.{name}",
             "every reward function already gets this argument",
             "choose another name",
             code="duplicate-name",
         )
-    if recipe.reward.clip and recipe.reward.clip[0] >= recipe.reward.clip[1]:
+    if reward.clip and reward.clip[0] >= reward.clip[1]:
         yield Problem(
-            "reward.clip",
-            f"{recipe.reward.clip} leaves a single score",
-            "write the lower bound first",
-            code="empty-range",
+            "reward.clip", f"{reward.clip} leaves a single score", "write the lower bound first", code="empty-range"
         )
-    if algorithm.overlong.buffer > recipe.rollout.max_tokens:
-        yield Problem("algorithm.overlong.buffer", "exceeds rollout.max_tokens", code="out-of-range")
-    if recipe.critic.model_fields_set and not needs.critic:
+
+
+def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
+    advantage, steps = recipe.algorithm.advantage, recipe.run.steps
+    if recipe.critic.model_fields_set and not estimator_row(advantage).critic:
         yield Problem(
-            "critic",
-            f"advantage {algorithm.advantage} has no critic",
-            "use method ppo, or remove the keys",
-            code="unused-key",
+            "critic", f"advantage {advantage} has no critic", "use method ppo, or remove the keys", code="unused-key"
         )
-    elif recipe.run.steps is not None and recipe.critic.warmup >= recipe.run.steps:
+    elif steps is not None and recipe.critic.warmup >= steps:
         yield Problem(
             "critic.warmup",
-            f"{recipe.critic.warmup} critic-only steps leave no step of {recipe.run.steps} for the policy",
+            f"{recipe.critic.warmup} critic-only steps leave no step of {steps} for the policy",
             "lower it, or raise run.steps",
             code="no-steps-left",
-        )
-    if algorithm.dynamic_sampling.max_gen_batches > 1 and not (needs.groups or is_function_path(algorithm.advantage)):
-        yield Problem(
-            "algorithm.dynamic_sampling.max_gen_batches",
-            "needs groups of responses to a prompt",
-            "use a group method",
-            code="unsupported-combination",
         )
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lockstep.errors import Problem, refuse_all, shortened
+from lockstep.model.trials import TrialReport
 from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule, boxed_example
 from lockstep.types import Failure, Question
@@ -34,20 +35,12 @@ class _Trial:
         return empty[name], by_text
 
 
-@dataclass(frozen=True)
-class Tried:
-    """Summary lines and warnings of the dry run."""
-
-    lines: list[str]
-    warnings: list[str]
-
-
 def dry_run(
     parts: Sequence[RewardPart],
     questions: Sequence[Question],
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
-) -> Tried:
+) -> TrialReport:
     """One line per part and data source. Refuses exceptions and scores that are not finite numbers.
 
     With a rule every ground truth is checked. The candidates are those of `right_answers`. Warns if a part gives equal
@@ -77,7 +70,7 @@ def dry_run(
     refuse_all(problems)
     counting = {name: weight for name, weight in weights.items() if weight and name in KNOWING}
     inverted = [_inverted_warning(source, [trials[name, source] for name in counting], counting) for source in sources]
-    return Tried(lines, warnings + [warning for warning in inverted if warning])
+    return TrialReport(lines, warnings + [warning for warning in inverted if warning])
 
 
 def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:

@@ -13,8 +13,9 @@ from types import TracebackType
 import torch
 
 from lockstep.errors import Problem, Refusal, refuse_all
+from lockstep.model.trials import TrialReport
 from lockstep.recipe.keys_online import Reward
-from lockstep.reward.dry_run import Tried, dry_run
+from lockstep.reward.dry_run import dry_run
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.model import ModelPart, ModelsPart
 from lockstep.reward.parts import Countdown, PartOutcome, RewardPart, StepOutcome, settled
@@ -169,15 +170,15 @@ class Scorer:
         for part in self._parts:
             part.flush()
 
-    def dry_run(self, questions: Sequence[Question]) -> Tried:
+    def dry_run(self, questions: Sequence[Question]) -> TrialReport:
         """Scores correct and empty answers to some questions; warns if a reward does not distinguish them."""
-        tried = dry_run(self._parts, questions, self.rule_of, self._weights)
-        tried.lines.extend(part.note for part in self._parts if part.note)
+        report = dry_run(self._parts, questions, self.rule_of, self._weights)
+        report.lines.extend(part.note for part in self._parts if part.note)
         if self._rules and "rule" not in self._weights:
-            tried.lines.append(
+            report.lines.append(
                 "reward rule: does not count, because other rewards are set and reward.weights does not name it"
             )
-        return tried
+        return report
 
     def rule_of(self, source: str) -> Rule | None:
         """The rule of a data source, even without weight; None if there is none."""

@@ -17,14 +17,12 @@ from lockstep.model.check import (
     LOGPROB_ERROR,
     RUN_ERRORS,
     Miniature,
-    Unfit,
     build_miniature,
     tokens,
 )
-from lockstep.model.kernel_trial import refuse_unless_replayed
 from lockstep.model.miniature import LIMIT, ORIGINAL_LENGTH, VOCABULARY
 from lockstep.model.policy import Policy, Scoring
-from lockstep.model.verified import fingerprint, hardware, is_verified, remember
+from lockstep.model.trials import ENGINE, LOADED_ENGINE, Unfit, hardware, run_trial
 from lockstep.recipe.keys_rollout import RolloutSettings
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.native_engine import NativeEngine
@@ -39,10 +37,11 @@ LONGEST = ORIGINAL_LENGTH + LIMIT
 def check_engine_architecture(config: Any, kernel: str, device: Device, torch_device: torch.device) -> None:
     """Raises `Unfit` if the native engine generates differently from transformers. Needs no weights; the result is
     cached."""
-    key = fingerprint(config, "engine", kernel, *hardware(torch_device))
-    if not is_verified(key):
+
+    def attempt() -> None:
         try_engine(build_miniature(config, kernel, torch_device), device)
-        remember(key)
+
+    run_trial(ENGINE, attempt, config=config, key=(kernel, *hardware(torch_device)))
 
 
 def try_engine(miniature: Miniature, device: Device) -> None:
@@ -101,15 +100,19 @@ def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str
     This detects layers with other state than keys and values, and unusual attention. `paged_on` is the device of an
     engine with `paged` in the registry: the architecture is checked there first.
     """
+    run_trial(LOADED_ENGINE, lambda: _engine_problem(engine, policy, device, path, paged_on))
+
+
+def _engine_problem(
+    engine: Engine, policy: Policy, device: torch.device, path: str, paged_on: Device | None
+) -> Problem | None:
     name, remedy = type(policy.causal_lm).__name__, engine.instead
     try:
         if paged_on is not None:
             check_engine_architecture(policy.causal_lm.config, policy.kernel, paged_on, device)
         engine_logprobs, trainer_logprobs = _two_scores(engine, policy, device)
     except Unfit as unfit:
-        # A replay continues and compares the generated tokens: the check passed when the tape was recorded.
-        refuse_unless_replayed(Problem(f"model.path {path}", f"{name}: {unfit}", remedy, code="unsupported-model"))
-        return
+        return Problem(f"model.path {path}", f"{name}: {unfit}", remedy, code="unsupported-model")
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -119,7 +122,8 @@ def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str
     difference = (trainer_logprobs - engine_logprobs).abs().max().item()
     if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
         why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
-        refuse_unless_replayed(Problem(f"model.path {path}", why, remedy, code="logprobs-differ"))
+        return Problem(f"model.path {path}", why, remedy, code="logprobs-differ")
+    return None
 
 
 def _two_scores(engine: Engine, policy: Policy, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,11 +17,11 @@ from lockstep.evaluate.validation import measure
 from lockstep.methods import METHODS
 from lockstep.methods.base import Objective
 from lockstep.model.check import CHECK_TOLERANCE
-from lockstep.model.kernel_trial import refuse_unless_replayed
 from lockstep.model.load_folder import DTYPES
 from lockstep.model.resolve import model_folder
+from lockstep.model.trials import INITIAL_LOSS, refuse_unless_replayed, run_trial
 from lockstep.preflight.batch_plan import BatchPlan, make_loader
-from lockstep.preflight.prepare import prepare
+from lockstep.preflight.run_checks import prepare_offline
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.reward.row_rewards import judged_by
@@ -140,7 +140,7 @@ def open_offline(
     """Checks the recipe and loads everything. A replay sets `keeps` to False."""
     with open_runtime(recipe, console) as runtime:
         device, console = runtime.device, runtime.console
-        prepared = prepare(recipe, device, runtime.world.size, console)
+        prepared = prepare_offline(recipe, device, runtime.world.size, console)
         sources = {question.data_source for question in prepared.questions}
         torch_device = device.torch_device(runtime.world.local_rank)
         with (
@@ -155,7 +155,7 @@ def open_offline(
                 rows = prepared.val.items
                 training.validator.loss_on_rows = lambda: measure(rows, objective, models)
             if training.position.step == 0:
-                assert_identity(loader.take(0), objective, models, recipe, console)
+                run_trial(INITIAL_LOSS, lambda: assert_identity(loader.take(0), objective, models, recipe, console))
             yield Offline(training, loader, objective, prepared.batches)
 
 

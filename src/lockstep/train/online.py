@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from lockstep.data.dataset import Loader
 from lockstep.preflight.batch_plan import make_loader
-from lockstep.preflight.prepare import prepare_online
-from lockstep.preflight.reward_trial import open_scorer
+from lockstep.preflight.run_checks import prepare_online
+from lockstep.preflight.user_trials import open_scorer
 from lockstep.recipe import Recipe
 from lockstep.reward.scorer import Scorer
 from lockstep.run.console import Console

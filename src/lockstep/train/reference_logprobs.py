@@ -13,7 +13,7 @@ from lockstep.data.batching import of_all, own_part, to_device
 from lockstep.device.base import Device
 from lockstep.kernels.logit_divergence import Whole, likeliest
 from lockstep.model.policy import Policy, Teacher, evaluating
-from lockstep.preflight.prepare import Prepared
+from lockstep.preflight.prepared import Prepared
 from lockstep.recipe import Recipe
 from lockstep.recipe.method_checks import reference_folder, reference_kind
 from lockstep.run.console import Console

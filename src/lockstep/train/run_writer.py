@@ -22,7 +22,7 @@ from lockstep.model.policy import Policy
 from lockstep.model.resolve import model_folder
 from lockstep.model.weights import biases_and_norms
 from lockstep.parallel.world import World
-from lockstep.preflight.prepare import Prepared, PreparedOnline
+from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.loader import dump_recipe, resolved
 from lockstep.recipe.methods import ONLINE

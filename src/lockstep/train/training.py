@@ -20,16 +20,14 @@ from lockstep.methods.base import Method
 from lockstep.model.heads import ValueModel
 from lockstep.model.policy import Policy
 from lockstep.parallel.world import World
-from lockstep.preflight.prepare import Prepared, PreparedOnline
+from lockstep.preflight.prepared import Prepared, PreparedOnline
 from lockstep.recipe import Recipe
 from lockstep.recipe.measure import Measure, measure_of
 from lockstep.rollout.collect import Examiner, encode_questions, prompt_format, validation_keys
 from lockstep.rollout.engine import validation_sampling
 from lockstep.rollout.generator import Generator
-from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
-from lockstep.run.folder import RunFolder, run_folder
-from lockstep.run.metrics import read_metrics
+from lockstep.run.folder import run_folder
 from lockstep.run.runtime import Runtime, seed_generators
 from lockstep.tape.tape_recorder import Recorder
 from lockstep.train.checkpointing import Checkpointer, Position
@@ -268,7 +266,7 @@ def open_training(
     """Starts or resumes a run, and closes it. `accept_changed`: resume even if the files of a model have changed."""
     folder, world, console = run_folder(prepared.recipe), runtime.world, runtime.console
     if world.main:
-        _claim(folder, prepared)
+        folder.create()
     with folder.lock() if world.main else nullcontext(), _graceful_interrupt(console) as interrupt:
         run = Run(prepared, folder, runtime.device, world, console)
         try:
@@ -336,37 +334,6 @@ def load_models(run: Run) -> Models:
             )
     packing = Packing.of(recipe, world, run.prepared.pad_id)
     return Models(learner.module, packing, device, learner, critic, reference)
-
-
-def _claim(folder: RunFolder, prepared: Prepared | PreparedOnline) -> None:
-    resume, used = prepared.recipe.run.resume, folder.path.exists() and bool(checkpoints.steps_in(folder.checkpoints))
-    if resume == "never" and folder.path.exists():
-        raise Refusal.at(
-            "run.resume", f"{folder.path} exists and resume is never", "choose another run.name", code="already-exists"
-        )
-    if resume == "required" and not used:
-        raise Refusal.at(
-            "run.resume",
-            f"{folder.path} has no checkpoint to continue from",
-            "set run.resume=auto",
-            code="no-checkpoint",
-        )
-    if not used and _finished(folder, prepared.batches.steps):
-        raise Refusal.at(
-            f"run folder {folder.path}",
-            "contains a finished run without checkpoints: starting again would overwrite its metrics",
-            "choose another run.name, or remove the folder",
-            code="already-exists",
-        )
-    folder.create()
-    checkpoints.require_disk(folder.checkpoints, prepared.memory.checkpoint_bytes, "a checkpoint")
-
-
-def _finished(folder: RunFolder, steps: int) -> bool:
-    """Whether the folder has an exported model or the metrics of all steps."""
-    if not folder.metrics.exists():
-        return False
-    return folder.export.exists() or steps in [step for step, _ in read_metrics(folder.metrics)]
 
 
 @contextmanager

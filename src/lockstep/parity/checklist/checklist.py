@@ -91,10 +91,10 @@ class Checklist(Replay):
     def after(self, training: Training, step: int) -> None:
         run = training.run
         if run.world.main:
-            own = TapeFolder(run.folder.tape)
+            replay_tape = TapeFolder(run.folder.tape)
             if not self.replayed and _online(training):
-                self.generated = rollouts_of(own.read_table(own.rollouts_file(1)))
-            self.replayed.append(own.read_step(1))
+                self.generated = rollouts_of(replay_tape.read_table(replay_tape.rollouts_file(1)))
+            self.replayed.append(replay_tape.read_step(1))
         if self.mode == "forced":
             run.rewind(step)  # the step runs again
             return
@@ -135,21 +135,21 @@ def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list
 
 def judged(loop: Checklist, a: TapeSide, b: TapeSide) -> list[CheckItem]:
     """All items: comparisons of the replayed step with the recorded one, and the trials."""
-    recorded, (own, again) = a.tape.read_step(1), loop.replayed
+    recorded, (replayed, again) = a.tape.read_step(1), loop.replayed
     tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
     if loop.generated and a.drawn_by != b.drawn_by:
         why = f"{a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} is different"
-        responses = [CheckItem("first tokens", None, "", why), rewards(recorded, own)]
+        responses = [CheckItem("first tokens", None, "", why), rewards(recorded, replayed)]
     elif loop.generated:
-        responses = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, own)]
+        responses = [first_tokens(a, recorded, loop.generated, tolerance), rewards(recorded, replayed)]
     else:
         responses = [CheckItem(name, None, "", OFFLINE) for name in ("first tokens", "rewards")]
     return [
         starting_weights(a.manifest, b.manifest, loop.unlike),
         *responses,
-        first_update(recorded, own, tolerance),
+        first_update(recorded, replayed, tolerance),
         *loop.tried,
-        repeatability(own, again),
+        repeatability(replayed, again),
     ]
 
 
@@ -216,8 +216,8 @@ def _beginnings(rollouts: Iterable[Rollout]) -> list[Rollout]:
     ]
 
 
-def rewards(recorded: StepRecord, own: StepRecord) -> CheckItem:
-    x, y = recorded.tensors["step/scores"], own.tensors["step/scores"]
+def rewards(recorded: StepRecord, replayed: StepRecord) -> CheckItem:
+    x, y = recorded.tensors["step/scores"], replayed.tensors["step/scores"]
     off = torch.nan_to_num((x.double() - y.double()).abs(), nan=math.inf) > SCORE
     measured = f"{int((~off).sum())} of {len(x)} recorded responses have their recorded score"
     if not bool(off.any()):
@@ -229,14 +229,14 @@ def rewards(recorded: StepRecord, own: StepRecord) -> CheckItem:
     return CheckItem("rewards", False, measured, means)
 
 
-def first_update(recorded: StepRecord, own: StepRecord, tolerance: Tolerance) -> CheckItem:
+def first_update(recorded: StepRecord, replayed: StepRecord, tolerance: Tolerance) -> CheckItem:
     """Loss and gradient norm of each learner's first update."""
-    checks = [check for pair in _firsts(recorded, own) for check in _update_checks(recorded, *pair, tolerance)]
+    checks = [check for pair in _firsts(recorded, replayed) for check in _update_checks(recorded, *pair, tolerance)]
     measured = "; ".join(
         f"{check.what} {check.where} (differs by {check.error:.2g}, allowed {check.allowed:.2g})" for check in checks
     )
     failed = [check.what for check in checks if not check.passed]
-    if not any(update.get("grad_norm") for pair in _firsts(recorded, own) for update in pair):
+    if not any(update.get("grad_norm") for pair in _firsts(recorded, replayed) for update in pair):
         return CheckItem(
             "first loss and gradient", None, measured, "proves nothing: the gradient of the first step is 0"
         )
@@ -250,8 +250,8 @@ def first_update(recorded: StepRecord, own: StepRecord, tolerance: Tolerance) ->
     return CheckItem("first loss and gradient", False, measured, means)
 
 
-def _firsts(recorded: StepRecord, own: StepRecord) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    one, other = ({u["learner"]: u for u in reversed(record.info["updates"])} for record in (recorded, own))
+def _firsts(recorded: StepRecord, replayed: StepRecord) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    one, other = ({u["learner"]: u for u in reversed(record.info["updates"])} for record in (recorded, replayed))
     return [(one[learner], other[learner]) for learner in sorted(one.keys() & other.keys(), reverse=True)]
 
 
@@ -271,15 +271,15 @@ def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], t
     return checks
 
 
-def repeatability(own: StepRecord, again: StepRecord) -> CheckItem:
+def repeatability(replayed: StepRecord, again: StepRecord) -> CheckItem:
     """For information, never a failure: devices need not be deterministic."""
-    names = sorted(own.tensors.keys() | again.tensors.keys())
+    names = sorted(replayed.tensors.keys() | again.tensors.keys())
     differ = [
         n
         for n in names
-        if n not in own.tensors or n not in again.tensors or not _same(own.tensors[n], again.tensors[n])
+        if n not in replayed.tensors or n not in again.tensors or not _same(replayed.tensors[n], again.tensors[n])
     ]
-    if not differ and own.info["updates"] == again.info["updates"]:
+    if not differ and replayed.info["updates"] == again.info["updates"]:
         return CheckItem(
             "repeatability", True, f"{len(names)} tensors of the step, bit for bit", "the step repeats exactly"
         )

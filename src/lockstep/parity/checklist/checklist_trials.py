@@ -166,11 +166,11 @@ def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAnd
 def engine_items(bench: Bench) -> list[CheckItem]:
     """The items that need an engine."""
     if not bench.rollouts:
-        return [_none("weight hand-over", OFFLINE), rate_zero(bench, None), _none("prefill and decode", OFFLINE)]
+        return [_none("weight sync", OFFLINE), rate_zero(bench, None), _none("prefill and decode", OFFLINE)]
     bench.restore()
     before = generate_and_score(bench)
     items: dict[str, Callable[[Bench, EngineAndTrainer], CheckItem]] = {
-        "weight hand-over": weight_sync,
+        "weight sync": weight_sync,
         "learning rate 0": rate_zero,
         "prefill and decode": prefill_and_decode,
     }
@@ -197,7 +197,7 @@ def _none(name: str, why: str) -> CheckItem:
 
 def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
     """After an update the engine must generate with the new weights, and its responses must not fit the old ones."""
-    name, learner = "weight hand-over", bench.models.trained
+    name, learner = "weight sync", bench.models.trained
     # A difference from before the update belongs to another item.
     allowed = max(bench.tolerance.logprob, 2 * before.difference)
     rate = _visible_rate(bench, VISIBLE * allowed)

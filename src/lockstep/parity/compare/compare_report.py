@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.page import resource, script_of, style_of
 from lockstep.parity.compare.comparison import Comparison, Difference, Metric, Power, Throughput, Verdict
-from lockstep.parity.compare.detection_power import DEEP
+from lockstep.parity.compare.curve_tests import DEEP
 from lockstep.run.console import Console
 
 EXIT_CODES: dict[Verdict, int] = {
@@ -198,11 +198,7 @@ def write_report(comparison: Comparison, path: Path) -> None:
 
 
 def page(comparison: Comparison) -> str:
-    parts = {
-        "style": style_of("compare"),
-        "script": script_of("compare"),
-        "data": _inline_json(page_data(comparison)),
-    }
+    parts = {"style": style_of("compare"), "script": script_of("compare"), "data": _inline_json(page_data(comparison))}
     # One pass: a part may contain text that looks like a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], resource("compare.html"))
 

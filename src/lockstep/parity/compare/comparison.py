@@ -11,6 +11,7 @@ Verdict = Literal["in step", "within noise", "cannot tell", "out of step", "not 
 BarResult = Literal["met", "missed"]
 TestResult = Literal["no difference", "small difference", "difference", "cannot tell"]
 Kind = Literal["loss", "reward", "other"]
+SetupPart = Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Throughput:
 class Difference:
     """A difference in the set-up of the two sides, and its likely effect on the curves."""
 
-    part: Literal["recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"]
+    part: SetupPart
     key: str
     a: Any
     b: Any
@@ -174,7 +175,7 @@ class Comparison:
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """For the support table: method, model, hardware and versions of both sides; None if unknown."""
     setup_known: bool = True
-    """Whether the set-up of both sides is known. If not, `differences` is empty."""
+    """Whether both sides recorded their set-up. If not, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
     """Shifted or selected steps, and shifts that would make the curves agree better."""
 

@@ -1,4 +1,4 @@
-"""The statistical test: do two sides differ by more than repeats of one side do?
+"""The statistical test: do two sides differ by more than repeats of one side do? And its power.
 
 It examines the drift, windows, the end of the run, the trend, the scatter and single steps; without repeats also
 whether the curves move in opposite directions. docs/compare.md contains the formulas and the measured error rates.
@@ -14,19 +14,21 @@ import numpy as np
 
 from lockstep.parity.compare.align_curves import Pair, values_at
 from lockstep.parity.compare.comparison import Finding, Power
-from lockstep.parity.compare.detection_power import Wanted, bounds, nonzero, power_of, trend_bound, would_suffice
 from lockstep.parity.compare.logs.log_curves import Series
 from lockstep.parity.compare.noise_model import (
+    CAUTION,
     MIN_STEPS,
+    MODERATION,
     SHARES,
     TINY,
+    WANDER,
     Spread,
+    Windows,
     as_normal,
     as_t,
     compressed,
     contrasts,
     joined,
-    looks,
     mostly_equal,
     positive,
     spread_of,
@@ -34,6 +36,7 @@ from lockstep.parity.compare.noise_model import (
     two_sided,
     typical_square,
     window_means,
+    windows_for,
 )
 
 MAX_MISSING = 0.05
@@ -52,6 +55,19 @@ OPPOSED_CHANCE = 0.005
 FEWER_MOVES = 1.5
 """Neighbouring moves share a step: those of noise without memory have a correlation of -1/2, so n moves carry as much
 information on a correlation as n / (1 + 2 / 4) independent ones (Bartlett 1935). With memory it is closer to n."""
+SURE = NormalDist().inv_cdf(0.95)
+LATE = 0.05
+"""The fraction of the run that a late collapse takes."""
+DEEP = 10
+"""The depth, in noise standard deviations, of the collapse whose latest detectable step is reported."""
+ROOM_ALONE = 1.35
+"""A margin without repeats: a fault makes the estimated noise of the pair larger."""
+NO_NOISE = 1e-100
+"""Smaller values mean no noise."""
+MARGIN = 0.85
+"""A margin for recommendations: the noise is estimated from few runs."""
+MAX_REPEATS = 8
+MAX_TIMES_LONGER = 16
 
 
 @dataclass(frozen=True)
@@ -142,7 +158,7 @@ def _window_findings(
     steps: np.ndarray, difference: np.ndarray, scores: SeriesScores, spread: Spread, runs: tuple[int, int]
 ) -> list[Finding]:
     """The strongest finding of each statistic."""
-    at = looks(len(steps))
+    at = windows_for(len(steps))
     kinds, bound = np.array(at.kind), bounds(spread, runs)
     excess = np.minimum(np.nan_to_num(scores.excess, posinf=LARGEST), LARGEST)
     found: list[Finding] = []
@@ -188,9 +204,9 @@ def _trend(difference: np.ndarray) -> float:
 @dataclass(frozen=True)
 class SeriesScores:
     deviates: np.ndarray
-    """(..., looks): signed normal deviates."""
+    """(..., windows): signed normal deviates."""
     excess: np.ndarray
-    """(..., looks): the absolute deviate over the critical one; above 1 is a finding."""
+    """(..., windows): the absolute deviate over the critical one; above 1 is a finding."""
     scatter: np.ndarray
     """(...): the same for the scatter of the steps; 0 without repeats."""
     scattered: np.ndarray
@@ -208,17 +224,13 @@ class SeriesScores:
 
 def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
     """The excess of each window of the difference of the sides (..., runs, N) over the noise."""
-    at = looks(a.shape[-1])
+    at = windows_for(a.shape[-1])
     of = compressed(a, b)
     spread = spread_of(of)
     scaled = of.difference / of.scale
     windows, trend = window_means(scaled, at.start[:-1], at.length[:-1]), trend_of(scaled)
     t = np.concatenate(
-        [
-            windows / np.sqrt(spread.variance[..., at.which[:-1]]),
-            (trend / np.sqrt(spread.trend))[..., None],
-        ],
-        axis=-1,
+        [windows / np.sqrt(spread.variance[..., at.which[:-1]]), (trend / np.sqrt(spread.trend))[..., None]], axis=-1
     )
     freedom = np.concatenate([spread.freedom[..., at.which[:-1]], spread.trend_freedom[..., None]], axis=-1)
     deviates = as_normal(t, freedom)
@@ -284,3 +296,100 @@ def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
     near = (step == at[..., None]) | (step == at[..., None] - 1)
     sizes = np.where(near[..., None, :], 0.0, moves)
     return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(typical_square(joined(sizes)) / 2), 0.0)
+
+
+# Power: the differences that the test finds with 95 % probability, and what would increase it -----------------------
+
+
+def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:
+    """The power from the noise of one comparison. `runs`: the numbers of runs of A and B; `drift`: the mean of b -
+    a."""
+    at = windows_for(len(steps))
+    need = _in_metric(spread, at, runs, _critical(spread, at) + SURE * np.sqrt(spread.likely[at.which]))
+    if sum(runs) == 2:
+        need = need * ROOM_ALONE
+    kinds = np.array(at.kind)
+    late = max(1, int(np.ceil(LATE * len(steps))))
+    ends = kinds == "end"
+    sizes = _collapses(need[ends], at.length[ends], len(steps))
+    sd = float(spread.raw_sd * np.sqrt((spread.scale**2).mean()))
+    seen = np.flatnonzero(sizes <= max(DEEP * sd, NO_NOISE))
+    return Power(
+        repeats=sum(runs) - 2,
+        noise_sd=nonzero(sd),
+        drift=nonzero(need[kinds == "drift"][0]),
+        collapse=nonzero(sizes[late - 1]),
+        collapse_steps=late,
+        latest_step=int(steps[len(steps) - 1 - seen[0]]) if len(seen) else None,
+        drift_within=nonzero(abs(drift) + _uncertain(spread, at, runs)),
+    )
+
+
+def nonzero(size: float) -> float:
+    """The size, or exactly 0 if there is no noise."""
+    return float(size) if size > NO_NOISE else 0.0
+
+
+def bounds(spread: Spread, runs: tuple[int, int]) -> np.ndarray:
+    """The smallest mean of b - a over each window that is a finding."""
+    at = windows_for(spread.scale.shape[-1])
+    return _in_metric(spread, at, runs, _critical(spread, at))
+
+
+def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
+    """The smallest change of a straight line, from the first step to the last, that is a finding."""
+    count = spread.scale.shape[-1]
+    at = windows_for(count)
+    critical = (at.critical * spread.raised(at))[-1:]
+    size = as_t(critical, spread.trend_freedom) * np.sqrt(spread.trend) / spread.gain
+    length = np.sqrt((count**2 - 1) * count / 12)
+    return float(size[0]) * float(np.sqrt(1 / runs[0] + 1 / runs[1])) * (count - 1) / length
+
+
+def _uncertain(spread: Spread, at: Windows, runs: tuple[int, int]) -> float:
+    """The one-sided 95 % error of the mean of b - a."""
+    all_steps = at.kind.index("drift")
+    means = as_t(np.array(SURE), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
+    return float(_in_metric(spread, at, runs, means)[all_steps])
+
+
+def _critical(spread: Spread, at: Windows) -> np.ndarray:
+    """The smallest mean of each window that is a finding, in the noise of one run at scale 1."""
+    return as_t(at.critical * spread.raised(at), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
+
+
+def _in_metric(spread: Spread, at: Windows, runs: tuple[int, int], means: np.ndarray) -> np.ndarray:
+    """Window means as differences of the sides, in the units of the metric."""
+    difference = spread.uncompressed(means * np.sqrt(1 / runs[0] + 1 / runs[1]))
+    return difference / window_means(1 / spread.scale, at.start, at.length)
+
+
+def _collapses(need: np.ndarray, length: np.ndarray, steps: int) -> np.ndarray:
+    """The smallest detectable collapse over the last 1, 2, ... steps. A longer examined end contains only part of
+    it."""
+    lasting = np.arange(1, steps + 1)[:, None]
+    return (need * np.maximum(1, length / lasting)).min(axis=1)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    repeats: int
+    steps: int
+
+
+def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
+    """The number of repeats of one side and of steps that would exclude a drift of `limit` if there is none; None if
+    even many would not. It uses the estimated noise."""
+    at = windows_for(steps)
+    index = int(np.flatnonzero(at.lengths == steps)[0])
+    likely, sd = float(spread.likely[index]), float(spread.sd)
+    for times in (1, 2, 4, 8, MAX_TIMES_LONGER):
+        for repeats in range(max(power.repeats, 1), MAX_REPEATS + 1):
+            mean = likely / times
+            moderated = (repeats * mean + MODERATION * (CAUTION * mean + WANDER**2 * sd**2)) / (repeats + MODERATION)
+            crit = as_t(np.array(SURE), np.array(repeats + MODERATION))
+            size = float(crit) * np.sqrt(moderated) + SURE * np.sqrt(mean)
+            drift = size * np.sqrt(1 + 1 / (repeats + 1)) * power.noise_sd / sd
+            if drift <= MARGIN * limit and (repeats > power.repeats or times > 1):
+                return Wanted(repeats, steps * times)
+    return None

@@ -51,7 +51,7 @@ TINY = 1e-300
 
 
 @dataclass(frozen=True)
-class Looks:
+class Windows:
     """The examined windows: means over `length` steps from `start` on; the last entry is the trend over all steps."""
 
     kind: tuple[str, ...]
@@ -90,8 +90,8 @@ class Spread:
     gain: np.ndarray
     """(...): the factor by which the compression scales a small difference."""
 
-    def raised(self, at: Looks) -> np.ndarray:
-        """(..., looks): the factor for the critical deviates."""
+    def raised(self, at: Windows) -> np.ndarray:
+        """(..., windows): the factor for the critical deviates."""
         return 1 + self.tails[..., at.which] * (at.critical**2 - 3).clip(0) / 24
 
     def uncompressed(self, mean: np.ndarray) -> np.ndarray:
@@ -112,7 +112,7 @@ class Compressed:
 
 
 @lru_cache(maxsize=64)
-def looks(steps: int) -> Looks:
+def windows_for(steps: int) -> Windows:
     """Windows of N/64 steps (at least 4) and doubled lengths, overlapping by half, with one at the end; the ends of the
     run; all steps; the trend."""
     lengths = [max(4, round(steps / 64))]
@@ -130,7 +130,7 @@ def looks(steps: int) -> Looks:
     ]
     sizes = np.array([length for _, _, length in every])
     distinct, which = np.unique(sizes, return_inverse=True)
-    return Looks(
+    return Windows(
         kind=tuple(kind for kind, _, _ in every),
         start=np.array([start for _, start, _ in every]),
         length=sizes,
@@ -216,7 +216,7 @@ def joined(curves: np.ndarray) -> np.ndarray:
 
 def spread_of(of: Compressed) -> Spread:
     """From the repeats; from the difference alone if there are none, or if the sides are equal at most steps."""
-    at = looks(of.difference.shape[-1])
+    at = windows_for(of.difference.shape[-1])
     alone = _alone(of, at)
     if of.residuals.shape[-2] == 0:
         return alone
@@ -234,7 +234,7 @@ def mostly_equal(difference: np.ndarray) -> np.ndarray:
     return (difference == 0).mean(axis=-1) > 0.5
 
 
-def _among_repeats(of: Compressed, at: Looks) -> Spread:
+def _among_repeats(of: Compressed, at: Windows) -> Spread:
     """Short windows: the variance among repeats. Long windows, of which there are few: moderated by an extrapolation
     from windows of an eighth of the run, assuming a short memory."""
     noise = of.residuals / of.scale[..., None, :]
@@ -271,7 +271,7 @@ def _among_repeats(of: Compressed, at: Looks) -> Spread:
     )
 
 
-def _alone(of: Compressed, at: Looks) -> Spread:
+def _alone(of: Compressed, at: Windows) -> Spread:
     """Without a repeat: the noise from step to step is estimated with a short memory; the constant offset between runs
     is assumed."""
     noise = of.difference / of.scale
@@ -353,7 +353,7 @@ def _neighbours(noise: np.ndarray, length: int) -> np.ndarray:
     return np.clip(products / positive(square), 0, MAX_MEMORY)
 
 
-def _observed_at(observed: np.ndarray, at: Looks, length: int) -> np.ndarray:
+def _observed_at(observed: np.ndarray, at: Windows, length: int) -> np.ndarray:
     return observed[..., int(np.searchsorted(at.lengths, length))]
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
 from lockstep.masking import comparable
-from lockstep.parity.compare.comparison import Difference
+from lockstep.parity.compare.comparison import Difference, SetupPart
 from lockstep.parity.compare.logs.log_curves import Evidence, Log
 from lockstep.recipe.measure import facts_of
 from lockstep.recipe.schema import Recipe
@@ -20,9 +20,6 @@ from lockstep.recipe.section import Effect
 from lockstep.run.metrics import missing_steps
 
 Differences = tuple[list[Difference], list[str]]
-EvidencePart = Literal[
-    "recipe", "own code", "data", "tokenizer", "weights", "versions", "engine", "determinism", "device"
-]
 Values = Mapping[str, Any]
 
 _ORDER = ("blocks", "matters", "harmless")
@@ -78,26 +75,20 @@ def _recipe(a: Evidence, b: Evidence) -> Differences:
                 seen.append((one.key, one.a, one.b))
                 effect = one.effect
                 if one.weight != "harmless":
-                    change = _rescheduled if one.key in _LENGTH else _changed_after
-                    effect = f"{effect}; {change(last, a, b)}"
+                    effect = f"{effect}; {_change(last, a, b, length=one.key in _LENGTH)}"
                 found.append(replace(one, key=f"{one.key} to step {last}", effect=effect))
     return found, []
 
 
-def _sides(last: int, a: Evidence, b: Evidence) -> str:
-    """The sides that were resumed with other keys after this step."""
-    return " and ".join(f"side {name}" for name, one in (("a", a), ("b", b)) if last in one.earlier)
-
-
-def _changed_after(last: int, a: Evidence, b: Evidence) -> str:
-    return f"{_sides(last, a, b)} was resumed after step {last} with other keys"
-
-
-def _rescheduled(last: int, a: Evidence, b: Evidence) -> str:
-    """The sides that were resumed with another length, and the effect on their curves."""
+def _change(last: int, a: Evidence, b: Evidence, *, length: bool) -> str:
+    """The sides that were resumed after this step with other keys or another length, and the effect of a length."""
+    sides = " and ".join(f"side {name}" for name, one in (("a", a), ("b", b)) if last in one.earlier)
+    resumed = f"{sides} was resumed after step {last} with"
+    if not length:
+        return f"{resumed} other keys"
     return (
-        f"{_sides(last, a, b)} was resumed after step {last} with another length, which stretched its schedule: the "
-        f"curves differ up to step {last} because of it, and later because of what was learned until then"
+        f"{resumed} another length, which stretched its schedule: the curves differ up to step {last} because of it, "
+        "and later because of what was learned until then"
     )
 
 
@@ -206,12 +197,12 @@ def _fingerprints(one: Evidence, key: str) -> list[str]:
 def _model(a: Evidence, b: Evidence) -> Differences:
     found: list[Difference] = []
     unknown = []
-    looks: tuple[tuple[EvidencePart, str, str, str], ...] = (
+    parts: tuple[tuple[SetupPart, str, str, str], ...] = (
         ("weights", "model.weights", "the initial weights", "training starts from other weights"),
         ("tokenizer", "model.tokenizer", "the tokenizer", "the same text becomes other tokens"),
         ("tokenizer", "model.template", "the chat template", "prompts have another format"),
     )
-    for part, key, subject, effect in looks:
+    for part, key, subject, effect in parts:
         # A missing template is information, a missing checksum is not.
         recorded = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
         if all(recorded):
@@ -370,7 +361,7 @@ def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, field
 
 
-def _differences(part: EvidencePart, key: str, a: Evidence, b: Evidence, effect: Effect) -> list[Difference]:
+def _differences(part: SetupPart, key: str, a: Evidence, b: Evidence, effect: Effect) -> list[Difference]:
     left, right = _at(a.env, key), _at(b.env, key)
     return [Difference(part, key, left, right, *effect)] if left != right else []
 
@@ -398,11 +389,14 @@ def _unknown(what: str, recorded: list[Any]) -> str:
 
 def support_facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
     """Method, model, dtype, hardware and versions of both sides for the support table; None if unknown."""
-    read = {"method": _method, "model": _model_name, "dtype": _dtype, "hardware": _hardware, "versions": _version_text}
-    return {
-        name: (get(a.evidence) if a.evidence else None, get(b.evidence) if b.evidence else None)
-        for name, get in read.items()
-    }
+
+    def facts(one: Evidence) -> dict[str, Any]:
+        method, dtype = one.recipe.get("method"), one.recipe.get("model", {}).get("dtype")
+        named = {"method": method, "model": _model_name(one), "dtype": dtype}
+        return {**named, "hardware": _hardware(one), "versions": _version_text(one)}
+
+    of_a, of_b = (facts(log.evidence) if log.evidence else {} for log in (a, b))
+    return {name: (of_a.get(name), of_b.get(name)) for name in ("method", "model", "dtype", "hardware", "versions")}
 
 
 def paired_samples(a: Log, b: Log) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
@@ -428,10 +422,6 @@ def _prompt_key(line: dict[str, Any]) -> tuple[Any, ...]:
     return line.get("step"), line.get("kind"), line.get("sample"), json.dumps(line.get("prompt"), sort_keys=True)
 
 
-def _method(evidence: Evidence) -> Any:
-    return evidence.recipe.get("method")
-
-
 def _model_name(evidence: Evidence) -> str:
     """Architecture, size and folder name (of an export the run's name), and the adapter."""
     model = evidence.recipe.get("model", {})
@@ -448,10 +438,6 @@ def _model_name(evidence: Evidence) -> str:
 
 def _millions(count: int) -> str:
     return f"{count / 1e9:.2g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
-
-
-def _dtype(evidence: Evidence) -> Any:
-    return evidence.recipe.get("model", {}).get("dtype")
 
 
 def _hardware(evidence: Evidence) -> str:

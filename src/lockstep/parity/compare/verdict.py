@@ -18,8 +18,7 @@ from lockstep.parity.compare.comparison import (
     TestResult,
     Verdict,
 )
-from lockstep.parity.compare.curve_tests import Examined
-from lockstep.parity.compare.detection_power import DEEP
+from lockstep.parity.compare.curve_tests import DEEP, Examined
 from lockstep.parity.compare.noise_model import MIN_STEPS
 
 BARS: dict[Kind, float] = {"loss": 2.0, "reward": 4.0, "other": 2.0}

@@ -39,7 +39,7 @@ class DivergedModule:
     dtypes: tuple[list[str], list[str]]
     norms: tuple[float, float]
     between: tuple[str | None, str | None] = (None, None)
-    """The module's own computation differs after this child and before that one."""
+    """The module's computation outside its children differs after this child and before that one."""
     parameter: str | None = None
     """Backward: the parameter whose gradient differs, if the gradients that flow through the module agree."""
     systematic: str = ""
@@ -74,7 +74,7 @@ def first_diverged(
 
 @dataclass(frozen=True)
 class _Growth:
-    """The error before and after a module's own computation, and between which children it grew."""
+    """The error before and after a module's computation outside its children, and between which children it grew."""
 
     before: float
     after: float
@@ -103,7 +103,7 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
     for number, each in enumerate(calls):
         children = _direct(calls[:number], each)
         if not children and any(event.phase == phase and _encloses(each.other, event) for event in b.events):
-            continue  # its children cannot be compared, so neither can its own computation
+            continue  # its children cannot be compared, so neither can the rest of its computation
         growth = _growth(each, children, phase, tolerance)
         parameter = _parameter(a, b, each, tolerance) if growth is None and check_parameters else None
         if growth is None and parameter is None:
@@ -135,7 +135,7 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
 
 
 def _growth(each: _ModuleCall, children: Sequence[_ModuleCall], phase: str, tolerance: Tolerance) -> _Growth | None:
-    """Where the error grows in a module's own computation, between its children; None if it does not.
+    """Where the error grows in a module's computation between its children; None if it does not.
 
     The computation's inputs are the module's inputs and the outputs of the children so far. So rounding that
     accumulates over many correct children is not attributed to the module.

@@ -160,15 +160,15 @@ def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], 
         )
     autocast = manifest["recipe"]["model"]["dtype"] if "model.dtype" not in keys else dtype
     with reserved_name(RunFolder(folder), "recorded") as name:
-        own = folder / REPLAYS / name
+        output = folder / REPLAYS / name
         network = _load(source, manifest["recipe"]["model"]["kind"], DTYPES[dtype], keys.get("model.attention"))
         limits = _limits(tape, manifest, steps)
         for step in steps:
             _restore(network.to(device), tape, step, manifest, alike=dtype == manifest["recipe"]["model"]["weights"])
             around = torch.autocast(device.type, DTYPES[autocast]) if autocast != dtype else nullcontext()
-            _replay_step(network, tape, step, manifest, own / f"step_{step}", around)
+            _replay_step(network, tape, step, manifest, output / f"step_{step}", around)
         found = [
-            judge(tape, TapeFolder(own / f"step_{step}"), "forced", own, skip=limits.skip, phases=limits.phases)
+            judge(tape, TapeFolder(output / f"step_{step}"), "forced", output, skip=limits.skip, phases=limits.phases)
             for step in steps
         ]
         first = next((result for result in found if not result.in_step), found[0])
@@ -176,7 +176,7 @@ def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], 
         result = replace(
             first, steps=list(steps), checks=[check for one in found for check in one.checks], remarks=remarks
         )
-        atomic_write_text(own / RESULT, json.dumps(as_json(result), indent=2) + "\n")
+        atomic_write_text(output / RESULT, json.dumps(as_json(result), indent=2) + "\n")
         return result
 
 

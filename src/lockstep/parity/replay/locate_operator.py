@@ -127,7 +127,7 @@ def judge_module(
     if wrong is None and judged.side == REPLAY:
         wrong = other_values(replayed.calls, judged.noted, replayed.outputs, tolerance)
     if wrong is None:
-        why = "no single operator of the module differs on its own inputs"
+        why = "no single operator of the module differs on equal inputs"
         if judged.side == RECORDED:
             why = (
                 "the replay's operators are correct; to find the other, record here and replay on the recorded machine"

@@ -80,51 +80,51 @@ def reference_of(
     """
     if module == ROOT:
         return _answers(config, weights, tokens, temperature)
-    own = {name.removeprefix(f"{module}."): w for name, w in weights.items() if name.startswith(f"{module}.")}
-    parts = {name.split(".")[0] for name in own}
+    params = {name.removeprefix(f"{module}."): w for name, w in weights.items() if name.startswith(f"{module}.")}
+    parts = {name.split(".")[0] for name in params}
     last = module.rpartition(".")[2]
     plain = config.get("model_type") in PLAIN_FAMILIES
     if parts and parts <= {"weight", "bias"}:
-        return _single(last, kind, own, config, tokens)
-    if last == "act_fn" and not own and config.get("hidden_act") in ACTIVATIONS:
+        return _single(last, kind, params, config, tokens)
+    if last == "act_fn" and not params and config.get("hidden_act") in ACTIVATIONS:
         act, named = ACTIVATIONS[config["hidden_act"]]
-        return Reference(lambda x, w, note: [note(act(x[0]), *named)], own)
+        return Reference(lambda x, w, note: [note(act(x[0]), *named)], params)
     if last == "rotary_emb" and plain and (base := _rotary_base(config)) is not None:
-        return Reference(lambda x, w, note: _rotary(base, _head_size(config), tokens, note), own)
+        return Reference(lambda x, w, note: _rotary(base, _head_size(config), tokens, note), params)
     if not plain or config.get("hidden_act") not in ACTIVATIONS:
         return None
     if parts == GATED:
-        return Reference(lambda x, w, note: [_mlp(x[0], w, config, note)], own)
+        return Reference(lambda x, w, note: [_mlp(x[0], w, config, note)], params)
     if _windowed(config) or _rotary_base(config) is None:
         return None
     if PROJECTIONS <= parts <= PROJECTIONS | {"q_norm", "k_norm"}:
-        return Reference(lambda x, w, note: [_attention(*_layer_inputs(x, config), w, config, tokens, note)], own)
+        return Reference(lambda x, w, note: [_attention(*_layer_inputs(x, config), w, config, tokens, note)], params)
     if parts == LAYER_PARTS:
-        return Reference(lambda x, w, note: [_layer(*_layer_inputs(x, config), w, config, tokens, note)], own)
+        return Reference(lambda x, w, note: [_layer(*_layer_inputs(x, config), w, config, tokens, note)], params)
     return None
 
 
 def _single(
-    last: str, kind: str, own: dict[str, Array], config: Mapping[str, Any], tokens: PackedTokens
+    last: str, kind: str, params: dict[str, Array], config: Mapping[str, Any], tokens: PackedTokens
 ) -> Reference | None:
     """A module with one weight and perhaps a bias."""
-    shape = own["weight"].shape if "weight" in own else ()
+    shape = params["weight"].shape if "weight" in params else ()
     if kind == "Linear" and len(shape) == 2:
         return Reference(
-            lambda x, w, note: [note(linear(x[0], w["weight"], w.get("bias")), "mm", "linear", "add")], own
+            lambda x, w, note: [note(linear(x[0], w["weight"], w.get("bias")), "mm", "linear", "add")], params
         )
     if kind == "Embedding" and len(shape) == 2 and last == "embed_tokens":
         tied = bool(config.get("tie_word_embeddings"))
-        return Reference(lambda x, w, note: [note(w["weight"][tokens.ids][None], "embedding", "index")], own, tied)
-    if kind.endswith("RMSNorm") and set(own) == {"weight"} and len(shape) == 1 and "rms_norm_eps" in config:
+        return Reference(lambda x, w, note: [note(w["weight"][tokens.ids][None], "embedding", "index")], params, tied)
+    if kind.endswith("RMSNorm") and set(params) == {"weight"} and len(shape) == 1 and "rms_norm_eps" in config:
         if config.get("model_type") not in PLAIN_FAMILIES:
             return None
         tiny = float(config["rms_norm_eps"])
-        return Reference(lambda x, w, note: [rms_norm(x[0], w["weight"], tiny, note)], own)
+        return Reference(lambda x, w, note: [rms_norm(x[0], w["weight"], tiny, note)], params)
     epsilon = config.get("layer_norm_eps", config.get("layer_norm_epsilon", config.get("norm_epsilon")))
     if kind == "LayerNorm" and len(shape) == 1 and epsilon is not None:
         small = float(epsilon)
-        return Reference(lambda x, w, note: [layer_norm(x[0], w["weight"], w.get("bias"), small, note)], own)
+        return Reference(lambda x, w, note: [layer_norm(x[0], w["weight"], w.get("bias"), small, note)], params)
     return None
 
 

@@ -46,36 +46,19 @@ def _axes(dim: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
     return tuple(dim) or None
 
 
-def _mean(x: Array, dim: Any = None, keepdim: bool = False, **_: Any) -> Array:
-    return np.asarray(x.mean(_axes(dim), keepdims=keepdim))
+def _reduced(function: Callable[..., Any]) -> Callable[..., Array]:
+    def reduce(x: Array, dim: Any = None, keepdim: bool = False, **_: Any) -> Array:
+        return np.asarray(function(x, axis=_axes(dim), keepdims=keepdim))
 
-
-def _sum(x: Array, dim: Any = None, keepdim: bool = False, **_: Any) -> Array:
-    return np.asarray(x.sum(_axes(dim), keepdims=keepdim))
+    return reduce
 
 
 def _addmm(bias: Array, x: Array, y: Array, *, beta: float = 1, alpha: float = 1) -> Array:
     return beta * bias + alpha * (x @ y)
 
 
-def _add(x: Array, y: Any, *, alpha: float = 1) -> Array:
-    return np.asarray(x + alpha * y)
-
-
-def _sub(x: Array, y: Any, *, alpha: float = 1) -> Array:
-    return np.asarray(x - alpha * y)
-
-
-def _div(x: Array, y: Any) -> Array:
-    return np.asarray(x / y)
-
-
 def _along(function: Callable[[Array], Array], x: Array, dim: int) -> Array:
     return np.moveaxis(function(np.moveaxis(x, dim, -1)), -1, dim)
-
-
-def _gelu(x: Array, *, approximate: str = "none") -> Array:
-    return gelu(x) if approximate == "none" else gelu_tanh(x)
 
 
 def _silu_backward(gradient: Array, x: Array) -> Array:
@@ -191,9 +174,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "addmm": _addmm,
     "baddbmm": _addmm,
     "mul": lambda x, y: np.asarray(x * y),
-    "add": _add,
-    "sub": _sub,
-    "div": _div,
+    "add": lambda x, y, alpha=1: np.asarray(x + alpha * y),
+    "sub": lambda x, y, alpha=1: np.asarray(x - alpha * y),
+    "div": lambda x, y: np.asarray(x / y),
     "neg": np.negative,
     "pow": lambda x, y: np.asarray(np.power(x, y)),
     "square": np.square,
@@ -209,10 +192,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "sigmoid": sigmoid,
     "silu": silu,
     "silu_backward": _silu_backward,
-    "gelu": _gelu,
+    "gelu": lambda x, approximate="none": gelu(x) if approximate == "none" else gelu_tanh(x),
     "relu": lambda x: np.maximum(x, 0),
-    "mean": _mean,
-    "sum": _sum,
+    "mean": _reduced(np.mean),
+    "sum": _reduced(np.sum),
     "cumsum": lambda x, dim, **_: np.cumsum(x, dim),
     "cat": lambda tensors, dim=0: np.concatenate([one for one in tensors if one.shape != (0,)], dim),
     "_softmax": lambda x, dim, _: _along(softmax, x, dim),
@@ -222,7 +205,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "embedding": lambda weight, ids, *_: weight[ids],
     "embedding_dense_backward": _embedding_backward,
     "index_select": lambda x, dim, index: np.take(x, index, dim),
-    "gather": lambda x, dim, index: _gather(x, dim, index),
+    "gather": _gather,
     "native_layer_norm": _layer_norm,
     "_fused_rms_norm": _rms_norm,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,

@@ -99,8 +99,8 @@ def other_values(
     a different result.
     """
     ours = [one for one in OperatorGraph(calls).results() if one.tensor.is_floating_point()]
-    known = [value for value, _ in noted.values]
-    strange = [one for one in ours if not any(_same(one.tensor, value, tolerance) for value in known)]
+    expected = [value for value, _ in noted.values]
+    strange = [one for one in ours if not any(_same(one.tensor, value, tolerance) for value in expected)]
     for value, words in noted.values:
         if any(_same(one.tensor, value, tolerance) for one in ours):
             continue
@@ -109,7 +109,7 @@ def other_values(
             if found is not None:
                 return _instead(found, value)
     last = [one for one in strange if any(_same(one.tensor, out.double().numpy(), tolerance) for out in outputs)]
-    return _instead(last[-1], known[-1]) if last and known else None
+    return _instead(last[-1], expected[-1]) if last and expected else None
 
 
 def _alike(one: OperatorResult, value: Array, word: str) -> bool:
@@ -182,8 +182,8 @@ def _other_part(
     """Operators that the other module does not run here. They are harmless if the same results leave."""
     if not mine:
         # What the clean module runs here must change nothing, or be computed elsewhere.
-        known = theirs.given(wanted) + ours.results()
-        if _first_missing(theirs.leaving(wanted), known, tolerance) is None:
+        candidates = theirs.given(wanted) + ours.results()
+        if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None
         clean = theirs.calls[wanted[0]]
         why = f"the clean module runs {clean.name} here, this one does not"
@@ -196,11 +196,11 @@ def _other_part(
         expected = clean.outputs[0] if clean.outputs else NONE
         return WrongOperator("code", clean, clean, math.inf, NONE, expected, why)
     if not wanted:
-        known = ours.given(mine) + theirs.results()
-        if _first_missing(ours.leaving(mine), known, tolerance) is None:
+        candidates = ours.given(mine) + theirs.results()
+        if _first_missing(ours.leaving(mine), candidates, tolerance) is None:
             return None
         # The first operator with a result that the clean module does not have.
-        return _needless(_first_missing(ours.made(mine), known, tolerance))
+        return _needless(_first_missing(ours.made(mine), candidates, tolerance))
     found = _first_missing(ours.leaving(mine), theirs.results(), tolerance)
     if found is None:
         return None
@@ -217,16 +217,16 @@ def _other_part(
 
 
 def _first_missing(
-    results: Sequence[OperatorResult], known: Sequence[OperatorResult], tolerance: Tolerance
+    results: Sequence[OperatorResult], candidates: Sequence[OperatorResult], tolerance: Tolerance
 ) -> OperatorResult | None:
-    """The first result that is not among the known ones."""
-    return next((one for one in results if not _nearest(one.tensor, known)[0] <= tolerance.module), None)
+    """The first result that is not among the candidates."""
+    return next((one for one in results if not _nearest(one.tensor, candidates)[0] <= tolerance.module), None)
 
 
-def _nearest(tensor: torch.Tensor, known: Sequence[OperatorResult]) -> tuple[float, OperatorResult | None]:
+def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tuple[float, OperatorResult | None]:
     """Shapes may differ. Later results come first: a group ends with its result."""
     best: tuple[float, OperatorResult | None] = (math.inf, None)
-    for one in reversed(known):
+    for one in reversed(candidates):
         if one.tensor.numel() == tensor.numel():
             error = relative_difference(tensor.flatten(), one.tensor.flatten())
             best = (error, one) if best[1] is None or error < best[0] else best

@@ -176,7 +176,7 @@ def log_module(
 
 
 class _ModuleLogger:
-    """Tracks when the module's own code runs, and what crosses its border."""
+    """Tracks when the module's code outside its children runs, and what crosses its border."""
 
     def __init__(
         self, root: nn.Module, wanted: str, phase: str, given: Mapping[str, torch.Tensor], through: frozenset[str]
@@ -188,7 +188,7 @@ class _ModuleLogger:
         self.seen: Counter[str] = Counter()
         self.open, self.returning = False, False
         self.spans: list[tuple[int, int]] = []
-        """Sequence numbers of the autograd nodes that the module's own code created."""
+        """Sequence numbers of the autograd nodes that this code created."""
         self.began: int | None = None
         module = {public_name(name): each for name, each in root.named_modules()}.get(wanted)
         self.weights = {} if module is None else dict(module.named_parameters(recurse=False))
@@ -242,7 +242,7 @@ class _ModuleLogger:
         return output
 
     def _in_module(self) -> bool:
-        """Whether the running code is the module's own."""
+        """Whether the running code is the module's, outside its children."""
         inner = [module for module in self.stack if module not in self.through]
         return self.open and bool(inner) and inner[-1] == self.wanted
 

@@ -5,23 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 Stage = Literal["generation", "reward", "batch", "log-probs", "advantages", "loss", "gradient", "optimizer", "weights"]
 # In the order of a step.
-STAGES: tuple[Stage, ...] = (
-    "generation",
-    "reward",
-    "batch",
-    "log-probs",
-    "advantages",
-    "loss",
-    "gradient",
-    "optimizer",
-    "weights",
-)
+STAGES: tuple[Stage, ...] = get_args(Stage)
 # The first failing stage in this order is reported as the cause. Generation runs the same model as the log-probs, which
 # are computed for recorded tokens without the engine. So a wrong model fails both, and a wrong engine fails generation.
 CAUSE_ORDER: tuple[Stage, ...] = (

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lockstep.errors import Refusal
-from lockstep.model.kernel_trial import judged_later
+from lockstep.model.trials import judged_later
 from lockstep.parity.checklist import checklist
 from lockstep.parity.compare.logs.run_logs import recording_ranks
 from lockstep.parity.replay.foreign_recording import replay_recording
@@ -53,7 +53,7 @@ class ReplayRequest:
 
 def replay_run(request: ReplayRequest) -> int:
     """Run the command and return its exit code."""
-    mode = next((known for known in MODES if known == request.mode), None)
+    mode = next((each for each in MODES if each == request.mode), None)
     if mode is None:
         raise Refusal.at(
             "--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}", code="unknown-name"

@@ -47,8 +47,8 @@ REPLAYS = "replays"
 
 
 class Replay:
-    """forced: each snapshot step starts from the recorded weights. chained: its own weights, recorded rows and
-    responses. free: only the start is recorded."""
+    """forced: each snapshot step starts from the recorded weights. chained: recorded rows and responses,
+    with the weights of the replay. free: only the start is recorded."""
 
     def __init__(self, tape: TapeFolder, mode: Mode, only: Sequence[int] = ()):
         self.tape, self.mode, self.only = tape, mode, tuple(only)
@@ -117,8 +117,8 @@ class Replay:
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
         # Generated responses check the engine. They must equal the recorded ones only from the recorded weights.
-        own = self.mode == "forced" and not self._other_noise(recipe)
-        generated = online.take_rollouts().experience.all_rollouts() if own else rollouts
+        generates = self.mode == "forced" and not self._other_noise(recipe)
+        generated = online.take_rollouts().experience.all_rollouts() if generates else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
         baseline = self.tape.read_step(step + 1).tensors.get("step/baseline")
         indices = [rollout.prompt_index for rollout in rollouts]
@@ -139,9 +139,9 @@ class Replay:
         found: list[DivergedModule | None] = [None]
         run = training.run
         if run.world.main:
-            own = TapeFolder(run.folder.tape).read_step(step + 1)
+            replayed = TapeFolder(run.folder.tape).read_step(step + 1)
             tolerance = tolerance_of(self.tape.manifest()["recipe"]["model"]["dtype"], run.recipe.model.dtype)
-            found = [first_diverged(self.tape.read_step(step + 1), own, tolerance)]
+            found = [first_diverged(self.tape.read_step(step + 1), replayed, tolerance)]
         diverged = run.world.gather(found)[0][0]
         if diverged is not None:
             self.diverged_step = step + 1
@@ -300,8 +300,8 @@ def steps_by_part(
 ) -> list[tuple[RunPart, list[int]]]:
     """The parts to replay, each with its steps (an empty list: all recorded steps).
 
-    Only in forced mode does every snapshot start from recorded weights. The other modes carry their own weights, so
-    they stop at the first change of the recipe.
+    Only in forced mode does every snapshot start from recorded weights. The other modes continue with the replay's
+    weights, so they stop at the first change of the recipe.
     """
     parts = parts_of(source)
     if len(parts) == 1:
@@ -313,8 +313,8 @@ def steps_by_part(
     if not found and only and not forced:
         raise Refusal.at(
             f"--step {only[0]}",
-            f"{source.path} was resumed with another recipe after step {parts[0].last}, and this mode carries its own "
-            "weights from the first step",
+            f"{source.path} was resumed with another recipe after step {parts[0].last}, and this mode "
+            "trains all steps from the first one on",
             "use --mode forced, which starts each step from the recorded weights",
             code="not-replayable",
         )
@@ -329,5 +329,5 @@ def skipped_steps(source: RunFolder, tape: TapeFolder, *, forced: bool) -> list[
         return []
     return [
         f"The run was resumed with another recipe after step {first.last}: {len(missing)} recorded steps from "
-        f"{missing[0]} on are not replayed in this mode. With --mode forced each is replayed with its own recipe."
+        f"{missing[0]} on are not replayed in this mode. --mode forced replays each with the recipe that trained it."
     ]

@@ -21,8 +21,8 @@ from lockstep.tape.tape_format import TapeFolder
 RESULT = "replay.json"
 MODE_TITLES = {
     "forced": "each step from the recorded weights",
-    "chained": "own weights, recorded rows and responses",
-    "free": "own weights and responses",
+    "chained": "the replay's weights, recorded rows and responses",
+    "free": "the replay's weights and responses",
 }
 
 
@@ -194,7 +194,7 @@ def _module_rows(module: DivergedModule) -> Iterator[tuple[str, str]]:
         yield "systematic", module.systematic
     after, before = module.between
     if after or before:
-        yield "between", f"{after or 'its start'} and {before or 'its end'}: in its own computation"
+        yield "between", f"{after or 'its start'} and {before or 'its end'}: outside its children"
     if module.parameter:
         yield "parameter", module.parameter
 

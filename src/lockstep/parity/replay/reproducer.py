@@ -116,15 +116,14 @@ def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
 
     def sliced(tensor: torch.Tensor) -> torch.Tensor:
         # Broadcasting counts axes from the right. A product has the rows of the first and the columns of the second.
-        own = axis - ndim + tensor.ndim
-        if own >= 0 and tensor.shape[own] == width:
-            return tensor.movedim(own, 0)[keep].movedim(0, own).clone()
+        dim = axis - ndim + tensor.ndim
+        if dim >= 0 and tensor.shape[dim] == width:
+            return tensor.movedim(dim, 0)[keep].movedim(0, dim).clone()
         return tensor
 
     def cut(call: Operator) -> Operator:
         args, kwargs = pytree.tree_map(
-            lambda leaf: sliced(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-            (call.args, call.kwargs),
+            lambda leaf: sliced(leaf) if isinstance(leaf, torch.Tensor) else leaf, (call.args, call.kwargs)
         )
         return Operator(call.function, args, kwargs, [], call.device)
 
@@ -157,7 +156,7 @@ def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
 
 
 def run(call: Operator, index: int = 0) -> torch.Tensor | None:
-    """A result of the operator on the CPU in its own dtype; None if it runs only on its device."""
+    """A result of the operator on the CPU in its dtype; None if it runs only on its device."""
     found = run_on_cpu(call, _fresh)
     return found[index] if found is not None and len(found) > index else None
 

@@ -270,7 +270,7 @@ class _Ranks:
         if label is None:
             return True
         rank = next(number for number in label.groups() if number is not None)
-        # Each rank measures its own times.
+        # Times differ between ranks.
         values = {name: value for name, value in fields.items() if "time" not in name and "throughput" not in name}
         first, before = self.by_step.setdefault((step, frozenset(fields)), (rank, values))
         if rank == first:

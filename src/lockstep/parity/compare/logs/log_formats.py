@@ -13,54 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import Refusal
-from lockstep.parity.compare.logs.binary_logs import (
-    SWANLAB_MAGIC,
-    WANDB_MAGIC,
-    swanlab_points,
-    tensorboard_points,
-    wandb_rows,
-)
-from lockstep.parity.compare.logs.console_logs import (
-    MINDSPEED_RL_LINE,
-    VERL_LINE,
-    decoded,
-    deepspeed_points,
-    megatron_points,
-    openrlhf_points,
-    pair_line_points,
-)
+from lockstep.parity.compare.logs import binary_logs, console_logs, run_logs, table_logs
 from lockstep.parity.compare.logs.log_curves import Points
-from lockstep.parity.compare.logs.run_logs import (
-    is_run_folder,
-    recording_points,
-    recording_ranks,
-    refuse_lost_metrics,
-    run_points,
-)
-from lockstep.parity.compare.logs.table_logs import (
-    HISTORY,
-    LLAMA_FACTORY_ROWS,
-    STATE_FILE,
-    SWIFT_ROWS,
-    TENSORBOARD_HEADER,
-    VERL_ROWS,
-    WANDB_COUNT,
-    RowFormat,
-    csv_rows,
-    delimiter,
-    has_step,
-    is_msprobe_dump,
-    is_msprobe_header,
-    json_lines,
-    msprobe_files,
-    msprobe_points,
-    newest_state,
-    refuse_cut_state,
-    row_points,
-    table_points,
-    tensorboard_csv_points,
-    trainer_state_points,
-)
 
 RUN, RECORDING = "lockstep run", "lockstep recording"
 VERL_CONSOLE, VERL_FILE = "verl console", "verl file logger"
@@ -98,20 +52,27 @@ FORMATS: dict[str, LogFormat] = {
 }
 
 # Recognised by one JSON object per line.
-ROW_FORMATS: dict[str, RowFormat] = {VERL_FILE: VERL_ROWS, LLAMA_FACTORY: LLAMA_FACTORY_ROWS, SWIFT: SWIFT_ROWS}
+ROW_FORMATS: dict[str, table_logs.RowFormat] = {
+    VERL_FILE: table_logs.VERL_ROWS,
+    LLAMA_FACTORY: table_logs.LLAMA_FACTORY_ROWS,
+    SWIFT: table_logs.SWIFT_ROWS,
+}
 # Recognised by the first bytes of the file.
 BINARY_FORMATS: dict[bytes, tuple[str, Callable[[str, bytes], Points]]] = {
-    WANDB_MAGIC: (WANDB, lambda file, content: table_points(file, wandb_rows(file, content))),
-    SWANLAB_MAGIC: (SWANLAB, swanlab_points),
+    binary_logs.WANDB_MAGIC: (
+        WANDB,
+        lambda file, content: table_logs.table_points(file, binary_logs.wandb_rows(file, content)),
+    ),
+    binary_logs.SWANLAB_MAGIC: (SWANLAB, binary_logs.swanlab_points),
 }
 # Recognised if the reader finds points. The order matters: Megatron prints its lines between those of DeepSpeed, which
 # contain no loss.
 CONSOLE_FORMATS: dict[str, Callable[[str, str], Points]] = {
-    VERL_CONSOLE: lambda file, text: pair_line_points(file, text, VERL_LINE),
-    OPENRLHF: lambda file, text: openrlhf_points(text),
-    MEGATRON: megatron_points,
-    MINDSPEED_RL: lambda file, text: pair_line_points(file, text, MINDSPEED_RL_LINE),
-    DEEPSPEED: lambda file, text: deepspeed_points(text),
+    VERL_CONSOLE: lambda file, text: console_logs.pair_line_points(file, text, console_logs.VERL_LINE),
+    OPENRLHF: lambda file, text: console_logs.openrlhf_points(text),
+    MEGATRON: console_logs.megatron_points,
+    MINDSPEED_RL: lambda file, text: console_logs.pair_line_points(file, text, console_logs.MINDSPEED_RL_LINE),
+    DEEPSPEED: lambda file, text: console_logs.deepspeed_points(text),
 }
 
 SUPPORTED = (
@@ -177,13 +138,13 @@ def find_log(source: str) -> FoundLog:
 
 
 def _in_folder(path: Path) -> FoundLog | None:
-    if is_run_folder(path):
-        return FoundLog(path, RUN, partial(run_points, path))
-    if recording_ranks(path):
-        return FoundLog(path, RECORDING, partial(recording_points, path))
-    refuse_lost_metrics(path)
-    if probed := msprobe_files(path):
-        return FoundLog(path, MSPROBE, partial(msprobe_points, probed))
+    if run_logs.is_run_folder(path):
+        return FoundLog(path, RUN, partial(run_logs.run_points, path))
+    if run_logs.recording_ranks(path):
+        return FoundLog(path, RECORDING, partial(run_logs.recording_points, path))
+    run_logs.refuse_lost_metrics(path)
+    if probed := table_logs.msprobe_files(path):
+        return FoundLog(path, MSPROBE, partial(table_logs.msprobe_points, probed))
     candidates = _one_run(path, _candidates(path))
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
@@ -197,10 +158,10 @@ def _one_run(path: Path, candidates: list[FoundLog]) -> list[FoundLog]:
     """A trainer's states and its log lines are one log. The state outside the checkpoints has the complete run; without
     it the lines are used, which continue after the last checkpoint; without these the last checkpoint's state."""
     lines = [found for found in candidates if found.kind in (LLAMA_FACTORY, SWIFT) and found.path.parent == path]
-    states = [found for found in candidates if found.path.name == STATE_FILE]
+    states = [found for found in candidates if found.path.name == table_logs.STATE_FILE]
     if len(lines) > 1 or len(lines) + len(states) != len(candidates):
         return candidates
-    state = newest_state([found.path for found in states])
+    state = table_logs.newest_state([found.path for found in states])
     if state is None or (lines and state.parent != path):
         return lines if lines and (state is not None or not states) else candidates
     return [found for found in states if found.path == state]
@@ -214,12 +175,12 @@ def _candidates(path: Path) -> list[FoundLog]:
         if folder.resolve() in seen:
             continue
         seen.add(folder.resolve())
-        if folder != path and is_run_folder(folder):
-            candidates.append(FoundLog(folder, RUN, partial(run_points, folder)))
+        if folder != path and run_logs.is_run_folder(folder):
+            candidates.append(FoundLog(folder, RUN, partial(run_logs.run_points, folder)))
             continue
         files = sorted(file for file in folder.iterdir() if file.is_file())
         if any(_EVENTS in file.name for file in files):
-            candidates.append(FoundLog(folder, TENSORBOARD, partial(tensorboard_points, folder)))
+            candidates.append(FoundLog(folder, TENSORBOARD, partial(binary_logs.tensorboard_points, folder)))
         for file in files:
             if _EVENTS not in file.name and file.suffix in (*_TEXT_SUFFIXES, ".wandb", ".swanlab"):
                 found = _file(file)
@@ -230,15 +191,15 @@ def _candidates(path: Path) -> list[FoundLog]:
 
 
 def _file(path: Path) -> FoundLog | None:
-    if path.name == "metrics.jsonl" and is_run_folder(path.parent):
-        return FoundLog(path.parent, RUN, partial(run_points, path.parent))
+    if path.name == "metrics.jsonl" and run_logs.is_run_folder(path.parent):
+        return FoundLog(path.parent, RUN, partial(run_logs.run_points, path.parent))
     if _EVENTS in path.name:
-        return FoundLog(path, TENSORBOARD, partial(tensorboard_points, path))
+        return FoundLog(path, TENSORBOARD, partial(binary_logs.tensorboard_points, path))
     content = path.read_bytes()
     for magic, (kind, read) in BINARY_FORMATS.items():
         if content.startswith(magic):
             return FoundLog(path, kind, partial(read, str(path), content))
-    text = decoded(content)
+    text = console_logs.decoded(content)
     return None if text is None else next(matching_formats(path, text), None)
 
 
@@ -261,15 +222,15 @@ def _json_formats(path: Path, text: str) -> Iterator[FoundLog]:
         return
     first = [row for line in islice(io.StringIO(text), _HEAD_LINES) if isinstance(row := _parsed(line), dict)]
     # A line with a complete history is a trainer state, or the last line of a log that has the history already.
-    rows = [row for row in first if HISTORY not in row]
+    rows = [row for row in first if table_logs.HISTORY not in row]
     found = [
-        FoundLog(path, kind, partial(row_points, file, text, form))
+        FoundLog(path, kind, partial(table_logs.row_points, file, text, form))
         for kind, form in ROW_FORMATS.items()
         if any(form.is_row(row) for row in rows)
     ]
-    if not found and any(has_step(row) for row in rows):
-        kind = WANDB if any(WANDB_COUNT in row for row in rows) else "jsonl"
-        found.append(FoundLog(path, kind, lambda: table_points(file, json_lines(file, text))))
+    if not found and any(table_logs.has_step(row) for row in rows):
+        kind = WANDB if any(table_logs.WANDB_COUNT in row for row in rows) else "jsonl"
+        found.append(FoundLog(path, kind, lambda: table_logs.table_points(file, table_logs.json_lines(file, text))))
     yield from found or _json_values(path, text)
 
 
@@ -281,33 +242,33 @@ def _json_values(path: Path, text: str) -> Iterator[FoundLog]:
     except RecursionError:
         return
     except ValueError as error:
-        if f'"{HISTORY}"' in text:
-            yield FoundLog(path, TRAINER_STATE, partial(refuse_cut_state, file, error))
+        if f'"{table_logs.HISTORY}"' in text:
+            yield FoundLog(path, TRAINER_STATE, partial(table_logs.refuse_cut_state, file, error))
         return
-    if isinstance(value, dict) and HISTORY in value:
-        yield FoundLog(path, TRAINER_STATE, lambda: trainer_state_points(file, value))
-    if is_msprobe_dump(value):
-        yield FoundLog(path, MSPROBE, lambda: msprobe_points([path]))
+    if isinstance(value, dict) and table_logs.HISTORY in value:
+        yield FoundLog(path, TRAINER_STATE, lambda: table_logs.trainer_state_points(file, value))
+    if table_logs.is_msprobe_dump(value):
+        yield FoundLog(path, MSPROBE, lambda: table_logs.msprobe_points([path]))
     rows: Sequence[Any] = value if isinstance(value, list) else []
-    if rows and all(isinstance(row, dict) for row in rows) and any(has_step(row) for row in rows):
-        kind = WANDB if any(WANDB_COUNT in row for row in rows) else "json"
-        yield FoundLog(path, kind, lambda: table_points(file, iter(enumerate(rows, start=1))))
+    if rows and all(isinstance(row, dict) for row in rows) and any(table_logs.has_step(row) for row in rows):
+        kind = WANDB if any(table_logs.WANDB_COUNT in row for row in rows) else "json"
+        yield FoundLog(path, kind, lambda: table_logs.table_points(file, iter(enumerate(rows, start=1))))
 
 
 def _csv_formats(path: Path, text: str) -> Iterator[FoundLog]:
     file, header = str(path), text.partition("\n")[0].rstrip("\r")
     try:
-        cells = next(csv.reader([header], delimiter=delimiter(text)), [])
+        cells = next(csv.reader([header], delimiter=table_logs.delimiter(text)), [])
     except csv.Error:
         return
     names = [cell.strip() for cell in cells]
-    if is_msprobe_header(names):
-        yield FoundLog(path, MSPROBE, lambda: msprobe_points([path]))
-    elif names == TENSORBOARD_HEADER:
-        yield FoundLog(path, TENSORBOARD_CSV, lambda: tensorboard_csv_points(file, text))
-    elif len(names) > 1 and has_step(names):
-        kind = WANDB if WANDB_COUNT in names else "csv"
-        yield FoundLog(path, kind, lambda: table_points(file, csv_rows(file, text)))
+    if table_logs.is_msprobe_header(names):
+        yield FoundLog(path, MSPROBE, lambda: table_logs.msprobe_points([path]))
+    elif names == table_logs.TENSORBOARD_HEADER:
+        yield FoundLog(path, TENSORBOARD_CSV, lambda: table_logs.tensorboard_csv_points(file, text))
+    elif len(names) > 1 and table_logs.has_step(names):
+        kind = WANDB if table_logs.WANDB_COUNT in names else "csv"
+        yield FoundLog(path, kind, lambda: table_logs.table_points(file, table_logs.csv_rows(file, text)))
 
 
 def _parsed(text: str) -> Any:

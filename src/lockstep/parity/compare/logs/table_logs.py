@@ -21,14 +21,7 @@ from lockstep.parity.compare.logs.console_logs import damaged, parse_number
 from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points, as_step, numbers
 
 # The first of these columns in a row is its step. `_step` is wandb's count of log calls, so it comes last.
-STEP_COLUMNS = (
-    "training/global_step",
-    "train/global_step",
-    "eval/global_step",
-    "global_step",
-    "step",
-    "Step",
-)
+STEP_COLUMNS = ("training/global_step", "train/global_step", "eval/global_step", "global_step", "step", "Step")
 WANDB_COUNT = "_step"
 # Columns that name the process that wrote the row.
 _RANK_COLUMNS = ("rank", "global_rank", "local_rank", "process_index", "process", "worker", "node", "host", "device")
@@ -137,7 +130,7 @@ def _counts_from_zero(rows: Sequence[Row]) -> bool:
     return len(names) == 1 or 2 * len(names[0] & names[1]) >= len(names[1])
 
 
-# JSON lines of known trainers ----------------------------------------------------------------------------------------
+# JSON lines of specific trainers --------------------------------------------------------------------------------------
 
 HISTORY = "log_history"
 """A row with this key repeats all rows before it."""

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from lockstep.device.base import EMULATED
 from lockstep.device.cpu import Cpu, _arm_chip
 from lockstep.device.select import select
-from lockstep.model import verified
+from lockstep.model import trials
 from lockstep.model.check import check_architecture
 from lockstep.rollout.engine_check import check_engine_architecture
 
@@ -39,23 +39,23 @@ def an_ordinary_user() -> Iterator[None]:
 
 
 def assert_costs_a_check_at_every_start() -> None:
-    assert not verified.is_verified(KEY)
-    verified.remember(KEY)
-    assert verified.is_verified(KEY)
-    verified._here.cache_clear()  # as in another process
-    assert not verified.is_verified(KEY)
+    assert not trials.is_verified(KEY)
+    trials.remember(KEY)
+    assert trials.is_verified(KEY)
+    trials._verified_here.cache_clear()  # as in another process
+    assert not trials.is_verified(KEY)
 
 
 def test_it_is_remembered_by_the_next_process() -> None:
-    verified.remember(KEY)
-    verified._here.cache_clear()
-    assert verified.is_verified(KEY)
-    assert not verified.is_verified("b" * 64)
+    trials.remember(KEY)
+    trials._verified_here.cache_clear()
+    assert trials.is_verified(KEY)
+    assert not trials.is_verified("b" * 64)
 
 
 def test_a_cache_that_may_not_be_read(tmp_path: Path) -> None:
-    verified.remember(KEY)
-    verified._here.cache_clear()
+    trials.remember(KEY)
+    trials._verified_here.cache_clear()
     models = tmp_path / "cache" / "models"
     models.chmod(0)
     try:
@@ -124,9 +124,9 @@ def _stop() -> None:
 
 
 def test_an_emulated_device_does_not_vouch_for_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = verified.hardware(CPU)
+    real = trials.hardware(CPU)
     monkeypatch.setenv(EMULATED, "cpu")
-    assert verified.hardware(CPU) != real
+    assert trials.hardware(CPU) != real
 
 
 def test_an_arm_core_is_told_from_another() -> None:

@@ -1,0 +1,166 @@
+"""Inputs of the checks before weights load, filled in stage by stage, and the results: a run ready to load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
+
+from lockstep.data.array_store import sequences
+from lockstep.data.dataset import Dataset
+from lockstep.data.encode.chat_template import end_of_turn
+from lockstep.data.encode.prompt_rows import PromptSet
+from lockstep.device.base import Device
+from lockstep.errors import Problem, Refusal
+from lockstep.methods import METHODS
+from lockstep.preflight.batch_plan import BatchPlan, OnlinePlan
+from lockstep.preflight.memory_plan import MemoryPlan
+from lockstep.recipe import Recipe
+from lockstep.recipe.methods import ONLINE
+from lockstep.run.console import Console
+from lockstep.types import Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+P = ParamSpec("P")
+
+
+@dataclass
+class Context:
+    """A recipe and what is read for it. A check reads it and returns problems."""
+
+    recipe: Recipe
+    device: Device
+    devices: int
+    """Number of devices of the run."""
+    console: Console
+    plans: bool = False
+    """Whether `lockstep plan` runs the checks."""
+    local: bool = True
+    """Whether the run would use the devices of this machine."""
+    tokenizer: Any = None
+    config: Any = None
+    """Configuration of `model.path`."""
+    questions: list[Question] = field(default_factory=list)
+    limit: int = 0
+    """Maximum number of tokens of a row or prompt."""
+    train: Any = None
+    """A `Dataset`, or a `PromptSet` for an online method."""
+    val: Dataset[Any] | None = None
+    batches: BatchPlan | OnlinePlan | None = None
+    memory: MemoryPlan | None = None
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def online(self) -> bool:
+        return self.recipe.method in ONLINE
+
+    @property
+    def generates(self) -> bool:
+        return self.online or bool(self.recipe.val.questions)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the rank that writes the run folder and the trackers."""
+        return int(os.environ.get("RANK", "0")) == 0
+
+    @property
+    def row_sets(self) -> dict[str, Dataset[Any]]:
+        """Rows of an offline run by key."""
+        rows = {"data.train": self.train, "data.val": self.val}
+        return {key: dataset for key, dataset in rows.items() if dataset is not None}
+
+    @property
+    def prompts(self) -> PromptSet:
+        assert isinstance(self.train, PromptSet)
+        return self.train
+
+
+def problems_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> list[Problem]:
+    """The problems of a function that raises a refusal."""
+    try:
+        check(*args, **kwargs)
+    except Refusal as refusal:
+        return refusal.problems
+    return []
+
+
+def refuse_each_once(problems: Iterable[Problem]) -> None:
+    """Refuses with all problems. Several checks may report the same one."""
+    unique = list(dict.fromkeys(problems))
+    if unique:
+        raise Refusal(unique)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A checked recipe with the tokenizer, configuration and questions that it names."""
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    config: Any
+    questions: list[Question]
+    memory: MemoryPlan
+
+    def data(self, train: Dataset[Any] | PromptSet, val: Dataset[Any] | None = None) -> dict[str, Any]:
+        """Fingerprints and counts of the rows, which a resumed run must have too."""
+        return {
+            "train": train.fingerprints,
+            "val": val.fingerprints if val else [],
+            "kept": {"rows": train.counts.rows, "tokens": train.counts.tokens},
+        }
+
+    @property
+    def pad_id(self) -> int:
+        """Any id if the tokenizer has none: padding is neither attended to nor trained."""
+        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+
+
+@dataclass(frozen=True)
+class Prepared(Checked):
+    """A checked offline run: rows."""
+
+    tokens_metric: ClassVar[str] = "train/tokens"
+    train: Dataset[Any]
+    val: Dataset[Any] | None
+    batches: BatchPlan
+    limit: int
+    remarks: list[str]
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end a response, or a text if a reward model is trained."""
+        if METHODS[self.recipe.method].model == "value":
+            return sorted({example.ids[-1] for example in sequences(self.train.items)})
+        return sorted(self.train.end_tokens)
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        return self.data(self.train, self.val)
+
+    def rows_seen(self, step: int, carried: Mapping[str, float]) -> int:
+        return min(step * self.recipe.batch.rows_per_update, self.batches.total_rows)
+
+
+@dataclass(frozen=True)
+class PreparedOnline(Checked):
+    """A checked online run: prompts."""
+
+    tokens_metric: ClassVar[str] = "perf/total_num_tokens"
+    train: PromptSet
+    batches: OnlinePlan
+    remarks: list[str]
+
+    @property
+    def end_tokens(self) -> list[int]:
+        end = end_of_turn(self.tokenizer, self.recipe.data)
+        return sorted({*self.recipe.rollout.stop_ids, *([] if end is None else [end])})
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        return self.data(self.train)
+
+    def rows_seen(self, step: int, carried: Mapping[str, float]) -> int:
+        return int(carried["position"])

@@ -1,0 +1,261 @@
+"""Rows, prompts and questions of a run: reading them, their problems, and remarks about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lockstep.data.array_store import item_digests, sequences
+from lockstep.data.dataset import Dataset, open_sources, rows_taken
+from lockstep.data.encode.columns import ColumnFinder
+from lockstep.data.encode.prompt_rows import PromptSet, find_question_columns, load_prompts, read_questions
+from lockstep.data.sources.read import read_rows
+from lockstep.data.sources.user_reader import UserReader
+from lockstep.data.updates import row_sizes, sequence_counts
+from lockstep.errors import Problem, refuse_all, shortened
+from lockstep.kernels.rotary import fixed_length
+from lockstep.methods import METHODS
+from lockstep.model.load import load_config
+from lockstep.preflight.batch_plan import make_loader, prompt_limit, row_limit
+from lockstep.preflight.model_checks import refuse_placeholders
+from lockstep.preflight.prepared import Context, problems_of
+from lockstep.recipe import Recipe, Source
+from lockstep.recipe.method_checks import reference_folder, reference_kind
+from lockstep.recipe.methods import ONLINE
+from lockstep.recipe.registry import ENGINES
+from lockstep.reward.row_rewards import read_by_rewards
+from lockstep.reward.rules import rule_for, rule_named, unmatched_rules
+from lockstep.reward.scorer import active_weights
+from lockstep.rollout.collect import encode_questions, prompt_format
+from lockstep.rollout.native.native_engine import refuse_moving_positions
+from lockstep.types import Question
+
+# Reading.
+
+
+def unreadable_files(context: Context) -> Iterator[Problem]:
+    """Problems of the row files alone, when rows cannot be encoded."""
+    data = context.recipe.data
+    for source in (*data.train, *data.val):
+        yield from problems_of(read_rows, source.path, reader=UserReader.of(data))
+
+
+def read_limit(context: Context) -> None:
+    """Sets the longest row or prompt; refuses limits that contradict each other."""
+    context.limit = (prompt_limit if context.online else row_limit)(context.recipe, context.config)
+
+
+def read_training(context: Context) -> None:
+    """Reads and encodes the training rows or prompts."""
+    if context.online:
+        context.train = _encoded_prompts(context)
+    else:
+        context.train = _encoded_rows(context, context.recipe.data.taken, "training")
+
+
+def read_validation(context: Context) -> None:
+    """Reads and encodes the validation rows."""
+    context.val = _encoded_rows(context, context.recipe.data.val, "validation")
+
+
+def read_questions_of(context: Context) -> None:
+    context.questions = validation_questions(context.recipe)
+
+
+def _encoded_prompts(context: Context) -> PromptSet:
+    data = context.recipe.data
+    opened = open_sources(data.taken, data)
+    reward_fields = read_by_rewards(context.recipe.reward)
+    with context.console.task("Encoding prompts", sum(map(rows_taken, data.taken, opened))) as task:
+        return load_prompts(
+            data.taken, data, context.tokenizer, context.limit, task.advance, opened, reward_fields=reward_fields
+        )
+
+
+def _encoded_rows(context: Context, sources: list[Source], name: str) -> Dataset[Any]:
+    recipe = context.recipe
+    opened = open_sources(sources, recipe.data)
+    with context.console.task(f"Encoding {name} rows", sum(map(rows_taken, sources, opened))) as task:
+        read = METHODS[recipe.method].reader(recipe)
+        return read(sources, recipe.data, context.tokenizer, context.limit, task.advance, opened)
+
+
+def validation_questions(recipe: Recipe) -> list[Question]:
+    """The questions of `val.questions`; refuses those without a rule."""
+    if recipe.val.questions is None:
+        return []
+    paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions
+    online, reader = recipe.method in ONLINE, UserReader.of(recipe.data)
+    questions: list[Question] = []
+    for path in paths:
+        rows = read_rows(path, reader=reader)
+        columns = None
+        if online:
+            # The questions use the columns and settings of the prompts.
+            finder = ColumnFinder(Source(path=path), recipe.data, rows.columns)
+            columns = find_question_columns(finder, read_by_rewards(recipe.reward))
+        questions += read_questions(rows, recipe.val.question_rows, columns)
+    if not online:
+        # An online run scores them with its rewards, which have their own checks.
+        for source, rule in recipe.val.rules.items():
+            rule_named(rule, f"val.rules.{source}")
+        sources = sorted({question.data_source for question in questions})
+        refuse_all(unmatched_rules(recipe.val.rules, sources, "val.rules"))
+        for source in sources:
+            rule_for(source, recipe.val.rules, "val.rules")
+    return questions
+
+
+# Checks.
+
+
+def long_questions(context: Context) -> list[Problem]:
+    """Questions whose answers could exceed the model's context, or what the engine can cache of it."""
+    recipe, text = context.recipe, context.config.get_text_config()
+    max_positions = getattr(text, "max_position_embeddings", None)
+    if not context.questions or max_positions is None:
+        return []
+    prompts = encode_questions(context.tokenizer, context.questions, recipe.data.system, prompt_format(recipe))
+    longest_prompt = max(prompts, key=lambda prompt: len(prompt.ids))
+    prompt_tokens = len(longest_prompt.ids)
+    longest = prompt_tokens + recipe.val.max_new_tokens
+    if longest > max_positions:
+        why = f"{recipe.val.max_new_tokens} and the {prompt_tokens} tokens of the longest question"
+        return [
+            Problem(
+                "val.max_new_tokens",
+                f"{why} ({longest_prompt.question.origin}) are over the model's context of {max_positions}",
+                "lower it" if prompt_tokens < max_positions else "leave the question out",
+                code="over-context",
+            )
+        ]
+    if not ENGINES[recipe.rollout.engine].paged:
+        return []
+    return problems_of(refuse_moving_positions, text, longest, context.config.model_type, "val.max_new_tokens")
+
+
+def method_rows(context: Context) -> Iterator[Problem]:
+    """Problems that a method finds in all its rows together."""
+    for key, rows in context.row_sets.items():
+        problems, remarks = METHODS[context.recipe.method].check(context.recipe, rows, key)
+        context.remarks += remarks
+        yield from problems
+
+
+def oversized_rows(context: Context) -> Iterator[Problem]:
+    """Rows whose sequences, which one loss compares, do not fit into a micro-batch together."""
+    recipe = context.recipe
+    tokens, context_parallel = recipe.line_tokens, recipe.parallel.context_parallel
+    if tokens is None:
+        return
+    for rows in context.row_sets.values():
+        items, counts = rows.items, sequence_counts(rows.items)
+        sizes = row_sizes(items, packed=True, shared=context_parallel == 1)
+        problems = [
+            Problem(
+                str(items[number].origin),
+                f"its {counts[number]} sequences have {sizes[number]} tokens together, over "
+                f"batch.tokens={recipe.batch.tokens}"
+                + (f" on each of {context_parallel} devices" if context_parallel > 1 else ""),
+                "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
+                code="over-batch-tokens",
+            )
+            for number in np.flatnonzero((counts > 1) & (sizes > tokens)).tolist()
+        ]
+        yield from shortened(problems, "rows")
+
+
+def placeholder_tokens(context: Context) -> Iterator[Problem]:
+    """Rows and prompts of text with a token that stands for a picture or sound."""
+    if context.online:
+        prompts = (prompt for source in context.prompts.sources for prompt in source)
+        yield from refuse_placeholders(context.config, ((prompt.question.origin, prompt.ids) for prompt in prompts))
+        return
+    for rows in context.row_sets.values():
+        examples = ((example.origin, example.ids) for example in sequences(rows.items))
+        yield from refuse_placeholders(context.config, examples)
+
+
+def moving_row_positions(context: Context) -> Iterator[Problem]:
+    """Rows that packing would give wrong positions in one of the models."""
+    recipe = context.recipe
+    configs = [context.config]
+    if reference_kind(recipe) in ("model", "disk") and reference_folder(recipe) != recipe.model.path:
+        configs.append(load_config(reference_folder(recipe)))
+    for rows in context.row_sets.values():
+        yield from shared_and_moving(rows, *configs)
+
+
+def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
+    """Rows whose packed sequences share a prefix, in a model whose positions depend on the sequence length."""
+    lengths = [(fixed_length(config.get_text_config()), config) for config in configs]
+    moving = [(fixed, config) for fixed, config in lengths if fixed is not None]
+    if not moving:
+        return []
+    fixed, config = min(moving, key=lambda pair: pair[0])
+    items = rows.items
+    longest = row_sizes(items, packed=False)
+    problems = [
+        Problem(
+            str(items[number].origin),
+            f"{longest[number]} tokens: over {fixed} tokens all positions of {config.model_type} depend on the length "
+            "of a sequence (longrope or dynamic rotary embedding), and packed sequences of a row share their prefix",
+            "set batch.micro_batch_size instead of batch.tokens, or lower data.max_tokens",
+            code="rotary-limit",
+        )
+        for number in np.flatnonzero((sequence_counts(items) > 1) & (longest > fixed)).tolist()
+    ]
+    return shortened(problems, "rows")
+
+
+def reward_rules(context: Context) -> Iterator[Problem]:
+    """Weights of rewards that are not set, data sources without a rule, and rules without a data source."""
+    recipe = context.recipe
+    weights, problems = active_weights(recipe.reward)
+    yield from problems
+    if "rule" not in weights:
+        return
+    prompts = (prompt for source in context.prompts.sources for prompt in source)
+    questions: Iterable[Question] = [*context.questions, *(prompt.question for prompt in prompts)]
+    sources = sorted({question.data_source for question in questions})
+    for name in sources:
+        yield from problems_of(partial(rule_for, name, recipe.reward.rules))
+    yield from unmatched_rules(recipe.reward.rules, sources)
+
+
+# Remarks.
+
+
+def repeated_rows(recipe: Recipe, read: Dataset[Any] | PromptSet) -> list[str]:
+    """An update that contains a row twice, because there are fewer rows than it takes."""
+    key, name = ("batch.prompts", "prompts") if isinstance(read, PromptSet) else ("batch.rows_per_update", "rows")
+    taken, different = make_loader(recipe, read).different()
+    if different == taken:
+        return []
+    rows = sum(len(source) for source in read.sources)
+    cause = f"there are {rows:,}" if rows < taken else "a source has fewer than its weight takes of an update"
+    return [
+        f"some {name} come several times into one update: of its {taken:,} only {different:,} are different, because "
+        f"{cause}; lower {key}, or add {name}"
+    ]
+
+
+def seen_in_training(train: Sequence[Any], held_out: Sequence[Any], key: str) -> list[str]:
+    """Validation rows that are also trained on."""
+    both = int(np.isin(item_digests(held_out), item_digests(train)).sum())
+    if not both:
+        return []
+    return [
+        f"{key}: {both:,} of {len(held_out):,} are in data.train too, token for token: "
+        "what is measured on them is memory, not skill"
+    ]
+
+
+def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
+    """Tokens of a micro-batch that the longest row takes."""
+    packed, shared = recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
+    sizes = row_sizes(rows.items, packed=packed, shared=shared)
+    return int((sizes if packed else sizes * sequence_counts(rows.items)).max())

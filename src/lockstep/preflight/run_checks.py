@@ -1,0 +1,144 @@
+"""Runs the checks of a recipe, then plans its batches and memory: `prepare_offline` and `prepare_online`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.device.base import Device
+from lockstep.errors import Problem
+from lockstep.kernels.bf16_matmul import prepare_products
+from lockstep.model.load_folder import DTYPES
+from lockstep.preflight.async_worker import with_worker
+from lockstep.preflight.batch_plan import OnlinePlan, plan_batches, plan_online, sequences_per_update
+from lockstep.preflight.checks import CheckStage, run_checks
+from lockstep.preflight.memory_plan import MemoryPlan, on_device, plan_memory
+from lockstep.preflight.model_checks import tokenizer_of_model
+from lockstep.preflight.model_sizes import count_parameters
+from lockstep.preflight.prepared import Context, Prepared, PreparedOnline, problems_of, refuse_each_once
+from lockstep.preflight.row_checks import longest_row, repeated_rows, seen_in_training, unreadable_files
+from lockstep.recipe import Recipe
+from lockstep.rollout.collect import encode_questions, prompt_format
+from lockstep.rollout.native.native_engine import kept_cache, prefill_budget
+from lockstep.run.console import Console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def prepare_offline(
+    recipe: Recipe, device: Device, devices: int, console: Console, *, plans: bool = False, local: bool = True
+) -> Prepared:
+    """Runs all checks of an offline run and plans it. `plans`: for `lockstep plan`; `local`: on this machine."""
+    context = Context(recipe, device, devices, console, plans, local)
+    _check(context)
+    train, val = context.train, context.val
+    remarks = [*train.warnings, *(val.warnings if val is not None else ()), *repeated_rows(recipe, train)]
+    if val is not None:
+        remarks += seen_in_training(train.items, val.items, "data.val")
+    context.batches = batches = plan_batches(recipe, train, devices)
+    longest = longest_row(recipe, train)
+    context.memory = plan_memory(recipe, context.config, devices, longest, recipe.batch.rows_per_update, device=device)
+    refuse_each_once(run_checks(CheckStage.PLAN, context))
+    remarks = [*context.remarks, *remarks, *context.memory.remarks]
+    tokenizer, config, questions = context.tokenizer, context.config, context.questions
+    return Prepared(recipe, tokenizer, config, questions, context.memory, train, val, batches, context.limit, remarks)
+
+
+def prepare_online(
+    recipe: Recipe, device: Device, devices: int, console: Console, *, plans: bool = False, local: bool = True
+) -> PreparedOnline:
+    """Runs all checks of an online run and plans it, as `prepare_offline`."""
+    context = Context(recipe, device, devices, console, plans, local)
+    _check(context)
+    train, questions = context.prompts, context.questions
+    context.batches = batches = plan_online(recipe, train, devices)
+    context.memory = _online_memory(context, batches)
+    refuse_each_once(run_checks(CheckStage.PLAN, context))
+    remarks = [*context.remarks, *train.warnings, *repeated_rows(recipe, train), *context.memory.remarks]
+    if questions:
+        encoded = encode_questions(context.tokenizer, questions, recipe.data.system, prompt_format(recipe))
+        remarks += seen_in_training(train.items, encoded, "val.questions")
+    return PreparedOnline(recipe, context.tokenizer, context.config, questions, context.memory, train, batches, remarks)
+
+
+def _check(context: Context) -> None:
+    """Runs all checks before the plan and refuses with all their problems."""
+    problems = _opened(context, [CheckStage.SETTINGS, CheckStage.OPEN])
+    problems += run_checks(CheckStage.MODEL, context)
+    problems += run_checks(CheckStage.READ, context)
+    if not context.limit:
+        problems += unreadable_files(context)
+    if context.train is not None or context.val is not None:
+        problems += run_checks(CheckStage.ROWS, context)
+    refuse_each_once(problems)
+    _warn_slow(context)
+
+
+def _opened(context: Context, stages: list[CheckStage]) -> list[Problem]:
+    """The problems of the stages. Without a tokenizer or configuration, the rows can only be read."""
+    problems = [problem for stage in stages for problem in run_checks(stage, context)]
+    if context.tokenizer is None or context.config is None:
+        refuse_each_once([*problems, *unreadable_files(context)])
+    return problems
+
+
+def _online_memory(context: Context, batches: OnlinePlan) -> MemoryPlan:
+    recipe, config, device, devices = context.recipe, context.config, context.device, context.devices
+    size = DTYPES[recipe.model.dtype].itemsize
+    prefill_tokens = prefill_budget(recipe.rollout, device, config.get_text_config(), size)
+    total, counted = device.memory().total, count_parameters(recipe, config)
+
+    def plan_of(cache_room: int | None) -> MemoryPlan:
+        return plan_memory(
+            recipe,
+            config,
+            devices,
+            batches.longest,
+            sequences_per_update(recipe),
+            prefill_tokens,
+            device=device,
+            keeps_cache=kept_cache(total) if device.graph_capture else 0,
+            counted=counted,
+            cache_room=cache_room,
+        )
+
+    memory = on_device(recipe, total, plan_of)
+    if recipe.rollout.max_staleness is None:
+        return memory
+    on_host = device.torch_device(0).type == "cpu"
+    return with_worker(memory, recipe, config, devices, batches.longest, prefill_tokens, on_host=on_host, memory=total)
+
+
+def _warn_slow(context: Context) -> None:
+    """Warns if matrix products of the model's shapes are slow in its dtype."""
+    text, dtype = context.config.get_text_config(), DTYPES[context.recipe.model.dtype]
+    hidden, intermediate = getattr(text, "hidden_size", None), getattr(text, "intermediate_size", None)
+    if not isinstance(hidden, int):
+        return
+    # A host without bf16 uses other products.
+    prepare_products(dtype)
+    shape = (hidden, intermediate if isinstance(intermediate, int) else hidden)
+    for warning in context.device.slowed_by(dtype, *shape):
+        context.console.warn(warning)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The first rows of each source, to be printed."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Any
+    """A `Dataset` or a `PromptSet`."""
+
+
+def prepare_shown(recipe: Recipe, device: Device, rows: int, console: Console) -> Shown:
+    """Checks and encodes the first `rows` rows of each source, and no others."""
+    sources = [source.model_copy(update={"rows": min(rows, source.rows or rows)}) for source in recipe.data.taken]
+    limited = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": sources, "val": []})})
+    context = Context(limited, device, 1, console, plans=True, local=False)
+    problems = _opened(context, [CheckStage.OPEN])
+    problems += problems_of(tokenizer_of_model, context)
+    problems += run_checks(CheckStage.READ, context)
+    refuse_each_once(problems)
+    return Shown(context.tokenizer, context.train)
