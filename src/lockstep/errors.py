@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.masking import Unresolved, expanded, masked
@@ -217,6 +218,13 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.where} [{self.code}]: {self.why}" + (f"\n    -> {self.remedy}" if self.remedy else "")
+
+
+# Problems of the checks of recipes: a key without effect, one that needs another, keys that do not work together.
+unused = partial(Problem, code="unused-key")
+needs = partial(Problem, code="needs-key")
+conflict = partial(Problem, code="conflicting-keys")
+unfit = partial(Problem, code="unsupported-combination")
 
 
 class Refusal(Exception):

@@ -17,7 +17,7 @@ from refusals import has_problem, printed_problems, refuses
 SOURCE = Path(lockstep.__file__).parent
 CONSTRUCTORS = {"Problem", "Unloadable"}
 REFUSALS = {"Refusal", "LostProcess", "OverLimit", "kind", "cls"}
-MAKERS = {*CONSTRUCTORS, "at", "refuse", "add"}
+MAKERS = {*CONSTRUCTORS, "at", "refuse", "add", "partial"}
 FORM = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -60,7 +60,7 @@ FILES = {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") f
 
 def test_every_problem_has_a_code() -> None:
     assert {name: lines for name, text in FILES.items() if (lines := without_code(text))} == {}
-    assert sum(len(list(calls(text))) for text in FILES.values()) > 700
+    assert sum(len(list(calls(text))) for text in FILES.values()) > 600
     assert without_code('Refusal.at("a", "b")\nProblem("a", "b", code="c")\nkind.at(1, 2)\n') == [1, 3]
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from lockstep.errors import Problem
+from lockstep.errors import Problem, conflict, needs
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import Effect, Section
@@ -113,12 +113,7 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
     """Metrics that the run will not have, or whose direction is undefined."""
     stop, settings = recipe.run.early_stopping, recipe.checkpoint
     if settings.best is not None and settings.keep_best == 0 and "keep_best" in settings.model_fields_set:
-        yield Problem(
-            "checkpoint.best",
-            "checkpoint.keep_best=0 keeps no best checkpoint",
-            "remove one of the two",
-            code="conflicting-keys",
-        )
+        yield conflict("checkpoint.best", "checkpoint.keep_best=0 keeps no best checkpoint", "remove one of the two")
     if settings.best is not None:
         yield from _problems_of("checkpoint.best", settings.best, recipe)
     elif settings.keep_best:
@@ -128,7 +123,7 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from problems
         if not problems and measure_of(stop.metric).validated and recipe.val.every is None:
             why = f"{stop.metric} is measured only at the end"
-            yield Problem("run.early_stopping.metric", why, "set val.every", code="needs-key")
+            yield needs("run.early_stopping.metric", why, "set val.every")
 
 
 def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
@@ -153,9 +148,9 @@ def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
             code="unknown-metric",
         )
     elif name == "val/loss" and not recipe.data.val:
-        yield Problem(key, "val/loss needs data.val, which is empty", "set data.val", code="needs-key")
+        yield needs(key, "val/loss needs data.val, which is empty", "set data.val")
     elif measure.validated and not (recipe.val.questions or recipe.data.val):
-        yield Problem(key, f"no validation measures {name}", "set val.questions or data.val", code="needs-key")
+        yield needs(key, f"no validation measures {name}", "set val.questions or data.val")
     elif not measure.validated and name.startswith("train/") == online:
         other = "reward, or critic/ and actor/ metrics" if online else "train/ and val/ metrics"
         yield Problem(key, f"a run of method {recipe.method} has no {name}", f"it has {other}", code="unknown-metric")

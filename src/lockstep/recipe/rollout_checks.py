@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lockstep.errors import Problem
+from lockstep.errors import Problem, needs, unfit, unused
 from lockstep.recipe.registry import ENGINES, estimator_row
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
     """Problems of prompts per update, samples per prompt and sampling."""
     batch, rollout, algorithm = recipe.batch, recipe.rollout, recipe.algorithm
     if "rows_per_update" in batch.model_fields_set:
-        yield Problem(
-            "batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update", code="unused-key"
-        )
+        yield unused("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
     per_update = batch.prompts_per_update or batch.prompts
     if batch.prompts % per_update:
         fitting = max(d for d in range(1, per_update + 1) if batch.prompts % d == 0)
@@ -35,16 +33,15 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
             code="indivisible",
         )
     if rollout.max_staleness is not None and rollout.function is not None:
-        yield Problem(
+        yield unfit(
             "rollout.max_staleness",
             "the asynchronous generation process cannot run rollout.function",
             "remove one of them",
-            code="unsupported-combination",
         )
     yield from _logprob_check_problems(recipe)
     if rollout.max_staleness is None and rollout.worker_device is not None:
         why = "applies to asynchronous generation, which is off"
-        yield Problem("rollout.worker_device", why, "set rollout.max_staleness, or remove it", code="needs-key")
+        yield needs("rollout.worker_device", why, "set rollout.max_staleness, or remove it")
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
@@ -68,11 +65,10 @@ def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(limit, float) and limit <= 0:
         yield Problem(key, f"must be greater than 0 (given: {limit:g})", "null disables the check", code="out-of-range")
     if recipe.rollout.max_staleness and isinstance(limit, float):
-        yield Problem(
+        yield unfit(
             key,
             "compares with the current policy, and with rollout.max_staleness an older policy generated the responses",
             "remove it; rollout_corr/k3 shows the divergence of the two",
-            code="unsupported-combination",
         )
 
 
@@ -84,25 +80,15 @@ def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if not served and rollout.max_staleness is None:
         why = "applies to a server or to asynchronous generation, and the run uses neither"
-        yield Problem(
-            key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness", code="needs-key"
-        )
+        yield needs(key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness")
     elif served and mode == "memory" and rollout.engine != "vllm":
-        yield Problem(
-            key,
-            f"{rollout.engine} cannot open the memory of the run",
-            "use files (in /dev/shm), or collective",
-            code="unsupported-combination",
+        yield unfit(
+            key, f"{rollout.engine} cannot open the memory of the run", "use files (in /dev/shm), or collective"
         )
     elif not served and mode == "files":
-        yield Problem(
-            key,
-            "asynchronous generation does not read files",
-            "use memory, or collective",
-            code="unsupported-combination",
-        )
+        yield unfit(key, "asynchronous generation does not read files", "use memory, or collective")
     elif served and mode in ("collective", "memory") and recipe.model.lora is not None:
-        yield Problem(key, "an adapter is sent to a server as files", "use files", code="unsupported-combination")
+        yield unfit(key, "an adapter is sent to a server as files", "use files")
 
 
 def _server_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -111,11 +97,10 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
     if not ENGINES[rollout.engine].served:
         for key in ("url", "server", "sleep"):
             if getattr(rollout, key) != type(rollout).model_fields[key].get_default(call_default_factory=True):
-                yield Problem(
+                yield unused(
                     f"rollout.{key}",
                     f"engine {rollout.engine} is not a server",
                     f"set rollout.engine to {' or '.join(name for name, row in ENGINES.items() if row.served)}",
-                    code="unused-key",
                 )
         return
     if rollout.url is not None:
@@ -123,18 +108,12 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
         for key in ("devices", "tensor_parallel", "args", "env", "python"):
             field = type(rollout.server).model_fields[key]
             if getattr(rollout.server, key) != field.get_default(call_default_factory=True):
-                yield Problem(
-                    f"rollout.server.{key}",
-                    "lockstep does not start the server at rollout.url",
-                    "remove it",
-                    code="unused-key",
-                )
+                yield unused(f"rollout.server.{key}", "lockstep does not start the server at rollout.url", "remove it")
     if rollout.max_staleness is not None:
-        yield Problem(
+        yield unfit(
             "rollout.max_staleness",
             f"asynchronous generation does not support engine {rollout.engine}",
             "remove one of them",
-            code="unsupported-combination",
         )
     yield from _truncation_problems(recipe)
 
