@@ -67,7 +67,7 @@ def test_missing_metrics_are_said(recipe_file: Path, tmp_path: Path, capsys: Cap
     assert "metrics.jsonl is missing: the metrics of steps 1 to 6 of 6" in told(capsys)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     assert run("compare", folder, folder) == 2
-    assert "metrics.jsonl is missing" in told(capsys)
+    assert "metrics.jsonl [missing-file]" in told(capsys)
 
 
 def test_ctrl_c_adds_no_validation(recipe_file: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_an_older_checkpoint_with_a_broken_state_is_set_aside(
     (places / "step_2" / "state.json").write_text('{"val_loss": "low"}', encoding="utf-8")
     told(capsys)
     assert run("export", tmp_path / "runs" / "run", tmp_path / "out", "--best") == 2
-    assert "step_2/state.json its val/loss is 'low'" in told(capsys)
+    assert "step_2/state.json [damaged-checkpoint] its val/loss is 'low'" in told(capsys)
     assert run("train", recipe_file, *settings, "run.steps=6") == 0
     assert "set aside as damaged-step_2" in told(capsys)
     assert {path.name for path in places.iterdir()} == {"damaged-step_2", "step_4", "step_6"}

@@ -254,9 +254,9 @@ def test_nan_on_both_sides_is_not_in_step() -> None:
         (
             without(near(50, seed=0), 7),
             without(near(50), 7),
-            "after step 6, B lacks 1 step after step 6",
+            "A lacks 1 step after step 6, B lacks 1 step after step 6",
         ),
-        (near(50, seed=0), near(40, first=11), "B begins at step 11"),
+        (near(50, seed=0), near(40, first=11), "B begins at step 11, the other at 1"),
         # Step 0 is no update, and what one side logs every tenth step is not missing at the nine before.
         (near(51, first=0, seed=0), near(50), ""),
         (near(100, seed=0), without(near(100), *(step for step in range(1, 101) if step % 10)), ""),

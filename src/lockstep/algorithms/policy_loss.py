@@ -257,9 +257,7 @@ def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
 
 def _selected(tokens: PolicyTokens) -> torch.Tensor:
     if tokens.selected_K is None:
-        raise Refusal.at(
-            "algorithm.loss", "a covariance loss needs selected tokens, and the update has none", code="missing-input"
-        )
+        raise Refusal.at("algorithm.loss", "a covariance loss needs selected tokens", code="missing-input")
     return tokens.selected_K > 0
 
 
