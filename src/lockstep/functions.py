@@ -86,9 +86,9 @@ _running: list[Path] = []
 class Unloadable(Exception):
     """A function that cannot be loaded: why, and what to do."""
 
-    def __init__(self, why: str, remedy: str):
+    def __init__(self, why: str, remedy: str, *, code: str):
         super().__init__(why)
-        self.why, self.remedy = why, remedy
+        self.why, self.remedy, self.code = why, remedy, code
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ class UserFunction:
         except TimeUp as over:
             raise Refusal([self._late(source_line(over, file))]) from over
         except Exception as error:
-            raise Refusal.at(self.where, f"raised {describe_error(error, file)}", "fix the function") from error
+            raise Refusal.at(
+                self.where, f"raised {describe_error(error, file)}", "fix the function", code="function-raised"
+            ) from error
 
     def with_function(self, function: Callable[..., Any]) -> UserFunction:
         """The same key and limit for a wrapper of the function."""
@@ -132,10 +134,11 @@ class UserFunction:
             self.where,
             f"did not return within {self.seconds:g} s ({self.limit}){line}",
             f"make it faster, or raise {self.limit}; the last checkpoint is unchanged",
+            code="function-too-slow",
         )
 
-    def refuse(self, why: str, remedy: str) -> Refusal:
-        return Refusal.at(self.where, why, remedy)
+    def refuse(self, why: str, remedy: str, *, code: str) -> Refusal:
+        return Refusal.at(self.where, why, remedy, code=code)
 
 
 def is_function_path(value: str) -> bool:
@@ -147,13 +150,17 @@ def locate(function_path: str, key: str) -> tuple[Path, str]:
     """File and name of `path/to/file.py:name`; raises if the file does not exist."""
     path, _, name = function_path.rpartition(":")
     if not path or not name.isidentifier():
-        raise Refusal.at(key, f"{function_path!r} is not a function path", "write path/to/file.py:name")
+        raise Refusal.at(
+            key, f"{function_path!r} is not a function path", "write path/to/file.py:name", code="invalid-function"
+        )
     file = Path(path).expanduser().absolute()
     if path.startswith("<") or "ipykernel_" in path:
         why = f"{function_path} was defined in a notebook or an interactive session, which no other process can load"
-        raise Refusal.at(key, why, "put the function into a file: path/to/file.py:name")
+        raise Refusal.at(key, why, "put the function into a file: path/to/file.py:name", code="invalid-function")
     if not file.is_file():
-        raise Refusal.at(key, f"file {path} does not exist", "give the path relative to the working directory")
+        raise Refusal.at(
+            key, f"file {path} does not exist", "give the path relative to the working directory", code="no-such-file"
+        )
     return file, name
 
 
@@ -171,11 +178,11 @@ def load_user_function(
         try:
             return UserFunction(key, function_path, load_by_position(file, name, call), seconds, limit)
         except Unloadable as error:
-            raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
+            raise Refusal.at(f"{key} {function_path}", error.why, error.remedy, code=error.code) from error
     try:
         check_signature(function, function_path.rpartition(":")[2], call, by_name=False)
     except Unloadable as error:
-        raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
+        raise Refusal.at(f"{key} {function_path}", error.why, error.remedy, code=error.code) from error
     return UserFunction(key, function_path, function, seconds, limit)
 
 
@@ -207,7 +214,12 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not name.isidentifier():
         what = name or type(function).__name__
-        raise Refusal.at(key, f"{what} has no file and name to store in the recipe", "give a function defined with def")
+        raise Refusal.at(
+            key,
+            f"{what} has no file and name to store in the recipe",
+            "give a function defined with def",
+            code="invalid-function",
+        )
     function_path = f"{code.co_filename}:{name}"
     _given[function_path] = function
     return function_path
@@ -224,10 +236,12 @@ def get_function(module: ModuleType, name: str, call: Sequence[str], path: Path)
     function = getattr(module, name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise Unloadable(f"has no {name}", f"its functions are: {', '.join(names) or 'none'}")
+        raise Unloadable(f"has no {name}", f"its functions are: {', '.join(names) or 'none'}", code="invalid-function")
     if not callable(function):
         raise Unloadable(
-            f"{name} is a {type(function).__name__}, not a function", f"write: def {name}({', '.join(call)})"
+            f"{name} is a {type(function).__name__}, not a function",
+            f"write: def {name}({', '.join(call)})",
+            code="invalid-function",
         )
     return function
 
@@ -237,14 +251,18 @@ def check_signature(function: Callable[..., Any], name: str, call: Sequence[str]
     try:
         signature = inspect.signature(function)
     except ValueError:
-        raise Unloadable(f"the signature of {name} cannot be read", f"write: def {name}({words})") from None
+        raise Unloadable(
+            f"the signature of {name} cannot be read", f"write: def {name}({words})", code="invalid-function"
+        ) from None
     try:
         if by_name:
             signature.bind(**dict.fromkeys(call))
         else:
             signature.bind(*call)
     except TypeError as error:
-        raise Unloadable(f"{name} cannot be called with {words}: {error}", f"write: def {name}({words})") from None
+        raise Unloadable(
+            f"{name} cannot be called with {words}: {error}", f"write: def {name}({words})", code="invalid-function"
+        ) from None
 
 
 def run_file(path: Path) -> ModuleType:
@@ -255,7 +273,7 @@ def run_file(path: Path) -> ModuleType:
     sys.path.append(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise Unloadable("is not a Python file", "name a file that ends with .py")
+        raise Unloadable("is not a Python file", "name a file that ends with .py", code="invalid-function")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     _running.append(path)
@@ -264,9 +282,11 @@ def run_file(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except TimeUp as over:
         why = f"could not be imported in {LOAD_SECONDS:g} s{source_line(over, str(path))}"
-        raise Unloadable(why, "move the work from the import into the function") from None
+        raise Unloadable(why, "move the work from the import into the function", code="import-failed") from None
     except BaseException as error:  # noqa: BLE001 - a user file may raise anything, and it is reported
-        raise Unloadable(f"cannot be imported: {describe_error(error, str(path))}", "fix the file") from None
+        raise Unloadable(
+            f"cannot be imported: {describe_error(error, str(path))}", "fix the file", code="import-failed"
+        ) from None
     finally:
         _running.remove(path)
     _modules[key] = module

@@ -23,6 +23,7 @@ from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.resolve import folders_of, model_folder
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Model
+from refusals import refuses
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])
 WEIGHTS = "model.safetensors"
@@ -201,5 +202,5 @@ def test_a_name_that_is_no_model_is_answered_with_what_is_there(
     adapter_of = {"base_model_name_or_path": "someone/model"}
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text(json.dumps(adapter_of))
-    with pytest.raises(Refusal, match=r"set model.path to the base model and model.adapter to this folder"):
+    with refuses("", "", remedy="set model.path to the base model and model.adapter to this folder"):
         model_folder("adapter")

@@ -255,6 +255,7 @@ def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
             "parallel.devices",
             f"is {devices}, and {cluster} has {cluster.devices} devices",
             f"plan with parallel.devices={cluster.devices}",
+            code="wrong-process-count",
         )
 
 
@@ -262,12 +263,15 @@ def _refuse_response_tokens(recipe: Recipe, response_tokens: int | None, online:
     if response_tokens is None:
         return
     if not online:
-        raise Refusal.at("--response-tokens", f"method {recipe.method} generates nothing", "remove it")
+        raise Refusal.at(
+            "--response-tokens", f"method {recipe.method} generates nothing", "remove it", code="unused-key"
+        )
     if response_tokens > recipe.rollout.max_tokens:
         raise Refusal.at(
             "--response-tokens",
             f"{response_tokens} exceeds rollout.max_tokens={recipe.rollout.max_tokens}",
             "give the expected mean length",
+            code="out-of-range",
         )
 
 

@@ -264,7 +264,7 @@ def load_rows(
         bad = bad_rows(parts, origin_of)
         if (bad or reader.unusable) and not loaded.sources[-1]:
             why = f"all rows were dropped: {bad}" if bad else f"all rows were dropped: read as {found}"
-            all_dropped.append(Problem(source.path, why, "give other rows"))
+            all_dropped.append(Problem(source.path, why, "give other rows", code="no-rows"))
         left_out = [f"not read: {', '.join(rows.ignored)}"] if rows.ignored else []
         loaded.notes += [f"{source.path}: {note}" for note in (bad, special_rows(parts, origin_of), *left_out) if note]
         loaded.warnings += [f"{source.path}: {text}" for text in unseparated_rows(parts, origin_of, tokenizer)]
@@ -277,6 +277,7 @@ def load_rows(
                 source.path,
                 f"all {loaded.WHAT} are over {limit} tokens and were dropped",
                 f"raise {loaded.LIMIT}, as far as the model's context allows",
+                code="no-rows",
             )
     return loaded
 
@@ -375,6 +376,7 @@ def epoch_rows(rows: int, rows_per_update: int, *, drop_last: bool) -> int:
             "data.drop_last",
             f"{rows:,} rows are fewer than the {rows_per_update:,} of one update: every epoch would be empty",
             "lower batch.rows_per_update (online batch.prompts), or set data.drop_last=false",
+            code="too-few-rows",
         )
     return rows - rows % rows_per_update
 

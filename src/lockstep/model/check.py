@@ -230,6 +230,7 @@ def wrong_kernel(
             f"set model.attention={PLAIN}, which is plain torch and slower; another version of torch or of "
             "the driver may fix the kernel, `lockstep doctor` lists matching versions, and a replay of a tape "
             "(docs/replay.md) writes a script that reproduces the fault",
+            code="wrong-kernel",
         )
     if device.type == HOST.type or check(PLAIN, HOST) is not None:
         return None
@@ -240,6 +241,7 @@ def wrong_kernel(
         f"attention on this device is {difference:.2g} nats from the CPU's",
         "no setting of model.attention helps: run `lockstep doctor` for matching versions of torch and the driver, "
         "or train with device=cpu",
+        code="wrong-kernel",
     )
 
 
@@ -326,7 +328,7 @@ def _wrong_logprobs(policy: Policy, path: str, on: torch.device | None) -> Probl
         return None
     if not torch.isfinite(wanted).all():
         why = "its log-probs in transformers are not finite: some of its weights hold NaN or infinity"
-        raise Refusal.at(f"model.path {path}", why, "copy or download it again")
+        raise Refusal.at(f"model.path {path}", why, "copy or download it again", code="not-finite")
     why = f"packed log-probs differ from those of transformers by {difference:.3g}"
     plain = (_with_plain_attention(policy, packed_row(sequences, device)) - wanted).abs().max().item()
     # If plain torch is right, the kernel is at fault, not the model.
@@ -346,7 +348,12 @@ def unsupported(path: str, name: str, why: str) -> Refusal:
 
 
 def _unsupported(path: str, name: str, why: str) -> Problem:
-    return Problem(f"model.path {path}", f"{name}: {why}", "use a model that docs/models.md lists as supported")
+    return Problem(
+        f"model.path {path}",
+        f"{name}: {why}",
+        "use a model that docs/models.md lists as supported",
+        code="unsupported-model",
+    )
 
 
 def _with_plain_attention(policy: Policy, batch: MicroBatch) -> torch.Tensor:

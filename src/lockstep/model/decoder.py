@@ -70,6 +70,7 @@ class Decoder:
                 "model.activation_offload",
                 f"transformers does not list the layers of {type(self.model).__name__}",
                 "set it to false, or model.gradient_checkpointing instead",
+                code="unsupported-model",
             )
         self._activations = ActivationOffload(self._layers, device)
 

@@ -124,7 +124,9 @@ def _verdict(
         f"loaded by plain transformers the export gives other {what} than the trained model: they differ by {off:.3g} "
         f"{how}, and {allowed:.2g} is allowed for {str(dtype).removeprefix('torch.')}"
     )
-    raise Refusal.at(where, why, "the checkpoints are untouched; please report it with the recipe")
+    raise Refusal.at(
+        where, why, "the checkpoints are untouched; please report it with the recipe", code="export-differs"
+    )
 
 
 def _unverified(why: str) -> Verification:
@@ -145,7 +147,12 @@ def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str |
     if base is None:
         refuse_partial(info, where)
         unused = sorted(info.get("unexpected_keys", ()))
-        refuse_all([Problem(where, f"the export has {name}, which transformers does not use") for name in unused])
+        refuse_all(
+            [
+                Problem(where, f"the export has {name}, which transformers does not use", code="unknown-weight")
+                for name in unused
+            ]
+        )
         return model.eval()
     from peft import PeftModel
 

@@ -105,7 +105,9 @@ def export_checkpoint(
     if state.kind == "policy":
         return export_model(settings, weights, out, adapter=adapter, **how)
     if adapter:
-        raise Refusal.at("--adapter", "a reward model's head is no adapter", "export without --adapter")
+        raise Refusal.at(
+            "--adapter", "a reward model's head is no adapter", "export without --adapter", code="no-adapter"
+        )
     return export_value_model(settings, weights, out, **how)
 
 
@@ -125,7 +127,12 @@ def export_model(
     """Write to a temporary folder, compare it with outputs of the trained model (`probe`), and rename it to `out`.
     `adapter` exports the adapter of a LoRA run instead of the merged model."""
     if adapter and settings.lora is None:
-        raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
+        raise Refusal.at(
+            "--adapter",
+            "the run trained all weights, so it has no adapter",
+            "export without --adapter",
+            code="no-adapter",
+        )
     _refuse_taken(out, replace)
     with _written(settings, folders, out) as aside:
         if settings.lora is not None or not _write_streamed(settings, folders, weights, aside, where, end_tokens):
@@ -284,9 +291,9 @@ def _working(settings: Model, adapter: bool) -> torch.dtype:
 
 def _refuse_taken(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
-        raise Refusal.at(out, "is a file, not a folder", "choose a new folder")
+        raise Refusal.at(out, "is a file, not a folder", "choose a new folder", code="not-a-folder")
     if out.exists() and any(out.iterdir()) and not replace:
-        raise Refusal.at(out, "is not empty", "choose a new folder")
+        raise Refusal.at(out, "is not empty", "choose a new folder", code="not-empty")
 
 
 @contextmanager
@@ -329,9 +336,11 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
     if kind not in ("CAUSAL_LM", None):
-        raise Refusal.at(where, f"is an adapter for {kind}", "only adapters of language models are supported")
+        raise Refusal.at(
+            where, f"is an adapter for {kind}", "only adapters of language models are supported", code="unfit-adapter"
+        )
     if not (adapter / WEIGHTS).is_file():
-        raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True")
+        raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True", code="missing-file")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
@@ -346,10 +355,12 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
             merged: Any = adapted.merge_and_unload()
             off = float((_logits(merged) - unmerged).abs().max() / unmerged.abs().max())
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
-        raise Refusal.at(where, f"does not fit its base {base}: {first_line(error)}", "name its base model") from error
+        raise Refusal.at(
+            where, f"does not fit its base {base}: {first_line(error)}", "name its base model", code="unfit-adapter"
+        ) from error
     if not off <= MERGED_ERROR:
         why = f"merged into {base} it gives other logits than unmerged: off by {off:.2g} of the largest"
-        raise Refusal.at(where, why, "merge it with the library that created it")
+        raise Refusal.at(where, why, "merge it with the library that created it", code="unfit-adapter")
     tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
     try:
         save_model(rounded(merged, stored), out)
@@ -389,6 +400,11 @@ def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
     expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     # Full weights of the model, which an adapter with new tokens contains.
     full = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
-    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected - stored)]
-    problems += [Problem(where, f"its base has no place for {name}") for name in sorted(stored - expected - full)]
+    problems = [
+        Problem(where, f"the adapter has no {name}", code="missing-weight") for name in sorted(expected - stored)
+    ]
+    problems += [
+        Problem(where, f"its base has no place for {name}", code="unknown-weight")
+        for name in sorted(stored - expected - full)
+    ]
     refuse_all(problems, "weights")

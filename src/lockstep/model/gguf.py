@@ -25,14 +25,16 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
     if importlib.util.find_spec("gguf") is None:
         raise missing_extra("gguf", "hub", "reading GGUF files")
     if not file.is_file():
-        raise Refusal.at(file, "no such file")
+        raise Refusal.at(file, "no such file", code="no-such-file")
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise Refusal.at(file, "is not a GGUF file: it does not start with the letters GGUF")
+            raise Refusal.at(
+                file, "is not a GGUF file: it does not start with the letters GGUF", code="unsupported-format"
+            )
     if folder.exists() and not folder.is_dir():
-        raise Refusal.at(folder, "is a file, not a folder", "choose a new folder")
+        raise Refusal.at(folder, "is a file, not a folder", "choose a new folder", code="not-a-folder")
     if folder.exists() and any(folder.iterdir()):
-        raise Refusal.at(folder, "is not empty", "choose a new folder")
+        raise Refusal.at(folder, "is not empty", "choose a new folder", code="not-empty")
     # Imported after the refusals, because these imports are slow.
     import torch
     from safetensors import SafetensorError
@@ -66,11 +68,13 @@ def _opened(file: Path) -> Any:
         reader = GGUFReader(file)
     except Exception as error:  # the parser raises various errors for a truncated file
         why = f"is truncated or damaged: {type(error).__name__}: {first_line(error)}"
-        raise Refusal.at(file, why, "copy or download it again") from error
+        raise Refusal.at(file, why, "copy or download it again", code="damaged-file") from error
     field = reader.get_field("split.count")
     if field is not None and int(field.contents()) > 1:
         why = f"is one of {int(field.contents())} parts of a model"
-        raise Refusal.at(file, why, "merge the parts first: llama-gguf-split --merge PART OUT.gguf")
+        raise Refusal.at(
+            file, why, "merge the parts first: llama-gguf-split --merge PART OUT.gguf", code="missing-shard"
+        )
     return reader
 
 
@@ -84,7 +88,7 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
     if off >= SAME_MATRIX:
         if tie:
             why = f"its output head differs from its embedding (by {off:.0%})"
-            raise Refusal.at(f"--tie {file}", why, "import it without --tie")
+            raise Refusal.at(f"--tie {file}", why, "import it without --tie", code="untied-weights")
         return ["its output head is a separate matrix (not tied), as in the file"]
     if not tie:
         return [

@@ -94,7 +94,10 @@ def build_value_model(
         source, model, info = _loaded(AutoModelForSequenceClassification, folders.model, settings.dtype, name, sharding)
         if model.num_labels != 1:
             raise Refusal.at(
-                f"{key} {path}", f"its head gives {model.num_labels} numbers, not one", "use a reward model"
+                f"{key} {path}",
+                f"its head gives {model.num_labels} numbers, not one",
+                "use a reward model",
+                code="wrong-model-kind",
             )
         decoder, head = model.base_model, model.score
     else:
@@ -104,7 +107,9 @@ def build_value_model(
         nn.init.zeros_(head.weight)
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
-        raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a complete model folder")
+        raise Refusal.at(
+            f"{key} {path}", f"the weights lack {missing[0]}", "use a complete model folder", code="missing-weight"
+        )
     kernel = kernel_of(settings, kernel)
     try:
         if sharding is None:
@@ -150,6 +155,7 @@ def refuse_no_classifier(config: Any, path: str) -> None:
             f"model.path {path}",
             f"transformers has no sequence classification model for {config.model_type}",
             "start from another architecture",
+            code="unsupported-model",
         )
 
 

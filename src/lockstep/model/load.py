@@ -121,4 +121,5 @@ def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows:
             f"model.path {path}",
             f"the tokenizer has token {token!r} with id {largest}, but the embedding has {embedding_rows} rows",
             "use the tokenizer the model was trained with, or resize the model's embedding",
+            code="other-vocabulary",
         )

@@ -106,8 +106,8 @@ def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Probl
     kind = re.match(r"Target module (\w+)\(", message)
     if kind:
         why = f"PEFT has no adapter for layers of the kind {kind[1]}"
-        return [Problem("model.lora.targets", why, "name linear layers, or use all-linear")]
-    return [Problem("model.lora.targets", message.splitlines()[0])]
+        return [Problem("model.lora.targets", why, "name linear layers, or use all-linear", code="unknown-module")]
+    return [Problem("model.lora.targets", message.splitlines()[0], code="unknown-module")]
 
 
 def _unmatched_targets(targets: str | list[str], modules: Sequence[str], others: Collection[str]) -> Iterator[Problem]:
@@ -123,11 +123,21 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
         try:
             pattern = re.compile(exclude)
         except re.error as error:
-            yield Problem(key, f"{exclude!r} is no regular expression: {first_line(error)}", "fix it, or list names")
+            yield Problem(
+                key,
+                f"{exclude!r} is no regular expression: {first_line(error)}",
+                "fix it, or list names",
+                code="invalid-regex",
+            )
             return
         if not any(pattern.fullmatch(name) for name in modules):
             why = f"{exclude!r} matches no module of {type(model).__name__}: it would exclude nothing"
-            yield Problem(key, why, f"it must match a full name, such as {modules[-1]!r} (begin it with `.*`)")
+            yield Problem(
+                key,
+                why,
+                f"it must match a full name, such as {modules[-1]!r} (begin it with `.*`)",
+                code="unknown-module",
+            )
     for entry in exclude if isinstance(exclude, list) else ():
         if not any(_ends(name, entry) for name in modules):
             yield _unmatched(key, entry, modules)
@@ -144,7 +154,7 @@ def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
     endings = [name for name in last if not name.isdigit()]
     near = get_close_matches(entry, endings, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"names of modules end with {', '.join(endings)}"
-    return Problem(key, f"{entry!r} matches no module of the model", remedy)
+    return Problem(key, f"{entry!r} matches no module of the model", remedy, code="unknown-module")
 
 
 def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
@@ -160,14 +170,16 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
         if not isinstance(layer, BaseTunerLayer):
             continue
         if layer is head:
-            yield Problem(where, f"{name} has an adapter, but the output head is computed in chunks", remedy)
+            yield Problem(
+                where, f"{name} has an adapter, but the output head is computed in chunks", remedy, code="unfit-adapter"
+            )
             continue
         for parameter in layer.get_base_layer().parameters(recurse=False):
             names = holders.get(parameter, ())
             if len(names) > 1:
                 other = next((one for one in names if one.rpartition(".")[0] != name), names[-1])
                 why = f"{name} cannot have an adapter: its weight is tied to {other}"
-                yield Problem(where, why, remedy)
+                yield Problem(where, why, remedy, code="unfit-adapter")
 
 
 def start_from(model: Any, folder: str, name: str | None = None) -> None:
@@ -179,16 +191,23 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
     try:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise Refusal.at(where, f"{WEIGHTS} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{WEIGHTS} cannot be read: {first_line(error)}", "name a PEFT folder", code="unreadable"
+        ) from error
     expected = get_peft_model_state_dict(model)
-    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected.keys() - weights.keys())]
+    problems = [
+        Problem(where, f"the adapter has no {name}", code="missing-weight")
+        for name in sorted(expected.keys() - weights.keys())
+    ]
     problems += [
-        Problem(where, f"the model has no place for {name}") for name in sorted(weights.keys() - expected.keys())
+        Problem(where, f"the model has no place for {name}", code="unknown-weight")
+        for name in sorted(weights.keys() - expected.keys())
     ]
     problems += [
         Problem(
             where,
             f"{name} has the shape {tuple(weights[name].shape)}, and the model needs {tuple(expected[name].shape)}",
+            code="wrong-shape",
         )
         for name in sorted(expected.keys() & weights.keys())
         if expected[name].shape != weights[name].shape
@@ -207,17 +226,31 @@ def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
         keys = {name: found[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal.at(where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder", code="unreadable"
+        ) from error
     keys["exclude_modules"] = found.get("exclude_modules")
     problems = [
-        Problem(where, f"{name} is {value!r}: only plain LoRA can be trained", "name it as model.path: it is merged")
+        Problem(
+            where,
+            f"{name} is {value!r}: only plain LoRA can be trained",
+            "name it as model.path: it is merged",
+            code="unfit-adapter",
+        )
         for name, value in found.items()
         if name not in _ANY and value and value not in _PLAIN.get(name, ())
     ]
     for key, name in (("rank", "r"), ("alpha", "lora_alpha")):
         value = getattr(settings, key)
         if value is not None and value != keys[name]:
-            problems.append(Problem(f"model.lora.{key}", f"is {value}, but the adapter has {keys[name]}", "remove it"))
+            problems.append(
+                Problem(
+                    f"model.lora.{key}",
+                    f"is {value}, but the adapter has {keys[name]}",
+                    "remove it",
+                    code="conflicting-keys",
+                )
+            )
     if problems:
         raise Refusal(problems)
     return keys

@@ -156,6 +156,7 @@ class Policy(nn.Module):
                 "algorithm.advantage",
                 "sums the squared probabilities of all tokens, but this device holds only a part of the vocabulary",
                 "use another estimator, or an output head that is not divided",
+                code="unsupported-combination",
             )
         settings = self.scoring
         return summed_squares(

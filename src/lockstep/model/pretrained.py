@@ -40,11 +40,11 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
     except Exception as error:  # transformers raises various errors for damaged files
         if "trust_remote_code" in str(error):
             why = f"{what} cannot be loaded without code from the model's folder, and lockstep never runs such code"
-            raise Refusal.at(where, why, NO_CODE) from error
+            raise Refusal.at(where, why, NO_CODE, code="untrusted-code") from error
         damage = _damaged_file(Path(path))
         why = damage or (first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _named(error))
         remedy = "copy or download it again" if damage else ""
-        raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy) from error
+        raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy, code="unreadable") from error
 
 
 def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
@@ -59,11 +59,17 @@ def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) ->
 def refuse_partial(info: Mapping[str, Any], where: str) -> None:
     """Refuse weights that are missing in the files or have another shape."""
     problems = [
-        Problem(where, f"the weights lack {key}, which would start random", "use a causal LM folder")
+        Problem(
+            where, f"the weights lack {key}, which would start random", "use a causal LM folder", code="missing-weight"
+        )
         for key in sorted(info.get("missing_keys", ()))
     ]
     problems += [
-        Problem(where, f"the shape of {key[0] if isinstance(key, tuple) else key} does not fit the config")
+        Problem(
+            where,
+            f"the shape of {key[0] if isinstance(key, tuple) else key} does not fit the config",
+            code="wrong-shape",
+        )
         for key in sorted(info.get("mismatched_keys", ()))
     ]
     refuse_all(problems, "weights")
@@ -82,7 +88,7 @@ def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -
     if len({name[: match.end()] for name in beyond if (match := _INDEX.search(name))}) > ahead:
         why = f"its files have {beyond[0]} and {len(beyond) - 1} more tensors of layers that its config.json leaves out"
         remedy = "correct config.json (num_hidden_layers); or save the smaller model with save_pretrained and name that"
-        raise Refusal.at(where, why, remedy)
+        raise Refusal.at(where, why, remedy, code="unknown-weight")
     return unused
 
 
@@ -106,7 +112,7 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
 
     refuse_all(
         [
-            Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again")
+            Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again", code="not-finite")
             for name, weight in weights.items()
             # Sum first, which needs no memory: it is finite if all values are finite and it does not overflow.
             if not torch.isfinite(weight.detach().sum(dtype=torch.float32)) and not torch.isfinite(weight).all()
@@ -162,11 +168,11 @@ def refuse_damaged_settings(path: str, where: str) -> None:
     for name in SETTINGS:
         file = Path(path) / name
         if file.is_file() and (damage := _damage_of_json(file)):
-            raise Refusal.at(where, f"{file} {damage}", "copy or download it again")
+            raise Refusal.at(where, f"{file} {damage}", "copy or download it again", code="damaged-file")
     file = Path(path) / SETTINGS[0]
     if file.is_file() and (kernel := _hub_kernel(json.loads(file.read_text(encoding="utf-8")))):
         why = f"{file} requests the hub kernel {kernel!r:.80}, and lockstep runs no code from the hub"
-        raise Refusal.at(where, why, "remove that key from the file")
+        raise Refusal.at(where, why, "remove that key from the file", code="untrusted-code")
 
 
 def _hub_kernel(config: Any) -> str:
@@ -188,7 +194,7 @@ def refuse_no_weights(path: str, where: str) -> None:
             return
         if index.is_file():
             if damage := _damage_of_json(index):
-                raise Refusal.at(where, f"{index} {damage}", "copy or download it again")
+                raise Refusal.at(where, f"{index} {damage}", "copy or download it again", code="damaged-file")
             named = sorted(set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()))
             missing = [one for one in named if not (folder / one).is_file()]
             if missing:
@@ -196,11 +202,12 @@ def refuse_no_weights(path: str, where: str) -> None:
                     where,
                     f"lacks {len(missing)} of the {len(named)} files that {index.name} names: {', '.join(missing[:3])}",
                     "copy or download them",
+                    code="missing-shard",
                 )
             return
     odd = next((name for name in WEIGHTS if (folder / name).is_dir()), "")
     why = f"{folder / odd} is a folder, not a file" if odd else f"holds no weights: there is no {WEIGHTS[0]}"
-    raise Refusal.at(where, why, "copy or download the model again")
+    raise Refusal.at(where, why, "copy or download the model again", code="missing-weight")
 
 
 def refuse_quantized(config: Any, where: str) -> None:
@@ -217,10 +224,15 @@ def refuse_quantized(config: Any, where: str) -> None:
         quantizer.validate_environment(device_map=None, weights_only=True)
     except Exception as error:  # quantizers raise various errors
         raise Refusal.at(
-            where, f"its weights are quantized ({method}) and cannot be loaded: {first_line(error)}", remedy
+            where,
+            f"its weights are quantized ({method}) and cannot be loaded: {first_line(error)}",
+            remedy,
+            code="quantized-weights",
         ) from error
     if not getattr(quantizer.quantization_config, "dequantize", False) and not quantizer.is_trainable:
-        raise Refusal.at(where, f"its weights are quantized ({method}) and cannot be trained", remedy)
+        raise Refusal.at(
+            where, f"its weights are quantized ({method}) and cannot be trained", remedy, code="quantized-weights"
+        )
 
 
 def _named(error: Exception) -> str:
@@ -278,14 +290,14 @@ def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
     """The tokenizer in `path`; `where` names the folder in a refusal."""
     folder = Path(path)
     if folder.is_dir() and not has_tokenizer(folder):
-        raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM)
+        raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM, code="no-tokenizer")
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, path, where, "its tokenizer")
     # Without a vocabulary transformers builds a tokenizer that gives no tokens.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         why = f"the tokenizer in {path} has no vocabulary, only special tokens"
-        raise Refusal.at(where, why, WHERE_FROM)
+        raise Refusal.at(where, why, WHERE_FROM, code="no-tokenizer")
     return tokenizer
 
 

@@ -64,12 +64,14 @@ def hub_folder(name: str, where: str, hint: str = "") -> str:
     status = ask_hub(name, where, "there is no such folder", remedy)
     if status in (401, 403, 404):
         why = f"there is no such folder, and the hub has no readable model of that name ({status})"
-        raise Refusal.at(where, why, f"{hint}check the name; for a private or gated one set HF_TOKEN")
+        raise Refusal.at(
+            where, why, f"{hint}check the name; for a private or gated one set HF_TOKEN", code="hub-access"
+        )
     try:
         return snapshot_download(name, allow_patterns=FILES, endpoint=constants.ENDPOINT)
     except hub_errors() as error:
         why = f"cannot be fetched from the hub: {first_line(error)}"
-        raise Refusal.at(where, why, "try again: downloaded files are kept") from error
+        raise Refusal.at(where, why, "try again: downloaded files are kept", code="hub-failed") from error
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
@@ -86,10 +88,12 @@ def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -
 
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(switch, "").upper() in _OFF:
-            raise Refusal.at(where, f"{so}, and access to the hub is disabled ({switch} is set)", remedy)
+            raise Refusal.at(
+                where, f"{so}, and access to the hub is disabled ({switch} is set)", remedy, code="hub-failed"
+            )
     address = f"{constants.ENDPOINT}/api/{kind}/{name}"
     if address in _silent:  # do not wait a second time
-        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
+        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy, code="hub-failed")
     request = urllib.request.Request(address)
     if token := get_token():
         request.add_header("Authorization", f"Bearer {token}")
@@ -101,7 +105,7 @@ def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -
     answer = answers[0] if answers else f"no answer in {SECONDS:g} s"
     if isinstance(answer, str):
         _silent[address] = f"and the hub ({constants.ENDPOINT}) cannot be reached: {answer}"
-        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
+        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy, code="hub-failed")
     return answer
 
 
@@ -150,7 +154,7 @@ def model_folder(path: str, key: str = "model.path") -> str:
     if (folder / "recipe.yaml").is_file():
         return _of_run(folder, where)
     usual = "point at a Hugging Face model folder, a run, a checkpoint, an adapter"
-    raise Refusal.at(where, "the folder has no config.json", _inside(folder) or usual)
+    raise Refusal.at(where, "the folder has no config.json", _inside(folder) or usual, code="missing-file")
 
 
 def _inside(folder: Path) -> str:
@@ -175,7 +179,12 @@ def adapter_folder(path: str, key: str) -> str:
         folder = _newest(folder, where)
     if (folder / checkpoints.STATE).is_file():
         return _of_checkpoint(folder, where, adapter=True)
-    raise Refusal.at(where, f"{CONFIG} cannot be read: there is none", "name a PEFT folder, or a run that trained one")
+    raise Refusal.at(
+        where,
+        f"{CONFIG} cannot be read: there is none",
+        "name a PEFT folder, or a run that trained one",
+        code="no-adapter",
+    )
 
 
 def _elsewhere(path: str, where: str) -> str:
@@ -183,17 +192,22 @@ def _elsewhere(path: str, where: str) -> str:
     folder = Path(path)
     # Paths of the embedded model in the documentation and the example recipes.
     if where.startswith("model.path ") and (folder.parts[:1] == ("quickstart",) or path == "model"):
-        raise Refusal.at(where, "no such folder", f"make the embedded tiny model with: lockstep tiny {quote(path)}")
+        raise Refusal.at(
+            where,
+            "no such folder",
+            f"make the embedded tiny model with: lockstep tiny {quote(path)}",
+            code="no-such-file",
+        )
     if looks_like_hub(path) and not folder.parent.exists():
         near = _near(folder)
         return hub_folder(path, where, f"did you mean the folder {near}? Else " if near else "")
     if folder.is_symlink():
-        raise Refusal.at(where, "is a broken symbolic link", "name the folder itself")
+        raise Refusal.at(where, "is a broken symbolic link", "name the folder itself", code="no-such-file")
     if folder.suffix == ".gguf":
-        raise Refusal.at(where, "no such file")
+        raise Refusal.at(where, "no such file", code="no-such-file")
     if near := _near(folder):
-        raise Refusal.at(where, "no such folder", f"did you mean {near}?")
-    raise Refusal.at(where, "no such folder", "name the folder of a model, a run or a checkpoint")
+        raise Refusal.at(where, "no such folder", f"did you mean {near}?", code="no-such-file")
+    raise Refusal.at(where, "no such folder", "name the folder of a model, a run or a checkpoint", code="no-such-file")
 
 
 def _near(path: Path) -> str:
@@ -209,7 +223,9 @@ def _near(path: Path) -> str:
 def _of_file(file: Path, where: str) -> str:
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise Refusal.at(where, "is a file, and no GGUF one", "name a model folder, or a .gguf file")
+            raise Refusal.at(
+                where, "is a file, and no GGUF one", "name a model folder, or a .gguf file", code="unsupported-format"
+            )
     facts = file.stat()
     key = ["gguf", str(file.resolve()), facts.st_size, facts.st_mtime_ns]
 
@@ -230,28 +246,40 @@ def _newest(run: Path, where: str) -> Path:
     steps = checkpoints.steps_in(run / "checkpoints")
     if not steps:
         raise Refusal.at(
-            where, "this run has neither exported its model nor saved a checkpoint yet", "train it further"
+            where,
+            "this run has neither exported its model nor saved a checkpoint yet",
+            "train it further",
+            code="no-checkpoint",
         )
     return checkpoints.folder_of(run / "checkpoints", steps[-1])
 
 
 def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
     if not (folder / checkpoints.MANIFEST).is_file():
-        raise Refusal.at(where, f"{folder} is damaged: it has no {checkpoints.MANIFEST}", "name another checkpoint")
+        raise Refusal.at(
+            where,
+            f"{folder} is damaged: it has no {checkpoints.MANIFEST}",
+            "name another checkpoint",
+            code="damaged-checkpoint",
+        )
     found = checkpoints.read(folder)
     if not found.state.kind:
         why = "was saved by an earlier version, which did not record the kind of model"
-        raise Refusal.at(where, why, "lockstep export RUN DIR --step N")
+        raise Refusal.at(where, why, "lockstep export RUN DIR --step N", code="unsupported-version")
     settings = Model.model_validate(found.state.recipe["model"])
     if adapter and settings.lora is None:
-        raise Refusal.at(where, "the run trained all weights, so it has no adapter", "name it as model.path")
+        raise Refusal.at(
+            where, "the run trained all weights, so it has no adapter", "name it as model.path", code="no-adapter"
+        )
     base = model_folder(settings.path, f"{where}: its model.path")
     key = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
 
     def convert(out: Path) -> None:
         # Only before a conversion: the check reads every byte of the checkpoint.
         if damage := checkpoints.damage_of(folder):
-            raise Refusal.at(where, f"{folder} is damaged: {damage}", "name another checkpoint")
+            raise Refusal.at(
+                where, f"{folder} is damaged: {damage}", "name another checkpoint", code="damaged-checkpoint"
+            )
         folders = ModelFolders(base, stored_adapter(settings.lora))
         _report(folder, export_checkpoint(settings, found, out, folders=folders, adapter=adapter))
 
@@ -276,7 +304,8 @@ def _base_folder(folder: Path, where: str) -> str:
     except Refusal as refusal:
         # The base model may be available under another name.
         problems = [
-            one if _GIVE in one.remedy else Problem(one.where, one.why, _given(folder)) for one in refusal.problems
+            one if _GIVE in one.remedy else Problem(one.where, one.why, _given(folder), code=one.code)
+            for one in refusal.problems
         ]
         raise Refusal(problems) from refusal
 
@@ -294,15 +323,17 @@ def base_of(folder: Path, where: str) -> str:
     try:
         base: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
-        raise Refusal.at(where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder", code="unreadable"
+        ) from error
     if not isinstance(base, str) or not base:
-        raise Refusal.at(where, f"{CONFIG} does not name the base model", remedy)
+        raise Refusal.at(where, f"{CONFIG} does not name the base model", remedy, code="no-base-model")
     for place in (Path(base), folder / base, folder.parent / Path(base).name):
         if place.exists():
             return str(place)
     if looks_like_hub(base):
         return base
-    raise Refusal.at(where, f"its base model {base} was not found", remedy)
+    raise Refusal.at(where, f"its base model {base} was not found", remedy, code="no-base-model")
 
 
 VERSION = 2
@@ -316,7 +347,7 @@ def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
         folder = cache_home() / FOLDERS / hashlib.sha256(text.encode()).hexdigest()[:24]
     except RuntimeError as error:
         why = "must be converted to a model folder, and there is no home directory for the cache"
-        raise Refusal.at(what, why, "set LOCKSTEP_CACHE to a folder") from error
+        raise Refusal.at(what, why, "set LOCKSTEP_CACHE to a folder", code="no-home") from error
     made = MadeFolder(folder)
     advice = "LOCKSTEP_CACHE names the folder of the cache"
     try:
@@ -339,5 +370,5 @@ def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
     except Refusal as refusal:
         if refusal.problems[0].where != str(aside_of(folder)):
             raise
-        raise Refusal.at(folder, refusal.problems[0].why, advice) from refusal
+        raise Refusal.at(folder, refusal.problems[0].why, advice, code=refusal.problems[0].code) from refusal
     return str(folder)

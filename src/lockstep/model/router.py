@@ -37,6 +37,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
                 where,
                 f"its config.json enables a load-balancing loss (output_router_logits, coefficient {default:g})",
                 f"set model.aux_loss_coef={default:g} to train with it, or 0 to train without",
+                code="router-loss",
             )
     if not coefficient:
         return
@@ -49,6 +50,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
                 where,
                 f"model.aux_loss_coef={coefficient:g} is set, but its load-balancing loss is not supported: {error}",
                 "set model.aux_loss_coef=0, or use another model",
+                code="router-loss",
             )
         return None
 
@@ -86,6 +88,7 @@ def refuse_router_noise(config: Any, where: str) -> None:
         "differ from generation and scoring",
         "set router_jitter_noise and input_jitter_noise to 0 in its config.json; if its routers still sample "
         "experts in training, use another model",
+        code="router-noise",
     )
     # The trial of the architecture reports a model that does not run.
     with suppress(Unfit):

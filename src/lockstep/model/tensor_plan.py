@@ -52,7 +52,9 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         styles_of(model, size)
     except Indivisible as found:
-        raise Refusal([Problem(KEY, f"{path} ({config.model_type}): {found}", found.remedy)]) from found
+        raise Refusal(
+            [Problem(KEY, f"{path} ({config.model_type}): {found}", found.remedy, code="indivisible")]
+        ) from found
 
 
 def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
@@ -97,6 +99,7 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
                 f"{name} has an adapter, and parallel.tensor_parallel gives each process a part of its {style}",
                 "name other layers in model.lora.targets; or set parallel.tensor_parallel=1 and shard the model "
                 "(parallel.shard)",
+                code="unfit-adapter",
             )
         found[name if adapters is None else f"{name}.base_layer"] = style
         found |= {f"{name}.{sides[style]}.{one}": style for one in adapters or ()}

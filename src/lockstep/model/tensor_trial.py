@@ -35,7 +35,7 @@ def check_division(config: Any, path: str, kernel: str, device: torch.device, sh
         try:
             try_division(config, kernel, device, group)
         except (Unfit, Indivisible) as unfit:
-            return Problem(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY)
+            return Problem(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY, code="indivisible")
         return None
 
     def verified_on_all(verified: bool) -> bool:

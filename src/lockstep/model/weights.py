@@ -55,12 +55,19 @@ def refuse_other_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], 
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name in sorted(parameters.keys() ^ weights.keys()):
         side = "the checkpoint" if name not in weights else "the model"
-        raise Refusal.at(where, f"{side} has no weight {name}", "use the recipe the checkpoint was trained with")
+        raise Refusal.at(
+            where,
+            f"{side} has no weight {name}",
+            "use the recipe the checkpoint was trained with",
+            code="missing-weight",
+        )
     shapes = shapes_of(weights)
     for name, parameter in parameters.items():
         if parameter.shape != shapes[name]:
             raise Refusal.at(
-                where, f"{name} is {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model"
+                where,
+                f"{name} is {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model",
+                code="wrong-shape",
             )
     return parameters
 

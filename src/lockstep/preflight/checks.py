@@ -131,9 +131,16 @@ def resumed_run(context: Context) -> Iterator[Problem]:
     """A run folder that contradicts `run.resume`."""
     folder, resume = run_folder(context.recipe), context.recipe.run.resume
     if resume == "never" and folder.path.exists():
-        yield Problem("run.resume", f"{folder.path} exists and resume is never", "choose another run.name")
+        yield Problem(
+            "run.resume", f"{folder.path} exists and resume is never", "choose another run.name", code="already-exists"
+        )
     if resume == "required" and not _has_checkpoint(folder):
-        yield Problem("run.resume", f"{folder.path} has no checkpoint to continue from", "set run.resume=auto")
+        yield Problem(
+            "run.resume",
+            f"{folder.path} has no checkpoint to continue from",
+            "set run.resume=auto",
+            code="no-checkpoint",
+        )
 
 
 def finished_run(context: Context) -> Iterator[Problem]:
@@ -147,6 +154,7 @@ def finished_run(context: Context) -> Iterator[Problem]:
             f"run folder {folder.path}",
             "contains a finished run without checkpoints: a new run would overwrite its metrics",
             "choose another run.name, or remove the folder",
+            code="already-exists",
         )
 
 

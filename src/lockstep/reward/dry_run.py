@@ -100,7 +100,14 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
         rule = rule_of(question.data_source)
         why = rule.truth_problem(question.ground_truth) if rule else None
         if rule and why:
-            problems.append(Problem(str(question.origin), f"ground truth {why}", f"fix the row: rule {rule.name}"))
+            problems.append(
+                Problem(
+                    str(question.origin),
+                    f"ground truth {why}",
+                    f"fix the row: rule {rule.name}",
+                    code="invalid-ground-truth",
+                )
+            )
     return shortened(problems, "rows")
 
 
@@ -170,6 +177,7 @@ def _failure_problem(name: str, question: Question, text: str, failure: Failure)
         f"tried on {question.origin} (data source {question.data_source}), the answer {text[:60]!r} could not be "
         f"scored: {failure.message}",
         "fix it before training: a failure is never scored 0",
+        code="reward-failed",
     )
 
 

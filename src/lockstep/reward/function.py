@@ -81,8 +81,8 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         where = f"{self._target.key} {self._target.path}:{self._target.name}"
         if self.lost:
             remedy = "find out what killed or stopped it, for example a lack of memory; then try again"
-            raise LostProcess.at(where, reply.why, remedy)
-        raise Refusal.at(where, reply.why, reply.remedy)
+            raise LostProcess.at(where, reply.why, remedy, code=reply.code)
+        raise Refusal.at(where, reply.why, reply.remedy, code=reply.code)
 
     def call(self, call: dict[str, Any]) -> Given | Raised:
         try:
@@ -265,5 +265,5 @@ def _local_calls(
     try:
         usable = as_reward_function(function, name, (*CALL, *extra))
     except Unloadable as error:
-        raise Refusal.at(f"{key} {reference}", error.why, error.remedy) from error
+        raise Refusal.at(f"{key} {reference}", error.why, error.remedy, code=error.code) from error
     return LocalCalls(usable, file, settings.time_limit)

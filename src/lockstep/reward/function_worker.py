@@ -45,6 +45,7 @@ class Unusable:
 
     why: str
     remedy: str = ""
+    code: str = "import-failed"
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
         reply = Raised(fields["why"][: 2 * LONGEST_WHY], fields["spent"])
         good = isinstance(reply.why, str) and isinstance(reply.spent, bool)
     elif kind == "Unusable":
-        reply = Unusable(fields["why"], fields["remedy"])
-        good = isinstance(reply.why, str) and isinstance(reply.remedy, str)
+        reply = Unusable(fields["why"], fields["remedy"], fields["code"])
+        good = all(isinstance(field, str) for field in vars(reply).values())
     else:
         reply, good = Loaded(), kind == "Loaded"
     return reply if good else None
@@ -213,7 +214,7 @@ def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | 
     try:
         return as_reward_function(get_function(run_file(path), name, call, path), name, call)
     except Unloadable as error:
-        return Unusable(error.why, error.remedy)
+        return Unusable(error.why, error.remedy, error.code)
 
 
 def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:

@@ -173,13 +173,18 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     model, info = pretrained(kind, folder, where, "its weights", config=config, **how)
     missing = sorted(info.get("missing_keys", ()))
     if missing:
-        problems = [Problem(where, f"the weights lack {key}, which would start random") for key in missing]
+        problems = [
+            Problem(where, f"the weights lack {key}, which would start random", code="missing-weight")
+            for key in missing
+        ]
         raise Refusal(shortened(problems, "weights"))
     refuse_not_finite(dict(model.named_parameters()), where)
     largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if largest >= rows:
         why = f"its tokenizer has a token with id {largest}, but its embedding has {rows} rows"
-        raise Refusal.at(where, why, "use the tokenizer that the reward model was trained with")
+        raise Refusal.at(
+            where, why, "use the tokenizer that the reward model was trained with", code="other-vocabulary"
+        )
     model.to(device).eval().requires_grad_(False)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return RewardModel(model, tokenizer, device, context, mean, std)
@@ -202,7 +207,12 @@ def normalized_by_config(model: RewardModel) -> RewardModel:
         return model
     mean, std = float(config.mean), float(getattr(config, "std", 1.0))
     if not (abs(mean) < float("inf") and 0 < std < float("inf")):
-        raise Refusal.at("config.json", f"mean {mean} and std {std} cannot normalise a score", "fix the model's folder")
+        raise Refusal.at(
+            "config.json",
+            f"mean {mean} and std {std} cannot normalise a score",
+            "fix the model's folder",
+            code="not-a-number",
+        )
     return replace(model, mean=mean, std=std)
 
 
@@ -213,9 +223,15 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
             where,
             f"is not a sequence classification model but {', '.join(kinds) or 'of no stated kind'}",
             "train a reward model, or name the folder of one",
+            code="wrong-model-kind",
         )
     if config.num_labels != 1:
-        raise Refusal.at(where, f"gives {config.num_labels} labels; a reward is one number", "use a model of one label")
+        raise Refusal.at(
+            where,
+            f"gives {config.num_labels} labels; a reward is one number",
+            "use a model of one label",
+            code="wrong-model-kind",
+        )
 
 
 def _statistics(file: Path) -> tuple[float, float]:
@@ -227,9 +243,14 @@ def _statistics(file: Path) -> tuple[float, float]:
         mean, std = float(stats["mean"]), float(stats["std"])
     except (ValueError, KeyError, TypeError) as error:
         remedy = 'it holds {"mean": NUMBER, "std": NUMBER}'
-        raise Refusal.at(file, f"cannot be read: {type(error).__name__} {error}", remedy) from error
+        raise Refusal.at(file, f"cannot be read: {type(error).__name__} {error}", remedy, code="unreadable") from error
     if not (abs(mean) < float("inf") and 0 < std < float("inf")):
-        raise Refusal.at(file, f"mean {mean} and std {std} cannot normalise a score", "std is over 0, both finite")
+        raise Refusal.at(
+            file,
+            f"mean {mean} and std {std} cannot normalise a score",
+            "std is over 0, both finite",
+            code="not-a-number",
+        )
     return mean, std
 
 

@@ -68,6 +68,7 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
             where,
             f"is not a process reward model: it has no {PROCESS}",
             'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
+            code="wrong-model-kind",
         )
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +77,12 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
     marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])
     model = whole_model(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
     if not tokenizer.chat_template:
-        raise Refusal.at(where, "its tokenizer has no chat template", "put a chat_template.jinja into its folder")
+        raise Refusal.at(
+            where,
+            "its tokenizer has no chat template",
+            "put a chat_template.jinja into its folder",
+            code="no-chat-template",
+        )
     model.to(device).eval().requires_grad_(False)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
@@ -96,9 +102,11 @@ def read_judging(folder: Path) -> dict[str, Any]:
         trained_with: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         texts = [trained_with["placeholder"], *trained_with["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal.at(file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
+        raise Refusal.at(
+            file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy, code="unreadable"
+        ) from error
     if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
-        raise Refusal.at(file, "its placeholder and tokens are not all texts", remedy)
+        raise Refusal.at(file, "its placeholder and tokens are not all texts", remedy, code="damaged-file")
     return trained_with
 
 

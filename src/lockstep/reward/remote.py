@@ -355,13 +355,23 @@ def _refused(answer: HttpResponse) -> str:
 def _checked(addresses: str | Sequence[str]) -> list[str]:
     unique = list(dict.fromkeys([addresses] if isinstance(addresses, str) else addresses))
     problems = [
-        Problem("reward.remote", f"{address!r} is not an HTTP address", "write http://host:port/path")
+        Problem(
+            "reward.remote",
+            f"{address!r} is not an HTTP address",
+            "write http://host:port/path",
+            code="invalid-address",
+        )
         for address in unique
         if not _is_http(address)
     ]
     if not unique:
-        problems.append(Problem("reward.remote", "names no endpoint", "write http://host:port/path"))
-    problems += [Problem("reward.remote", why, remedy) for _, why, remedy in secrets_in(unique, "reward.remote")]
+        problems.append(
+            Problem("reward.remote", "names no endpoint", "write http://host:port/path", code="empty-value")
+        )
+    problems += [
+        Problem("reward.remote", why, remedy, code="secret-in-recipe")
+        for _, why, remedy in secrets_in(unique, "reward.remote")
+    ]
     refuse_all(problems)
     return unique
 

@@ -64,7 +64,7 @@ def math_score(text: str, ground_truth: str) -> float:
 
     truth = last_boxed(ground_truth) or _bare(ground_truth)
     if not truth:
-        raise Refusal.at("ground_truth", "is empty", "fix the row")
+        raise Refusal.at("ground_truth", "is empty", "fix the row", code="invalid-ground-truth")
     answer = last_boxed(text)
     if answer is None:
         return 0.0
@@ -131,7 +131,7 @@ def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> flo
     """
     truth = _truth(ground_truth)
     if truth is None:
-        raise Refusal.at("ground_truth", _not_a_number(ground_truth) or "", "fix the row")
+        raise Refusal.at("ground_truth", _not_a_number(ground_truth) or "", "fix the row", code="invalid-ground-truth")
     answer = extract_answer(solution, strict=strict)
     return 1.0 if answer is not None and _value(answer) == truth else 0.0
 
@@ -248,6 +248,7 @@ def rule_named(name: str, where: str) -> Rule:
             where,
             f"there is no rule {name!r}",
             (f"did you mean {near[0]}? " if near else "") + f"rules are {', '.join(RULES)}",
+            code="unknown-name",
         )
     if not _is_installed(name):
         raise missing_extra("math-verify", "math", f"the rule math ({where})")
@@ -265,7 +266,9 @@ def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str
         near = [one for one in near if _numbers(one) == _numbers(name) and not _is_part(one, name)]
         if near:
             why = f"no row has the data source {name!r}"
-            problems.append(Problem(f"{key}.{name}", why, f"did you mean {near[0]}? Else remove it"))
+            problems.append(
+                Problem(f"{key}.{name}", why, f"did you mean {near[0]}? Else remove it", code="unknown-source")
+            )
     return problems
 
 
@@ -295,4 +298,5 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
         "has no rule",
         (f"did you mean {near[0]}? " if near else "")
         + f"rules exist for {', '.join(available)}; for another source: {other}, RULE being {', '.join(RULES)}",
+        code="no-rule",
     )

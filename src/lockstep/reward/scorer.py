@@ -87,7 +87,10 @@ class FormatPart(RewardPart):
         except re.error as error:
             where = "" if error.pos is None else f" at character {error.pos + 1}"
             raise Refusal.at(
-                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{where}", "fix it"
+                "reward.format",
+                f"{expression!r} is not a regular expression: {error.msg}{where}",
+                "fix it",
+                code="invalid-regex",
             ) from error
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
@@ -226,7 +229,12 @@ def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
     is_set = {name: getattr(settings, name) is not None for name in PARTS if name != "rule"}
     is_set["rule"] = "rule" in settings.weights or not any(is_set.values())
     problems = [
-        Problem(f"reward.weights.{name}", f"reward.{name} is not set", f"set reward.{name}, or remove the weight")
+        Problem(
+            f"reward.weights.{name}",
+            f"reward.{name} is not set",
+            f"set reward.{name}, or remove the weight",
+            code="needs-key",
+        )
         for name in settings.weights
         if not is_set[name]
     ]

@@ -70,7 +70,9 @@ class ChatText:
 
 def refused_by_template(error: Exception, origin: Origin) -> Refusal:
     why = f"the chat template refuses this chat: {error}"
-    return Refusal.at(origin, why, "fix or remove the row, or use another template (data.template)")
+    return Refusal.at(
+        origin, why, "fix or remove the row, or use another template (data.template)", code="template-error"
+    )
 
 
 def _is_plain(message: Message) -> bool:
@@ -161,6 +163,7 @@ def render_chat(
                 origin,
                 f"the chat template drops or changes assistant turn {number}",
                 "use a template that renders assistant content as it is (no stripped reasoning), or split the row",
+                code="template-changes-chat",
             )
         dropped = dropped_by_template(turn, spans.text[start:end])
         if dropped:
@@ -168,6 +171,7 @@ def render_chat(
                 origin,
                 f"the chat template drops the {dropped} from the trained text of assistant turn {number}",
                 "use a template that writes it (data.template), write it into the content, or remove it from the row",
+                code="template-changes-chat",
             )
     refuse_dropped_by_template(spans.text, messages, tools, origin)
     return spans
@@ -176,14 +180,22 @@ def render_chat(
 def check_messages(messages: list[Message], origin: Origin) -> None:
     """Refuse anything that is not a chat with an assistant turn to train."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise Refusal.at(origin, "a chat is a list of {role, content} messages", "set data.messages_key or data.shape")
+        raise Refusal.at(
+            origin,
+            "a chat is a list of {role, content} messages",
+            "set data.messages_key or data.shape",
+            code="invalid-chat",
+        )
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         why = f"the chat has no assistant turn, so there is nothing to train: it has turns of {roles}"
-        raise Refusal.at(origin, why, "fix or remove the row")
+        raise Refusal.at(origin, why, "fix or remove the row", code="no-answer")
     if messages[0]["role"] == "assistant":
         raise Refusal.at(
-            origin, "empty prompt: the chat starts with the assistant", "remove that turn, or put a user's before it"
+            origin,
+            "empty prompt: the chat starts with the assistant",
+            "remove that turn, or put a user's before it",
+            code="empty-prompt",
         )
     for number, message in enumerate(messages, 1):
         refuse_no_content(message, number, origin)
@@ -194,7 +206,10 @@ def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
     content, role = message.get("content"), message["role"]
     if not isinstance(content, str) or not (content.strip() or message.get("tool_calls") or role in MAY_BE_EMPTY):
         raise Refusal.at(
-            origin, f"message {number} ({role}) is empty or not text", "write it as text, or remove the row"
+            origin,
+            f"message {number} ({role}) is empty or not text",
+            "write it as text, or remove the row",
+            code="empty-field",
         )
 
 
@@ -233,6 +248,7 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
             origin,
             f"the chat template renders {len(spans[0])} of {len(turns)} assistant turns as trained text",
             "fix the template: put generation markers around each assistant turn",
+            code="template-changes-chat",
         )
     trained = ((first, last) for (first, last), turn in zip(spans[0], turns, strict=True) if is_trained(turn))
     return Spans(texts[0], tuple(trained))
@@ -256,6 +272,7 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], or
                 "so its trained text cannot be found",
                 "add generation markers to the template, or train the last assistant turn alone: give the others a "
                 "weight of 0",
+                code="template-unstable",
             )
         spans.append((len(before), len(after)))
     return Spans(text, tuple(spans))
@@ -270,6 +287,7 @@ def refuse_another_opening(before: str, after: str, turn: Message, where: str, o
             origin,
             f"the generation prompt of the chat template ends with {opening!r}, but {where} is rendered without it",
             f"begin the answer with {opening!r}, or use a template that renders both alike (data.template)",
+            code="template-unstable",
         )
 
 

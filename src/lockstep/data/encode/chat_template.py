@@ -52,9 +52,11 @@ def template_text(name: str) -> str:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise Refusal.at(f"{KEY} {name}", f"cannot be read: {why}", "give the path of a chat template") from error
+        raise Refusal.at(
+            f"{KEY} {name}", f"cannot be read: {why}", "give the path of a chat template", code="unreadable"
+        ) from error
     if not text.strip():
-        raise Refusal.at(f"{KEY} {name}", "is empty", "give the path of a chat template")
+        raise Refusal.at(f"{KEY} {name}", "is empty", "give the path of a chat template", code="empty-value")
     return text
 
 
@@ -69,7 +71,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
     try:
         example, _ = encode_spans(tokenizer, render_chat(tokenizer, _answered(tokenizer, origin), origin), origin)
     except Refusal as refusal:
-        raise Refusal.at(f"{KEY} {data.template}", refusal.problems[0].why, "fix the template") from refusal
+        raise Refusal.at(
+            f"{KEY} {data.template}", refusal.problems[0].why, "fix the template", code=refusal.problems[0].code
+        ) from refusal
     last = last_trained(example)
     if last in special_ids(tokenizer):
         return last
@@ -79,6 +83,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
             f"ends an answer with {tokenizer.decode([last])!r}, which is no end token of the tokenizer: the model "
             "would not learn to stop",
             _ends_with(tokenizer) + ", or set data.require_end=false",
+            code="no-end-token",
         )
     return None
 
@@ -106,6 +111,7 @@ def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> Non
             f"writes {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} no special token of the "
             "tokenizer",
             f"use a template whose special tokens it has, or write a template file: {_ends_with(tokenizer)}",
+            code="unknown-token",
         )
 
 
@@ -128,7 +134,12 @@ def with_arguments(
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     refuse_all(
         [
-            Problem(f"data.template_arguments.{name}", "the chat template does not read it", _near_word(name, template))
+            Problem(
+                f"data.template_arguments.{name}",
+                "the chat template does not read it",
+                _near_word(name, template),
+                code="unused-key",
+            )
             for name in arguments
             if not re.search(rf"\b{re.escape(name)}\b", template)
         ]

@@ -51,7 +51,9 @@ class ExtraColumns:
         if self.input:
             extra = self._text(self.input, row, origin)
             if extra and not isinstance(turns, str):
-                raise Refusal.at(origin, f"{name} is a chat, and {self.input} has no place in it", "fix the row")
+                raise Refusal.at(
+                    origin, f"{name} is a chat, and {self.input} has no place in it", "fix the row", code="invalid-chat"
+                )
             turns = f"{turns}\n{extra}" if extra else turns
         earlier = self._history(row, origin)
         if earlier:
@@ -70,7 +72,10 @@ class ExtraColumns:
             if str(turns[0]["content"]).strip() == system.strip():
                 return turns
             raise Refusal.at(
-                origin, f"has a system message in {self.system}, and another in its chat", "keep one of them"
+                origin,
+                f"has a system message in {self.system}, and another in its chat",
+                "keep one of them",
+                code="invalid-chat",
             )
         # An empty system message in the chat is replaced.
         others = turns[1:] if turns and turns[0]["role"] == "system" else turns
@@ -96,7 +101,9 @@ class ExtraColumns:
     def _text(self, column: str, row: Row, origin: Origin) -> str:
         value = row.get(column) if column else None
         if value is not None and not isinstance(value, str):
-            raise Refusal.at(origin, f"{column} is {type(value).__name__}, not text", "fix or remove the row")
+            raise Refusal.at(
+                origin, f"{column} is {type(value).__name__}, not text", "fix or remove the row", code="not-text"
+            )
         return value if value and value.strip() else ""
 
     def _history(self, row: Row, origin: Origin) -> list[Message]:
@@ -107,7 +114,9 @@ class ExtraColumns:
         if not isinstance(pairs, list) or not all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
         ):
-            raise Refusal.at(origin, f"{self.history} must be a list of [question, answer] pairs", "fix the row")
+            raise Refusal.at(
+                origin, f"{self.history} must be a list of [question, answer] pairs", "fix the row", code="invalid-chat"
+            )
         return [
             {"role": role, "content": text}
             for pair in pairs
@@ -170,7 +179,10 @@ class ColumnFinder:
 
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(
-            self.source.path, f"cannot tell which columns {what}; it has {', '.join(self.available)}", remedy
+            self.source.path,
+            f"cannot tell which columns {what}; it has {', '.join(self.available)}",
+            remedy,
+            code="unclear-columns",
         )
 
 
@@ -178,7 +190,7 @@ def filled(row: Row, key: str, origin: Origin) -> Any:
     """The value at `key`, which must not be empty."""
     value = lookup(row, key, origin)
     if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
-        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in")
+        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in", code="empty-field")
     return value
 
 
@@ -218,7 +230,10 @@ def _missing(row: Row, key: str, reached: str, value: Any, origin: Origin) -> Re
         content = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
     near = _nearest(row, key)
     return Refusal.at(
-        origin, f"has no {key!r}: {content}", f"did you mean {near!r}?" if near else "fix or remove the row"
+        origin,
+        f"has no {key!r}: {content}",
+        f"did you mean {near!r}?" if near else "fix or remove the row",
+        code="missing-column",
     )
 
 

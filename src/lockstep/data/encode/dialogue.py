@@ -38,10 +38,15 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     """
     responses = [_filled(name, response, origin) for name, response in zip(names, responses, strict=True)]
     if len({type(response) for response in responses}) > 1:
-        raise Refusal.at(origin, f"{_listed(names)} are partly text and partly chats", "write all of them in one way")
+        raise Refusal.at(
+            origin,
+            f"{_listed(names)} are partly text and partly chats",
+            "write all of them in one way",
+            code="mixed-rows",
+        )
     if prompt is None:
         if all(response == responses[0] for response in responses):
-            raise Refusal.at(origin, f"{_listed(names)} are identical", "remove the row")
+            raise Refusal.at(origin, f"{_listed(names)} are identical", "remove the row", code="identical-responses")
         shared = _shared_text if isinstance(responses[0], str) else _shared_turns
         beginning, rests = shared(responses, names, origin)
     elif isinstance(responses[0], str):
@@ -49,7 +54,12 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     else:
         beginning, rests = _continued(as_turns(prompt, "the prompt", origin), responses, names, origin)
     if isinstance(beginning, list) and beginning[-1]["role"] == "assistant":
-        raise Refusal.at(origin, "the prompt ends with the assistant, who would answer itself", "fix the prompt")
+        raise Refusal.at(
+            origin,
+            "the prompt ends with the assistant, who would answer itself",
+            "fix the prompt",
+            code="prompt-ends-with-assistant",
+        )
     for name, rest in zip(names, rests, strict=True):
         _refuse_no_answer(name, rest, origin)
     return beginning, rests
@@ -83,7 +93,10 @@ def as_turns(value: Any, name: str, origin: Origin) -> Turns:
     turns = [value] if is_message(value) else value
     if not isinstance(turns, list) or not all(map(is_message, turns)):
         raise Refusal.at(
-            origin, f"{name} is neither text nor a list of {{role, content}} messages", "fix or remove the row"
+            origin,
+            f"{name} is neither text nor a list of {{role, content}} messages",
+            "fix or remove the row",
+            code="invalid-chat",
         )
     return as_messages(turns, origin)
 
@@ -98,7 +111,7 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
         if not _PYTHON_CHAT.match(text):
             return text
         why = f"{name} looks like a chat as Python shows it, and is no JSON: {error}"
-        raise Refusal.at(origin, why, "write it as JSON, or as a list of messages") from error
+        raise Refusal.at(origin, why, "write it as JSON, or as a list of messages", code="invalid-json") from error
     is_chat = all(isinstance(one, dict) and any(keys <= one.keys() for keys in _CHAT_KEYS) for one in found)
     return found if is_chat else text
 
@@ -106,19 +119,22 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
 def _filled(name: str, response: Any, origin: Origin) -> Turns:
     turns = as_turns(response, name, origin)
     if not turns or (isinstance(turns, str) and not turns.strip()):
-        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in")
+        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in", code="empty-field")
     return turns
 
 
 def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
     if isinstance(rest, str):
         if not rest.strip():
-            raise Refusal.at(origin, f"{name} has no answer after the prompt", "remove the row or fill it in")
+            raise Refusal.at(
+                origin, f"{name} has no answer after the prompt", "remove the row or fill it in", code="no-answer"
+            )
     elif not rest or rest[0]["role"] != "assistant" or rest[-1]["role"] != "assistant":
         raise Refusal.at(
             origin,
             f"{name} must start with an assistant turn after the prompt and end with one",
             "fix or remove the row",
+            code="no-answer",
         )
 
 
@@ -133,6 +149,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
                 origin,
                 f"{name} is a full chat that does not begin with the prompt",
                 "check that the prompt belongs to this row, or set data.prompt_key",
+                code="different-prompts",
             )
         opening = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         heads.append(chat[:cut] if full else opening)
@@ -160,7 +177,10 @@ def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: 
     if cut == shortest:
         short = names[[len(chat) for chat in chats].index(shortest)]
         raise Refusal.at(
-            origin, f"{short} is only the beginning of the others, so it has no answer", "fix or remove the row"
+            origin,
+            f"{short} is only the beginning of the others, so it has no answer",
+            "fix or remove the row",
+            code="no-answer",
         )
     if not cut or any(chat[cut]["role"] != "assistant" for chat in chats):
         raise _different_prompts(names, origin)
@@ -191,6 +211,7 @@ def _different_prompts(names: Sequence[str], origin: Origin) -> Refusal:
         origin,
         f"{_listed(names)} answer different prompts: they have no common beginning before their answers",
         "pair responses to one prompt, or name its column with data.prompt_key",
+        code="different-prompts",
     )
 
 

@@ -42,6 +42,7 @@ def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
         f"{what} tokens, over data.max_tokens={limit}",
         "raise data.max_tokens as far as batch.tokens and the model's context allow, or set data.overlong to drop, "
         "truncate_left or truncate_right",
+        code="row-too-long",
     )
 
 
@@ -55,7 +56,9 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
         return None
     short = example.cut(span)
     if not short.targets:
-        raise Refusal.at(example.origin, f"{overlong} to {limit} tokens leaves no {needed}", _DROP)
+        raise Refusal.at(
+            example.origin, f"{overlong} to {limit} tokens leaves no {needed}", _DROP, code="truncated-away"
+        )
     return short
 
 
@@ -77,13 +80,18 @@ def fit_responses(
         prompt = prompt_length(examples[0])
         if span.start >= prompt:
             raise Refusal.at(
-                origin, f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt", _DROP
+                origin,
+                f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt",
+                _DROP,
+                code="truncated-away",
             )
         return [example.cut(span) for example in examples]
     short = [example.cut(span) for example in examples]
     for name, example in zip(names, short, strict=True):
         if not example.targets:
-            raise Refusal.at(origin, f"truncate_right to {limit} tokens leaves nothing of {name}", _DROP)
+            raise Refusal.at(
+                origin, f"truncate_right to {limit} tokens leaves nothing of {name}", _DROP, code="truncated-away"
+            )
     refuse_equal(short, names, f" once cut to {limit} tokens")
     return short
 
@@ -100,7 +108,10 @@ def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str =
         twin = first.setdefault(tuple(example.ids), name)
         if twin != name:
             raise Refusal.at(
-                example.origin, f"{twin} and {name} are identical{after}", _DROP if after else "remove the row"
+                example.origin,
+                f"{twin} and {name} are identical{after}",
+                _DROP if after else "remove the row",
+                code="identical-responses",
             )
 
 
@@ -119,7 +130,12 @@ class Encoding:
         # Tokens that the tokenizer puts before plain text: a BOS token, or nothing.
         self.opening: list[int] = list(tokenizer("")["input_ids"])
         if data.system and not self.templated:
-            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+            raise Refusal.at(
+                "data.system",
+                "plain rows without a chat template have no place for it",
+                "remove it",
+                code="no-chat-template",
+            )
 
     def ids(self, text: str) -> list[int]:
         """The tokens of the text, without special tokens."""
@@ -155,26 +171,33 @@ class Encoding:
                 origin,
                 "the row is a chat (messages, a system message or tools), and data.template is none",
                 "set data.template to auto, or give rows of plain text",
+                code="no-chat-template",
             )
         if not self.tokenizer.chat_template:
             raise Refusal.at(
                 origin,
                 "the row holds a chat, but the tokenizer has no chat template",
                 "name one with data.template, use a model whose tokenizer has one, or rows of plain text",
+                code="no-chat-template",
             )
 
     def end(self, origin: Origin) -> list[int]:
         if self.tokenizer.eos_token_id is not None:
             return [self.tokenizer.eos_token_id]
         if self.require_end:
-            raise Refusal.at(origin, "the tokenizer has no eos token to train as the end", "set data.require_end=false")
+            raise Refusal.at(
+                origin,
+                "the tokenizer has no eos token to train as the end",
+                "set data.require_end=false",
+                code="no-end-token",
+            )
         return []
 
     def checked(self, example: Example) -> Example:
         """The example. Refuses two BOS tokens, no trained token, and a missing end token."""
         self.refuse_two_openings(example)
         if not example.targets:
-            raise Refusal.at(example.origin, "no token of the row is trained")
+            raise Refusal.at(example.origin, "no token of the row is trained", code="no-trained-token")
         last = last_trained(example)
         if self.require_end and last not in self.special:
             token = self.tokenizer.decode([last])
@@ -182,6 +205,7 @@ class Encoding:
                 example.origin,
                 f"the last trained token is {token!r}, not an end token: the model would not learn to stop",
                 "use a chat template that ends assistant turns with the end token, or set data.require_end=false",
+                code="no-end-token",
             )
         return example
 
@@ -192,6 +216,7 @@ class Encoding:
                 example.origin,
                 f"starts with two {self.tokenizer.bos_token!r} tokens",
                 "the rows or the template already carry the BOS token; remove it from the rows",
+                code="two-bos-tokens",
             )
 
 
@@ -213,6 +238,7 @@ def written(prompt: Any, form: str | None, origin: Origin) -> Any:
             origin,
             "the prompt is a chat of several turns, and data.prompt_format is for one",
             "remove data.prompt_format",
+            code="unused-key",
         )
     user = prompt[users[0]]
     turns = list(prompt)

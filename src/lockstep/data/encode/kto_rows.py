@@ -125,7 +125,12 @@ def verdict(row: Row, key: str, origin: Origin) -> bool:
     else:
         found = VERDICTS.get(label) if isinstance(label, bool | int | float) else None
     if found is None:
-        raise Refusal.at(origin, f"{key} is {label!r}, which is not a label", "write true or false, 1 or 0, or 1 or -1")
+        raise Refusal.at(
+            origin,
+            f"{key} is {label!r}, which is not a label",
+            "write true or false, 1 or 0, or 1 or -1",
+            code="invalid-label",
+        )
     return found
 
 
@@ -140,5 +145,6 @@ def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, An
             origin,
             f"{columns.messages} must be a chat that ends with the labelled assistant turn",
             "fix or remove the row",
+            code="no-answer",
         )
     return columns.extra.chat(chat[:-1], row, origin), chat[-1:]

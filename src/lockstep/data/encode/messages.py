@@ -63,7 +63,9 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
     role = role.lower() if role.lower() in ROLE_NAMES else role
     if "role" not in fields and role not in ROLE_NAMES:
         names = ", ".join(sorted({*ROLES, *ROLE_NAMES}))
-        raise Refusal.at(origin, f"message {number} has the unknown role {written!r}", f"use one of {names}")
+        raise Refusal.at(
+            origin, f"message {number} has the unknown role {written!r}", f"use one of {names}", code="unknown-role"
+        )
     where = f"message {number} ({role})"
     refuse_not_text(fields, where, origin)
     content = _content(fields.pop("content", fields.pop("value", None)), where, origin)
@@ -86,17 +88,29 @@ def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> d
     for key in _DETAILS:
         if fields.get(key):
             why = f"message {number} selects trained characters with {key}, but only full turns can be trained"
-            raise Refusal.at(origin, why, f"remove {key}; a weight of 0 excludes the turn from training")
+            raise Refusal.at(
+                origin, why, f"remove {key}; a weight of 0 excludes the turn from training", code="invalid-turn-weight"
+            )
     flags = {key: fields.pop(key) for key in _WEIGHTS if key in fields}
     for key, value in flags.items():
         if value not in (0, 1):
-            raise Refusal.at(origin, f"message {number} has a {key} of {value!r}", f"a {key} is 0 or 1, true or false")
+            raise Refusal.at(
+                origin,
+                f"message {number} has a {key} of {value!r}",
+                f"a {key} is 0 or 1, true or false",
+                code="invalid-turn-weight",
+            )
         if value and role != "assistant" and key in ("train", "training"):
             why = f"message {number} ({role}) is marked as trained ({key}), but only assistant turns are trained"
-            raise Refusal.at(origin, why, f"set {key} to false or remove it")
+            raise Refusal.at(origin, why, f"set {key} to false or remove it", code="invalid-turn-weight")
     weights = set(map(int, flags.values()))
     if len(weights) > 1:
-        raise Refusal.at(origin, f"{' and '.join(flags)} of message {number} contradict each other", "keep one of them")
+        raise Refusal.at(
+            origin,
+            f"{' and '.join(flags)} of message {number} contradict each other",
+            "keep one of them",
+            code="invalid-turn-weight",
+        )
     return {"weight": weights.pop()} if weights else {}
 
 
@@ -104,7 +118,9 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
     """Refuse a row or message with images, audio or video."""
     for key in NOT_TEXT:
         if holder.get(key):
-            raise Refusal.at(origin, f"{where} has a value in {key}, but only text is trained", "remove the row")
+            raise Refusal.at(
+                origin, f"{where} has a value in {key}, but only text is trained", "remove the row", code="not-text"
+            )
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
@@ -117,7 +133,12 @@ def _content(content: Any, where: str, origin: Origin) -> Any:
         text = part.get("text") if isinstance(part, dict) else part
         if kind not in TEXT_PARTS or not isinstance(text, str):
             what = repr(kind) if kind else "unknown"
-            raise Refusal.at(origin, f"{where} has a part of type {what}, but only text is trained", "remove the row")
+            raise Refusal.at(
+                origin,
+                f"{where} has a part of type {what}, but only text is trained",
+                "remove the row",
+                code="not-text",
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -128,7 +149,12 @@ def _list_of(value: Any, where: str, origin: Origin) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise Refusal.at(origin, f"{_CALLS} of {where} is {type(value).__name__}, not a list", "fix or remove the row")
+        raise Refusal.at(
+            origin,
+            f"{_CALLS} of {where} is {type(value).__name__}, not a list",
+            "fix or remove the row",
+            code="invalid-tool",
+        )
     return value
 
 
@@ -141,14 +167,18 @@ def _written_calls(content: Any, where: str, origin: Origin) -> list[Any]:
 def _call(call: Any, where: str, origin: Origin) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
-        raise Refusal.at(origin, f"{where} names no function", 'write it as {"name": ..., "arguments": {...}}')
+        raise Refusal.at(
+            origin, f"{where} names no function", 'write it as {"name": ..., "arguments": {...}}', code="invalid-tool"
+        )
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"the arguments of {where}", origin) if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise Refusal.at(origin, f"the arguments of {where} are no object", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"the arguments of {where} are no object", "fix or remove the row", code="invalid-tool"
+        )
     outer = {key: value for key, value in call.items() if key in ("id", "type") and value is not None}
     return {"type": "function", **outer, "function": {"name": inner["name"], "arguments": _of_row(arguments, origin)}}
 
@@ -160,7 +190,12 @@ def as_tools(value: Any, key: str, origin: Origin) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise Refusal.at(origin, f"{key} is {type(value).__name__}, not a list of tools", "fix or remove the row")
+        raise Refusal.at(
+            origin,
+            f"{key} is {type(value).__name__}, not a list of tools",
+            "fix or remove the row",
+            code="invalid-tool",
+        )
     return [_tool(tool, f"tool {number} of {key}", origin) for number, tool in enumerate(value, 1)]
 
 
@@ -169,7 +204,9 @@ def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
         tool = _parsed(tool, where, origin)
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
-        raise Refusal.at(origin, f"{where} has no name", 'write it as {"name": ..., "parameters": {...}}')
+        raise Refusal.at(
+            origin, f"{where} has no name", 'write it as {"name": ..., "parameters": {...}}', code="invalid-tool"
+        )
     wrapped = tool if "function" in tool else {"type": "function", "function": tool}
     result: dict[str, Any] = _of_row(wrapped, origin)
     return result
@@ -191,7 +228,9 @@ def _parsed(text: Any, what: str, origin: Origin) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError) as error:
-        raise Refusal.at(origin, f"{what} should be JSON: {error}", "fix or remove the row") from error
+        raise Refusal.at(
+            origin, f"{what} should be JSON: {error}", "fix or remove the row", code="invalid-json"
+        ) from error
 
 
 # Most chat templates take the arguments of tool calls as an object, some as its JSON. The latter, given an object, fail

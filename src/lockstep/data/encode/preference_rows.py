@@ -45,7 +45,9 @@ def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin)
     score = next((key for key in SCORES if all(is_number(one.get(key)) for one in responses)), None)
     if text is None or score is None:
         missing = f"a text ({', '.join(TEXTS)})" if text is None else f"a number ({', '.join(SCORES)})"
-        raise Refusal.at(origin, f"not every response of {column} has {missing}", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"not every response of {column} has {missing}", "fix or remove the row", code="missing-column"
+        )
     return [one[text] for one in responses], [one[score] for one in responses], score
 
 
@@ -192,6 +194,7 @@ class RankingRows(ResponseRows):
                 origin,
                 f"has {len(responses)} responses, and this method compares two",
                 "write it as pairs, or give each response its score (data.scores_key)",
+                code="wrong-count",
             )
         return names, responses
 
@@ -243,7 +246,10 @@ def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(
-            origin, f"{columns.responses} must be a list of two or more responses", "fix or remove the row"
+            origin,
+            f"{columns.responses} must be a list of two or more responses",
+            "fix or remove the row",
+            code="wrong-count",
         )
     names = [f"{columns.responses}.{i}" for i in range(len(responses))]
     if columns.scores:
@@ -265,15 +271,23 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
             origin,
             f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: the sides are swapped",
             "swap the responses, or fix the scores",
+            code="swapped-responses",
         )
 
 
 def _scores(row: Row, columns: RankingColumns, count: int, origin: Origin) -> list[float]:
     scores = lookup(row, columns.scores, origin)
     if not isinstance(scores, list) or not all(is_number(score) for score in scores):
-        raise Refusal.at(origin, f"{columns.scores} must be a list of finite numbers", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"{columns.scores} must be a list of finite numbers", "fix or remove the row", code="not-a-number"
+        )
     if len(scores) != count:
-        raise Refusal.at(origin, f"has {count} responses and {len(scores)} scores", "give each response its score")
+        raise Refusal.at(
+            origin,
+            f"has {count} responses and {len(scores)} scores",
+            "give each response its score",
+            code="wrong-count",
+        )
     return scores
 
 
@@ -290,13 +304,16 @@ def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) ->
             origin,
             f"the margin is {margin}: a negative margin prefers the rejected response",
             "swap the responses or fix it",
+            code="swapped-responses",
         )
     return margin
 
 
 def _finite(value: Any, key: str, origin: Origin) -> float:
     if not is_number(value):
-        raise Refusal.at(origin, f"{key} is {value!r}, not a finite number", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"{key} is {value!r}, not a finite number", "fix or remove the row", code="not-a-number"
+        )
     return float(value)
 
 

@@ -159,7 +159,7 @@ def _named_columns(rows: RowSet) -> QuestionColumns:
         remedy = (
             f"rename the column of the prompts to prompt, and that of the ground truth to one of {', '.join(TRUTHS)}"
         )
-        raise Refusal([Problem(p.where, p.why, remedy) for p in refusal.problems]) from refusal
+        raise Refusal([Problem(p.where, p.why, remedy, code=p.code) for p in refusal.problems]) from refusal
 
 
 def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
@@ -188,7 +188,7 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
         value = lookup(row, columns.truth, origin)
         # Tables store a missing value as NaN.
         if value is None or not str(value).strip() or value != value:
-            raise Refusal.at(origin, f"{columns.truth} is empty", "remove the row or fill it in")
+            raise Refusal.at(origin, f"{columns.truth} is empty", "remove the row or fill it in", code="empty-field")
     except Refusal:
         if "ground_truth" in columns.required:
             raise
@@ -291,19 +291,33 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
     """Refuse prompts that a chat template would reject or render wrongly."""
     if data is not None and data.template == "none":
         if data.system is not None:
-            raise Refusal.at("data.system", "prompts without a chat template have no place for it", "remove it")
+            raise Refusal.at(
+                "data.system",
+                "prompts without a chat template have no place for it",
+                "remove it",
+                code="no-chat-template",
+            )
         if len(question.prompt) != 1 or question.tools:
             what = "has tools" if question.tools else "is a chat of several turns"
-            raise Refusal.at(question.origin, f"the prompt {what}, and data.template is none", "set it to auto")
+            raise Refusal.at(
+                question.origin,
+                f"the prompt {what}, and data.template is none",
+                "set it to auto",
+                code="no-chat-template",
+            )
     elif not tokenizer.chat_template:
         raise Refusal.at(
             question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
             "name one with data.template, or use a model whose tokenizer has one",
+            code="no-chat-template",
         )
     if question.prompt[-1]["role"] == "assistant":
         raise Refusal.at(
-            question.origin, "the prompt ends with the assistant, who would answer itself", "fix or remove the row"
+            question.origin,
+            "the prompt ends with the assistant, who would answer itself",
+            "fix or remove the row",
+            code="prompt-ends-with-assistant",
         )
     for number, message in enumerate(question.prompt, 1):
         refuse_no_content(message, number, question.origin)
@@ -324,7 +338,7 @@ def fit_prompt(
     """The prompt within the limit, by `data.overlong`; None if it is dropped. Its end is never cut."""
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
-        raise Refusal.at(question.origin, "the prompt has no tokens", "fix or remove the row")
+        raise Refusal.at(question.origin, "the prompt has no tokens", "fix or remove the row", code="empty-prompt")
     # Without the key, the limit is the model's context or batch.tokens minus the response.
     is_set = data is not None and data.max_prompt_tokens is not None
     way = "raise data.max_prompt_tokens" if is_set else "lower rollout.max_tokens, which shares a limit with the prompt"
@@ -332,6 +346,7 @@ def fit_prompt(
         question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
         f"{way}, or set data.overlong to drop or truncate_left",
+        code="row-too-long",
     )
     span = kept_span(len(ids), limit, "error" if overlong == "truncate_right" else overlong, over)
     if span is None:

@@ -73,6 +73,7 @@ class ResponseEncoder:
                 origin,
                 "the chat template renders the prompt differently for each response",
                 "use a template that renders the prompt the same for every response",
+                code="template-unstable",
             )
         self.split_rows += split
         return examples
@@ -86,6 +87,7 @@ class ResponseEncoder:
                 origin,
                 "the first turn of a response has a weight of 0: nothing of it would be compared",
                 "put it into the prompt, or remove the weight",
+                code="invalid-turn-weight",
             )
         prompt = self.encoding.with_system(prompt)
         before = render_prompt(tokenizer, prompt, origin, tools)
@@ -108,6 +110,7 @@ class ResponseEncoder:
                 origin,
                 "the chat template does not render the response unchanged after the generation prompt",
                 "fix the template, or use one that neither drops nor changes assistant turns",
+                code="template-changes-chat",
             )
         return spans
 

@@ -47,13 +47,21 @@ class Marks:
                 key,
                 f"{text!r} is {len(found)} tokens ({', '.join(map(str, found))}) in this tokenizer, not one",
                 f"set {key} to a text that is one token, or add {text!r} to the tokenizer",
+                code="unknown-token",
             )
             for (key, text), found in zip(texts, ids, strict=True)
             if len(found) != 1
         ]
         token_ids = tuple(found[0] for found in ids[1:] if found)
         if not problems and len(set(token_ids)) < len(token_ids):
-            problems.append(Problem("prm.tokens", f"{', '.join(tokens)} are not all different", "name each word once"))
+            problems.append(
+                Problem(
+                    "prm.tokens",
+                    f"{', '.join(tokens)} are not all different",
+                    "name each word once",
+                    code="duplicate-name",
+                )
+            )
         refuse_all(problems)
         return cls(placeholder, ids[0][0], tuple(tokens), token_ids)
 
@@ -68,10 +76,15 @@ def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tup
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise Refusal.at(
-                origin, f"{key} is text, but not a JSON list: {error.msg}", 'write it as ["+", "-"] or [1, 0]'
+                origin,
+                f"{key} is text, but not a JSON list: {error.msg}",
+                'write it as ["+", "-"] or [1, 0]',
+                code="invalid-json",
             ) from error
     if not isinstance(value, list) or not value:
-        raise Refusal.at(origin, f"{key} must be a list with a label for each step", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"{key} must be a list with a label for each step", "fix or remove the row", code="invalid-label"
+        )
     return [_distribution(label, number, key, marks, origin) for number, label in enumerate(value, 1)]
 
 
@@ -85,6 +98,7 @@ def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origi
         origin,
         f"label {number} of {key} is {label!r}",
         f"labels are the words of prm.tokens ({', '.join(marks.tokens)}){numbers}",
+        code="invalid-label",
     )
 
 
@@ -117,6 +131,7 @@ def _parts(names: tuple[str, str], number: int, origin: Origin) -> Refusal:
         origin,
         f"{names[1]} is not {names[0]} with + or - in place of each {SHEPHERD!r}: they differ at step {number}",
         "fix or remove the row",
+        code="invalid-label",
     )
 
 
@@ -141,14 +156,19 @@ def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: 
     """
     problem = question.get("problem") if isinstance(question, dict) else None
     if not isinstance(problem, str) or not problem.strip():
-        raise Refusal.at(origin, f"{names[0]} has no problem", "fix or remove the row")
+        raise Refusal.at(origin, f"{names[0]} has no problem", "fix or remove the row", code="missing-column")
     steps: list[str] = []
     verdicts: list[int] = []
     others = 0
     for number, step in enumerate(label["steps"], 1):
         completions = (step.get("completions") if isinstance(step, dict) else None) or []
         if not isinstance(step, dict) or not all(isinstance(one, dict) for one in completions):
-            raise Refusal.at(origin, f"step {number} of {names[1]} is not in PRM800K format", "fix or remove the row")
+            raise Refusal.at(
+                origin,
+                f"step {number} of {names[1]} is not in PRM800K format",
+                "fix or remove the row",
+                code="invalid-label",
+            )
         chosen, human = step.get("chosen_completion"), step.get("human_completion")
         if chosen is None and isinstance(human, dict):
             taken: dict[str, Any] = {"rating": 1, **{key: human[key] for key in human if human[key] is not None}}
@@ -163,7 +183,10 @@ def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: 
             break
         if rating not in (-1, 0, 1) or not isinstance(text, str) or not text.strip():
             raise Refusal.at(
-                origin, f"step {number} of {names[1]} has the rating {rating!r} or no text", "fix or remove the row"
+                origin,
+                f"step {number} of {names[1]} has the rating {rating!r} or no text",
+                "fix or remove the row",
+                code="invalid-label",
             )
         steps.append(text)
         verdicts.append(int(rating >= 0))
@@ -251,7 +274,9 @@ class StepRows:
         self.encoding = Encoding(tokenizer, finder.data, learned=False)
         self.writer = StepWriter(tokenizer, self.marks)
         if finder.data.system and self.columns.text:
-            raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
+            raise Refusal.at(
+                "data.system", "rows of text with placeholders have no place for it", "remove it", code="unused-key"
+            )
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:
         read = self._labelled(row, origin)
@@ -280,6 +305,7 @@ class StepRows:
                 origin,
                 f"{columns.label} has no rated steps (PRM800K format), and there is no column of steps",
                 "set data.steps_key or data.text_key",
+                code="unclear-columns",
             )
         text = filled(row, columns.text, origin) if columns.text else None
         if isinstance(text, str) and isinstance(value, str) and SHEPHERD in text and not value.lstrip().startswith("["):
@@ -336,10 +362,15 @@ class StepRows:
         steps = filled(row, self.columns.steps, origin)
         if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
             raise Refusal.at(
-                origin, f"{self.columns.steps} must be a list of texts, none empty", "fix or remove the row"
+                origin,
+                f"{self.columns.steps} must be a list of texts, none empty",
+                "fix or remove the row",
+                code="not-text",
             )
         if len(steps) != labels:
-            raise Refusal.at(origin, f"has {len(steps)} steps and {labels} labels", "give each step its label")
+            raise Refusal.at(
+                origin, f"has {len(steps)} steps and {labels} labels", "give each step its label", code="wrong-count"
+            )
         prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
         return self._written(prompt, steps, origin)
 
@@ -360,7 +391,10 @@ class StepRows:
         count = text.count(placeholder)
         if not count:
             raise Refusal.at(
-                origin, f"the text holds no placeholder {placeholder!r}", "set prm.placeholder to what the rows use"
+                origin,
+                f"the text holds no placeholder {placeholder!r}",
+                "set prm.placeholder to what the rows use",
+                code="missing-placeholder",
             )
         if count != found:
             raise Refusal.at(
@@ -368,12 +402,14 @@ class StepRows:
                 f"the text holds the placeholder {placeholder!r} {count} times, but its token {found} times: it merges "
                 "with its neighbours",
                 "put a space or a line break around it, or add it to the tokenizer as a token",
+                code="missing-placeholder",
             )
         if count != labels:
             raise Refusal.at(
                 origin,
                 f"has {count} placeholders {placeholder!r} and {labels} labels",
                 "give each placeholder its label, or set prm.placeholder to a text that no step holds",
+                code="wrong-count",
             )
 
 

@@ -25,7 +25,12 @@ def refuse_dropped_by_template(
     for tool in tools:
         for name in _names(tool["function"]):
             if _found(name, text, 0) < 0:
-                raise Refusal.at(origin, f"the chat template drops the tools: {name!r} is not in its text", _REMEDY)
+                raise Refusal.at(
+                    origin,
+                    f"the chat template drops the tools: {name!r} is not in its text",
+                    _REMEDY,
+                    code="template-changes-chat",
+                )
     reached = 0
     for number, message in enumerate(messages, 1):
         role, content = message["role"], str(message.get("content") or "").strip()
@@ -38,11 +43,15 @@ def refuse_dropped_by_template(
                 if other is not message and other["role"] != "assistant"
             )
             if _found(content, text, 0) < 0 or text.count(content) == others > 0:
-                raise Refusal.at(origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY)
+                raise Refusal.at(
+                    origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY, code="template-changes-chat"
+                )
         elif role != "assistant" and content:
             found = _found(content, text, reached)
             if found < 0:
-                raise Refusal.at(origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY)
+                raise Refusal.at(
+                    origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY, code="template-changes-chat"
+                )
             reached = found
         for call in message.get("tool_calls") or []:
             reached = _past_call(call["function"], text, reached, where, origin)
@@ -69,11 +78,19 @@ def _names(function: dict[str, Any]) -> list[str]:
 def _past_call(call: dict[str, Any], text: str, reached: int, where: str, origin: Origin) -> int:
     found = _found(call["name"], text, reached)
     if found < 0:
-        raise Refusal.at(origin, f"the chat template drops the call of {call['name']!r} in {where}", _REMEDY)
+        raise Refusal.at(
+            origin,
+            f"the chat template drops the call of {call['name']!r} in {where}",
+            _REMEDY,
+            code="template-changes-chat",
+        )
     for name, value in _leaves(call["arguments"]):
         if all(_found(spelling, text, reached) < 0 for spelling in _spellings(value)):
             raise Refusal.at(
-                origin, f"the chat template drops {name} from the call of {call['name']!r} in {where}", _REMEDY
+                origin,
+                f"the chat template drops {name} from the call of {call['name']!r} in {where}",
+                _REMEDY,
+                code="template-changes-chat",
             )
     return found
 

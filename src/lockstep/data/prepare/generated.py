@@ -39,7 +39,9 @@ def assistant_message(text: str) -> list[Message]:
 def too_few(**rows: int) -> list[Problem]:
     """Problems of options with fewer than 1 row."""
     return [
-        Problem(name, f"{count} rows are not enough", "give at least 1") for name, count in rows.items() if count < 1
+        Problem(name, f"{count} rows are not enough", "give at least 1", code="out-of-range")
+        for name, count in rows.items()
+        if count < 1
     ]
 
 
@@ -53,7 +55,7 @@ def write_files(folder: Path, files: Mapping[str, Sequence[Row]]) -> dict[str, i
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write rows as parquet, or as JSON lines for any other suffix. The file appears complete or not at all."""
     if path.parent.exists() and not path.parent.is_dir():
-        raise Refusal.at(path.parent, "is a file, not a folder", "give another folder")
+        raise Refusal.at(path.parent, "is a file, not a folder", "give another folder", code="not-a-folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".parquet":
         replace_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -98,7 +100,9 @@ def write_arithmetic(
     """
     problems = too_few(train_rows=train_rows, val_rows=val_rows)
     if difficulty not in LEVELS:
-        problems.append(Problem("difficulty", f"{difficulty} is not one of {', '.join(map(str, LEVELS))}"))
+        problems.append(
+            Problem("difficulty", f"{difficulty} is not one of {', '.join(map(str, LEVELS))}", code="unknown-name")
+        )
     refuse_all(problems)
     draw = random.Random(f"{difficulty}/{seed}")
     size, question_at = LEVELS[difficulty]
@@ -316,6 +320,7 @@ def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = T
                     path,
                     f"has {len(rows):,} rows, the data set has {expected:,}",
                     "get a complete copy of the data set",
+                    code="too-few-rows",
                 )
             )
         written[split] = list(_convert(rows, split, problems))
@@ -328,12 +333,12 @@ def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[Row]
         row, origin = rows[index], rows.origin(index)
         question, answer = row.get("question"), row.get("answer")
         if not (isinstance(question, str) and question.strip() and isinstance(answer, str)):
-            problems.append(Problem(str(origin), "needs a question and an answer, both text"))
+            problems.append(Problem(str(origin), "needs a question and an answer, both text", code="not-text"))
             continue
         _, mark, final = answer.rpartition("####")
         truth = final.strip().replace(",", "")
         if not mark or not _NUMBER.fullmatch(truth):
-            problems.append(Problem(str(origin), "the answer does not end with '#### number'"))
+            problems.append(Problem(str(origin), "the answer does not end with '#### number'", code="invalid-label"))
             continue
         prompt = user_message(f"{question} {INSTRUCTION}")
         yield rl_row(GSM8K_SOURCE, prompt, truth, split=split, index=index, question=question, answer=answer)

@@ -55,6 +55,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
             samples,
             f"lacks the columns {', '.join(missing)}; it has {', '.join(rows.columns)}",
             "give a file that `lockstep sample` wrote",
+            code="missing-column",
         )
     groups: dict[tuple[int, str], ScoredQuestion] = {}
     unused: Counter[str] = Counter()
@@ -62,7 +63,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
     for number, row in enumerate(rows):
         wrong = _wrong(row)
         if wrong:
-            problems.append(Problem(str(rows.origin(number)), wrong, "fix or remove the row"))
+            problems.append(Problem(str(rows.origin(number)), wrong, "fix or remove the row", code="invalid-row"))
             continue
         key = row["question"], json.dumps(row["prompt"], ensure_ascii=False, sort_keys=True)
         group = groups.setdefault(key, ScoredQuestion(row["prompt"]))
@@ -107,7 +108,12 @@ _FIELDS = ("{input}", "{reward}")
 def refuse_template(template: str) -> None:
     missing = [name for name in _FIELDS if name not in template]
     if missing:
-        raise Refusal.at("--reward-template", f"has no place for {' and '.join(missing)}", f"for example {TEMPLATE!r}")
+        raise Refusal.at(
+            "--reward-template",
+            f"has no place for {' and '.join(missing)}",
+            f"for example {TEMPLATE!r}",
+            code="missing-placeholder",
+        )
 
 
 def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
@@ -116,7 +122,9 @@ def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
     mean = math.fsum(rewards) / max(len(rewards), 1)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1)
     if variance == 0:
-        raise Refusal.at("--normalize", "all rewards are equal: there is nothing to divide by", "remove it")
+        raise Refusal.at(
+            "--normalize", "all rewards are equal: there is nothing to divide by", "remove it", code="equal-rewards"
+        )
 
     def scaled(response: ScoredResponse) -> ScoredResponse:
         return replace(response, reward=(response.reward - mean) / math.sqrt(variance))
@@ -179,9 +187,9 @@ def choice_of(
 ) -> Selection:
     """Convert the options of the command; refuses options of another kind of rows."""
     if kind not in KINDS:
-        raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}")
+        raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}", code="unknown-name")
     if length_tie not in (None, *TIES):
-        raise Refusal.at("--length-tie", f"{length_tie!r} is not one of {', '.join(TIES)}")
+        raise Refusal.at("--length-tie", f"{length_tie!r} is not one of {', '.join(TIES)}", code="unknown-name")
     given = {
         "--per-prompt": (per_prompt, ("pairs", "sft")),
         "--min-margin": (min_margin, ("pairs",)),
@@ -192,7 +200,12 @@ def choice_of(
         "--normalize": (normalize or None, ("conditional",)),
     }
     problems = [
-        Problem(option, f"has no meaning for --kind {kind}", f"remove it; it is for {' and '.join(kinds)}")
+        Problem(
+            option,
+            f"has no meaning for --kind {kind}",
+            f"remove it; it is for {' and '.join(kinds)}",
+            code="unused-key",
+        )
         for option, (value, kinds) in given.items()
         if value is not None and kind not in kinds
     ]
@@ -220,7 +233,7 @@ def _threshold(given: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise Refusal.at("--threshold", f"{given!r} is not a number", "give a number, or mean")
+        raise Refusal.at("--threshold", f"{given!r} is not a number", "give a number, or mean", code="not-a-number")
     return value
 
 
@@ -249,15 +262,19 @@ class SelectionCounts:
 def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
     """Read the responses of `samples` and write the selected rows to `out` (.parquet or .jsonl); returns the counts."""
     if out.suffix not in (".parquet", ".jsonl"):
-        raise Refusal.at(out, "does not say which format to write", "end it in .parquet or .jsonl")
+        raise Refusal.at(
+            out, "does not say which format to write", "end it in .parquet or .jsonl", code="unsupported-format"
+        )
     if out.exists():
-        raise Refusal.at(out, "exists already", "choose another name, or remove it")
+        raise Refusal.at(out, "exists already", "choose another name, or remove it", code="already-exists")
     scored = read_scored(samples, keep_cut=choice.keep_cut)
     counts = SelectionCounts(len(scored.groups), scored.responses, unused=scored.unused)
     groups = normalised(scored.groups) if choice.normalize else scored.groups
     rows = list(chosen_rows(groups, choice, counts))
     if not rows:
-        raise Refusal.at(samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts))
+        raise Refusal.at(
+            samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts), code="no-rows"
+        )
     write_rows(out, rows)
     return counts
 

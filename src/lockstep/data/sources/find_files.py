@@ -69,7 +69,9 @@ def format_of(name: str) -> str | None:
 def locate(given: str, base: Path | None) -> FoundFiles:
     """The data files of `given` (file, folder or pattern), sorted by name. Relative names start at `base`."""
     if not given.strip():
-        raise Refusal.at("data path", "is empty", "name a file, a folder, a glob pattern or hub:owner/name")
+        raise Refusal.at(
+            "data path", "is empty", "name a file, a folder, a glob pattern or hub:owner/name", code="empty-value"
+        )
     root = base or Path()
     path = root / os.path.expanduser(given)
     if path.is_dir():
@@ -78,12 +80,14 @@ def locate(given: str, base: Path | None) -> FoundFiles:
     if path.exists():
         format = format_of(given)
         if format is None:
-            raise Refusal.at(given, "has a suffix that is not read", f"supported: {SUPPORTED}")
+            raise Refusal.at(
+                given, "has a suffix that is not read", f"supported: {SUPPORTED}", code="unsupported-format"
+            )
         return FoundFiles([DataFile(given, path, format)], [])
     if glob.has_magic(given):
         matches = glob.glob(os.path.expanduser(given), root_dir=root, recursive=True)
         if not matches:
-            raise Refusal.at(given, f"the pattern matches no file under {root.absolute()}")
+            raise Refusal.at(given, f"the pattern matches no file under {root.absolute()}", code="no-such-file")
         return _sift(given, root, matches)
     raise _missing(given, path)
 
@@ -91,14 +95,16 @@ def locate(given: str, base: Path | None) -> FoundFiles:
 def _refuse_pipe(given: str, path: Path) -> None:
     """Refuse pipes and devices: reading them may never end."""
     if path.exists() and not path.is_file():
-        raise Refusal.at(given, "is a pipe or a device, not a file", "write the rows into a file and name that")
+        raise Refusal.at(
+            given, "is a pipe or a device, not a file", "write the rows into a file and name that", code="not-a-file"
+        )
 
 
 def _refuse_odd(given: str, path: Path) -> None:
     """Refuse pipes and broken symbolic links."""
     _refuse_pipe(given, path)
     if path.is_symlink() and not path.exists():
-        raise Refusal.at(given, "is a broken symbolic link", "name the file itself")
+        raise Refusal.at(given, "is a broken symbolic link", "name the file itself", code="no-such-file")
 
 
 def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
@@ -131,7 +137,7 @@ def _no_files(given: str, root: Path, ignored: Sequence[str]) -> Refusal:
         remedy = f"name the folder that is meant ({', '.join(list(filled)[:10])}), or a pattern such as {pattern}"
     elif folders:
         remedy += f"; sub-folders are read with a pattern such as {pattern}"
-    return Refusal.at(given, f"holds no data file{note}", remedy)
+    return Refusal.at(given, f"holds no data file{note}", remedy, code="no-such-file")
 
 
 def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
@@ -150,6 +156,7 @@ def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
             given,
             f"holds the rows of several splits: {listed}",
             f"name one: {one}, or a pattern that fits its files alone; all of them can be given as a list",
+            code="several-candidates",
         )
 
 
@@ -168,7 +175,7 @@ def _missing(given: str, path: Path) -> Refusal:
             remedy = f"looked in {parent.absolute()}"
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and format_of(given) is None:
         remedy += f"; for a data set of the hub write hub:{given}"
-    return Refusal.at(given, what, remedy)
+    return Refusal.at(given, what, remedy, code="no-such-file")
 
 
 class CachedFile:

@@ -142,6 +142,7 @@ def _shares(total: int, weights: list[float]) -> list[int]:
             f"mixing weight of source {source}",
             f"{weights[source]} of {sum(weights)} gives it no row in an epoch of {total}",
             f"raise it to {float((sum(exact) - exact[source]) / (total - 1)):.4g} or more, or leave the source out",
+            code="too-few-rows",
         )
         for source, count in enumerate(counts)
         if count == 0
@@ -152,11 +153,19 @@ def _shares(total: int, weights: list[float]) -> list[int]:
 
 def _check(sizes: list[int], weights: list[float] | None) -> None:
     if not sizes:
-        raise Refusal.at("sources", "there is none")
-    problems = [Problem(f"source {source}", "has no rows") for source, size in enumerate(sizes) if size < 1]
+        raise Refusal.at("sources", "there is none", code="no-rows")
+    problems = [
+        Problem(f"source {source}", "has no rows", code="no-rows") for source, size in enumerate(sizes) if size < 1
+    ]
     if weights is not None and len(weights) != len(sizes):
-        problems.append(Problem("mixing weights", f"{len(weights)} for {len(sizes)} sources", "give each source one"))
+        problems.append(
+            Problem(
+                "mixing weights", f"{len(weights)} for {len(sizes)} sources", "give each source one", code="wrong-count"
+            )
+        )
     for source, weight in enumerate(weights or []):
         if not (weight > 0 and math.isfinite(weight)):
-            problems.append(Problem(f"mixing weight of source {source}", f"{weight} is not a positive number"))
+            problems.append(
+                Problem(f"mixing weight of source {source}", f"{weight} is not a positive number", code="out-of-range")
+            )
     refuse_all(problems)

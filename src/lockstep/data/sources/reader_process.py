@@ -32,7 +32,7 @@ def lines(file: str, name: str, memory_bytes: int, path: str) -> Iterator[tuple[
     try:
         function = load_by_position(Path(file), name, CALL)
     except Unloadable as error:
-        yield UNLOADABLE, json.dumps([error.why, error.remedy]).encode()
+        yield UNLOADABLE, json.dumps([error.why, error.remedy, error.code]).encode()
         return
     limit_memory(memory_bytes)
     try:

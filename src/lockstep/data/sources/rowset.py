@@ -60,10 +60,10 @@ class Problems:
         self.first: list[Problem] = []
         self.count = 0
 
-    def add(self, where: object, why: str, remedy: str = "") -> None:
+    def add(self, where: object, why: str, remedy: str = "", *, code: str) -> None:
         self.count += 1
         if len(self.first) < SHOWN:
-            self.first.append(Problem(str(where), why, remedy))
+            self.first.append(Problem(str(where), why, remedy, code=code))
 
     def extend(self, other: Problems) -> None:
         """Append the problems of a later part."""
@@ -75,7 +75,9 @@ class Problems:
         if not self.count:
             return
         more = self.count - len(self.first)
-        raise Refusal(self.first + ([Problem(self.subject, f"and {more} more like these")] if more else []))
+        raise Refusal(
+            self.first + ([Problem(self.subject, f"and {more} more like these", code="more-problems")] if more else [])
+        )
 
 
 @dataclass(frozen=True)

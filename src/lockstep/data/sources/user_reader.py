@@ -50,8 +50,8 @@ class UserReader:
     def of(cls, data: Data) -> UserReader | None:
         return None if data.reader is None else cls(data.reader, data.reader_timeout, data.reader_memory_gb)
 
-    def refuse(self, why: str, remedy: str) -> Refusal:
-        return Refusal.at(f"{KEY} {self.function_path}", why, remedy)
+    def refuse(self, why: str, remedy: str, *, code: str) -> Refusal:
+        return Refusal.at(f"{KEY} {self.function_path}", why, remedy, code=code)
 
 
 def read_user_rows(path: str, reader: UserReader) -> RowSet:
@@ -77,7 +77,7 @@ def _row_set(path: str, reader: UserReader, messages: Iterable[tuple[bytes, byte
     for number, (kind, text) in enumerate(messages):
         if kind == BAD_ROW:
             where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
-            problems.add(where, text.decode(errors="replace"), REMEDY)
+            problems.add(where, text.decode(errors="replace"), REMEDY, code="invalid-row")
             continue
         line = text + b"\n"
         digest.update(line)
@@ -85,11 +85,11 @@ def _row_set(path: str, reader: UserReader, messages: Iterable[tuple[bytes, byte
         rows.append(json.loads(text))
     problems.refuse()
     if not rows:
-        raise reader.refuse(f"yielded no rows for {path}", REMEDY)
+        raise reader.refuse(f"yielded no rows for {path}", REMEDY, code="no-rows")
     groups = ShapeGroups(rows).all()
     for number, why in disagreements(groups, lambda number: f"row {number}"):
         where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
-        problems.add(where, why, "every row needs the same columns and kinds")
+        problems.add(where, why, "every row needs the same columns and kinds", code="mixed-rows")
     problems.refuse()
     return RowSet([TextFile(FileInfo(path, len(rows), size, digest.hexdigest()), merged(groups), rows, None)])
 
@@ -101,7 +101,9 @@ def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
     def read(path: str) -> list[tuple[bytes, bytes]]:
         found = function.function(path)
         if not is_rows(found):
-            raise reader.refuse(f"returned a {type(found).__name__} for {path}, not rows", REMEDY)
+            raise reader.refuse(
+                f"returned a {type(found).__name__} for {path}, not rows", REMEDY, code="invalid-return"
+            )
         return [encoded(row) for row in found]
 
     return function.with_function(read)(path)
@@ -140,19 +142,22 @@ def _failure(
 ) -> Refusal:
     if how == UNLOADABLE:
         assert isinstance(payload, list)
-        return reader.refuse(*payload)
+        why, remedy, code = payload
+        return reader.refuse(why, remedy, code=code)
     if how == NO_ROWS:
-        return reader.refuse(f"returned a {payload} for {path}, not rows", REMEDY)
+        return reader.refuse(f"returned a {payload} for {path}, not rows", REMEDY, code="invalid-return")
     if how == OUT_OF_MEMORY:
         remedy = f"yield the rows one by one, or raise {MEMORY}"
-        return reader.refuse(f"raised {payload}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy)
+        return reader.refuse(
+            f"raised {payload}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy, code="function-raised"
+        )
     if how == RAISED:
-        return reader.refuse(f"raised {payload}, for {path}", "fix the function")
+        return reader.refuse(f"raised {payload}, for {path}", "fix the function", code="function-raised")
     if late:
         why = f"did not yield all rows of {path} in {reader.seconds:g} s ({TIME})"
-        return reader.refuse(why, f"make it faster, or raise {TIME}")
+        return reader.refuse(why, f"make it faster, or raise {TIME}", code="function-too-slow")
     remedy = "fix the function, or check what ended the process, for example a lack of memory"
-    return reader.refuse(f"{status}, before it yielded all rows of {path}", remedy)
+    return reader.refuse(f"{status}, before it yielded all rows of {path}", remedy, code="process-lost")
 
 
 def _last_line(log: Path) -> str:
