@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs, so that `--help` is fast."""
+"""The command line. Each command imports its modules when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def compare(
     steps: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Compare only these steps, as if no more were planned.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Path of the HTML report [B's run folder].")
     ] = None,
@@ -284,7 +284,7 @@ def replay(
         str,
         typer.Option(
             metavar="forced|chained|free",
-            help="What comes from the tape: weights and data, only data, or only the start.",
+            help="Taken from the tape: weights and data, only data, or only the initial weights.",
         ),
     ] = "forced",
     step: Annotated[list[int] | None, typer.Option(help="Only this step; may be repeated.")] = None,

@@ -195,7 +195,7 @@ def test_a_kernel_that_fails_in_its_own_words_is_still_told_from_the_model(kerne
         RuntimeError("The size of tensor a (4) must match the size of tensor b (5) at non-singleton dimension 3"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
         ValueError("out of memory"),
-        NotImplementedError("it attends more than once in a layer, and the cache holds one set of keys"),
+        NotImplementedError("it attends more than once in a layer, and the KV cache holds one set of keys"),
     ],
     ids=lambda error: str(error)[:20],
 )

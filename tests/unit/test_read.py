@@ -353,10 +353,10 @@ def test_the_splits_of_a_data_set_are_not_read_together(tmp_path: Path) -> None:
         assert problem.why.startswith(
             "holds the rows of several splits: test (set/data/test-00000-of-00001.parquet), tr"
         )
-        assert problem.remedy.startswith("name one: set/data/train-00000-of-00002.parquet, or a pattern")
+        assert problem.remedy.startswith("give one: set/data/train-00000-of-00002.parquet, or a pattern")
     assert len(read_rows("set/data/train*", base=tmp_path)) == 2 * len(ROWS)
     assert the_problem("set", tmp_path).remedy == (
-        "name the folder that is meant (set/data/), or a pattern such as set/**/*.parquet"
+        "give the path of the intended folder (set/data/), or a pattern such as set/**/*.parquet"
     )
     arrow_stream(tmp_path / "dict" / "train" / "data.arrow", ROWS)
     arrow_stream(tmp_path / "dict" / "validation" / "data.arrow", ROWS)
@@ -524,7 +524,7 @@ def test_jsonl_line_that_is_not_an_object(tmp_path: Path, line: bytes, kind: str
         ('{"a": [{"x": 1}], "b": [{"x": 1}]}', "a.json", "several lists of objects ('a', 'b')"),
         ('{"features": ["x"]}', "a.json", "no list of objects"),
         ("3", "a.json", "holds a number, not a list"),
-        ('[{"x": 1, "x": 2}]', "a.json", "the key 'x' stands twice in one object"),
+        ('[{"x": 1, "x": 2}]', "a.json", "the key 'x' occurs twice in one object"),
         ("[" * 100_000, "a.json", ""),
     ],
 )
@@ -544,7 +544,7 @@ def test_key_twice_and_half_a_character(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", b'{"x": "\\ud83d\\ude00"}\n{"x": "a", "x": "b"}\n{"x": "\\ud83d"}\n')
     twice, half = refusal("a.jsonl", tmp_path)
     assert (twice.where, half.where) == ("a.jsonl line 2", "a.jsonl line 3")
-    assert "'x' stands twice" in twice.why
+    assert "'x' occurs twice" in twice.why
     assert "surrogate" in half.why
 
 

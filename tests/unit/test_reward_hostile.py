@@ -198,14 +198,14 @@ def test_a_function_that_forks_and_returns_twice_answers_once(part, tmp_path) ->
 def test_garbage_on_the_connection_fails_its_call_alone(part, garbage) -> None:
     before = part.submit(question(), "pid").result(GUARD)
     outcome = part.submit(question(), f"bytes {garbage.hex()}").result(GUARD)
-    assert outcome == Failure("function", "wrote something else than its answer to the connection of its process")
+    assert outcome == Failure("function", "wrote something other than its answer to the connection of its process")
     assert served(part)
     assert part.submit(question(), "pid").result(GUARD) != before
 
 
 def test_a_flood_on_the_connection_fails_its_call_alone(part) -> None:
     outcome = part.submit(question(), "flood").result(GUARD)
-    assert outcome == Failure("function", "wrote something else than its answer to the connection of its process")
+    assert outcome == Failure("function", "wrote something other than its answer to the connection of its process")
     assert served(part)
 
 

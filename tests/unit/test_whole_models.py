@@ -191,7 +191,7 @@ def test_a_name_that_is_no_model_is_answered_with_what_is_there(
         "tinny": "did you mean tiny?",
         "rums/first": "did you mean the folder runs?",
         "runs/frist": "did you mean runs/first?",
-        "far/away/from/all": "name the folder of a model, a run or a checkpoint",
+        "far/away/from/all": "give the path of a model, a run or a checkpoint",
         "quickstart/model": "lockstep tiny quickstart/model",
         "packed/q8.gguf/x": "no such folder",
     }.items():

@@ -1,1 +1,4 @@
-"""Models loaded, checked, given heads and exported. For `tape` and all above it; it may import `run`."""
+"""Loads and checks models, adds heads and adapters, and exports models.
+
+May be imported by `tape` and the layers above it; may import `run`.
+"""

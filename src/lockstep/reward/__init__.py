@@ -1,1 +1,4 @@
-"""Rewards: rules, a function, models, a remote endpoint. For `methods`, `train` and all above."""
+"""Rewards: rules, user functions, reward models and remote endpoints.
+
+May be imported by `methods`, `train` and the layers above them.
+"""

@@ -43,7 +43,8 @@ class Truth:
 
 
 def final_answer(worked: str) -> Truth:
-    """The final answer of a worked solution: after `####` (GSM8K), or in `\\boxed{...}` (MATH), else the full text.
+    """Returns the final answer of a worked solution: after `####` (GSM8K), or in `\boxed{...}` (MATH), else the full
+    text.
 
     `####` must be on the last line. With lines after it, it is a heading.
     """
@@ -56,14 +57,15 @@ def final_answer(worked: str) -> Truth:
 
 
 def answer_with_solution(answer: str, solution: object) -> Truth:
-    r"""The final answer. A plain answer with a solution that ends in `\boxed{...}` is in the format of MATH-500."""
+    r"""Returns the final answer. A plain answer with a solution that ends in `\boxed{...}` is in the format of
+    MATH-500."""
     truth = final_answer(answer)
     boxed = not truth.source and isinstance(solution, str) and final_answer(solution).source == MATH
     return Truth(truth.value, MATH_500) if boxed else truth
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the `\boxed{...}` that closes last, with balanced braces; None if there is none."""
+    r"""Returns the content of the `\boxed{...}` that closes last, with balanced braces; None if there is none."""
     found = None
     starts: list[int | None] = []
     for token in _TOKEN.finditer(text):
@@ -90,7 +92,7 @@ class QuestionColumns:
 
     prompt: str = "prompt"
     truth: str = _SCHEMA_TRUTH
-    """Empty if there is none."""
+    """Column of the ground truth; empty if there is none."""
     source: str = ""
     """The `data_source` of rows without one."""
     required: frozenset[str] = frozenset()
@@ -106,7 +108,7 @@ class QuestionColumns:
 
 
 def find_question_columns(finder: ColumnFinder, reward_fields: frozenset[str] = REWARD_FIELDS) -> QuestionColumns:
-    """Columns by setting, else of the RL schema, else by the column names of other projects.
+    """Finds the columns by setting, else of the RL schema, else by the column names of other projects.
 
     `reward_fields` are the fields that the rewards read.
     """
@@ -163,7 +165,7 @@ def _named_columns(rows: RowSet) -> QuestionColumns:
 
 
 def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
-    """The question of a row: a prompt, and a ground truth if there is one."""
+    """Returns the question of a row: a prompt, and a ground truth if there is one."""
     return _question(row, origin, columns)[0]
 
 
@@ -241,7 +243,7 @@ class PromptRows:
         self.special_text = SpecialText(tokenizer)
         self.columns = find_question_columns(finder, reward_fields)
         self.tally: Counter[str] = Counter()
-        """Rows by the data set whose answer format they have."""
+        """Number of rows by the data set whose answer format they have."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
         question, truth = _question(row, origin, self.columns)
@@ -282,7 +284,7 @@ def load_prompts(
     *,
     reward_fields: frozenset[str] = REWARD_FIELDS,
 ) -> PromptSet:
-    """The prompts of all sources. `reward_fields` are the fields that the rewards read."""
+    """Returns the prompts of all sources. `reward_fields` are the fields that the rewards read."""
     open_rows = partial(PromptRows, reward_fields=reward_fields)
     return load_rows(PromptSet, open_rows, sources, data, tokenizer, limit, advance, opened)
 
@@ -310,7 +312,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> list[int]:
-    """The token ids of the prompt, ending with the generation prompt."""
+    """Returns the token ids of the prompt, ending with the generation prompt."""
     if data is not None and data.template == "none":
         return list(tokenizer(formatted(str(question.prompt[0]["content"]), data.prompt_format))["input_ids"])
     text = render_prompt(tokenizer, question.prompt, question.origin, question.tools)
@@ -321,7 +323,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Dat
 def fit_prompt(
     question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str, data: Data | None = None
 ) -> Kept[Prompt] | None:
-    """The prompt within the limit, by `data.overlong`; None if it is dropped. Its end is never cut."""
+    """Returns the prompt within the limit, by `data.overlong`; None if it is dropped. Its end is never cut."""
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
         raise Refusal.at(question.origin, "the prompt has no tokens", "fix or remove the row")

@@ -25,7 +25,7 @@ from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
 DIALOGUES = "dialogues"
-"""Tally key of a reader: prompts converted by `as_chats`."""
+"""Key of a reader's tally for the number of prompts converted by `as_chats`."""
 
 
 class ResponseEncoder:
@@ -78,7 +78,7 @@ class ResponseEncoder:
         return examples
 
     def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
-        """The full chat as text, with the assistant turns of the answer trained."""
+        """Renders the full chat as text, with the assistant turns of the answer trained."""
         tokenizer = self.encoding.tokenizer
         check_messages([*prompt, *answer], origin)
         if not is_trained(answer[0]):

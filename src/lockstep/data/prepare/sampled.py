@@ -1,4 +1,4 @@
-"""Sampled and scored responses as training rows: best of n, pairs, KTO rows, conditional SFT."""
+"""Converts sampled and scored responses to training rows: best of n, pairs, KTO rows, conditional SFT."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
 
 
 def _wrong(row: Row) -> str:
-    """Why the row is not a valid response; empty if it is."""
+    """Returns why the row is not a valid response; empty if it is."""
     prompt, reward = row["prompt"], row["reward"]
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and m.get("role") for m in prompt):
         return "prompt is not a list of chat messages"
@@ -116,7 +116,7 @@ def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
     mean = math.fsum(rewards) / max(len(rewards), 1)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1)
     if variance == 0:
-        raise Refusal.at("--normalize", "all rewards are equal: there is nothing to divide by", "remove it")
+        raise Refusal.at("--normalize", "all rewards are equal: their standard deviation is 0", "remove it")
 
     def scaled(response: ScoredResponse) -> ScoredResponse:
         return replace(response, reward=(response.reward - mean) / math.sqrt(variance))
@@ -125,7 +125,7 @@ def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
 
 
 def conditioned(prompt: Sequence[Message], reward: float, template: str) -> list[Message]:
-    """The prompt with the reward (two decimals) in its last message."""
+    """Returns the prompt with the reward (two decimals) in its last message."""
     *before, last = prompt
     # The prompt is inserted last, so that braces in it stay text.
     text = template.replace("{reward}", f"{reward:.2f}").replace("{input}", str(last["content"]))
@@ -141,7 +141,7 @@ def conditional_rows(group: ScoredQuestion, responses: Sequence[ScoredResponse],
 
 KINDS = ("pairs", "sft", "kto", "conditional")
 TIES = ("first", "shortest")
-# Rewards of rules are 0 or 1; from this value on, a response counts as good.
+# A response with at least this reward counts as good. Rewards of rules are 0 or 1.
 THRESHOLD = 0.5
 
 EQUAL = "all rewards equal"
@@ -153,7 +153,7 @@ CLOSE = "margin below --min-margin"
 
 @dataclass(frozen=True)
 class Selection:
-    """How responses of a question are selected. `threshold` None is the mean of the question's rewards."""
+    """How responses of a question are selected. A `threshold` of None means the mean of the question's rewards."""
 
     kind: str = "pairs"
     per_prompt: int = 1
@@ -263,7 +263,7 @@ def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
 
 
 def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: SelectionCounts) -> Iterator[Row]:
-    """The rows of every question in order; updates `counts`."""
+    """Yields the rows of every question in order; updates `counts`."""
     makers: dict[str, Callable[[ScoredQuestion, Selection], list[Row] | str]] = {
         "pairs": _pairs,
         "sft": _best,
@@ -283,7 +283,7 @@ def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: Sel
 
 
 def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """The best distinct responses with the minimum reward; otherwise the reason for none."""
+    """Returns the best distinct responses with the minimum reward, or the reason why there are none."""
     ranked = _distinct(_ranked(group.responses, choice.length_tie, best_first=True))
     if not ranked:
         return NOTHING
@@ -292,7 +292,8 @@ def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Pairs of best and worst, then the next of either end, without repeated texts; otherwise the reason for none."""
+    """Returns pairs of the best and the worst response, then of the next ones, without repeated texts; or the reason
+    why there are none."""
     if group.tied:
         return EQUAL
     best = _ranked(group.responses, choice.length_tie, best_first=True)
@@ -327,7 +328,8 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Each distinct response, labelled by the threshold or the question's mean reward."""
+    """Returns each distinct response, labelled by the threshold or the question's mean reward; or why there are
+    none."""
     if not group.responses:
         return NOTHING
     threshold = choice.threshold
@@ -347,7 +349,7 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _conditional(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Each distinct response, with its reward in the prompt."""
+    """Returns each distinct response, with its reward in the prompt; or the reason why there are none."""
     return conditional_rows(group, _distinct(group.responses), choice.reward_template) or NOTHING
 
 
@@ -357,7 +359,7 @@ def _ranked(responses: Sequence[ScoredResponse], tie: str, *, best_first: bool) 
 
 
 def _distinct(responses: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """The first response of each text."""
+    """Returns the first response of each text."""
     kept: dict[str, ScoredResponse] = {}
     for response in responses:
         kept.setdefault(response.text, response)
@@ -370,7 +372,8 @@ def _why_none(counts: SelectionCounts) -> str:
 
 
 def _remedy(counts: SelectionCounts) -> str:
-    """The remedy for the most frequent reason, of unused responses if there are any, else of questions."""
+    """Returns the remedy for the most frequent reason. If questions lack usable responses, that is why responses are
+    unused."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
         reason = counts.unused.most_common(1)[0][0]
@@ -381,5 +384,5 @@ def _remedy(counts: SelectionCounts) -> str:
         CLOSE: "lower --min-margin, or sample more responses (--n)",
         NO_SCORE: "fix the reward and sample again; the column `failure` says what went wrong",
         CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
-        EMPTY: "sample from a model that answers",
+        EMPTY: "sample from a model that gives non-empty answers",
     }[reason]
