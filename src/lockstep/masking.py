@@ -141,8 +141,7 @@ def _has_user(address: str) -> bool:
 
 
 def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yields (key, why, remedy) for each secret in a recipe, and for each reference in a key that does not support
-    it."""
+    """Yields (key, why, remedy) for each secret in a recipe, and for each reference in a key without support for it."""
     name = key.rpartition(".")[2]
     if isinstance(values, dict):
         for inner, value in values.items():

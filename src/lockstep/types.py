@@ -184,8 +184,7 @@ class MicroBatch:
     token_grads: Callable[..., Any] | None = None
     """Gradient of the loss with respect to each target, up to a constant factor (see `kernels/logprob.py`)."""
     context: ContextSplit | None = None
-    """The split over a context-parallel group. A rank's part of the micro-batch has it too, with the `lengths` of the
-    full sequences."""
+    """The split over a context-parallel group. A rank's part has it too, with the `lengths` of the full sequences."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
@@ -259,8 +258,7 @@ class PartialResponse:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `n` samples of one prompt. `key` seeds the random numbers of the prompt, `first` is the first
-    sample number.
+    """A request for `n` samples of one prompt. `key` seeds its random numbers, `first` is the first sample number.
 
     `max_tokens` is an additional limit, below `Sampling.max_tokens`. `question` is for rollout functions; engines
     ignore it. After a pause, `partial_responses` has the unfinished samples; only engines that can pause read it.
@@ -331,8 +329,7 @@ class Failure:
     part: str
     why: str
     log: str | None = field(default=None, compare=False)
-    """File with the last output of the process that ran the reward. It is not compared, because timing decides which
-    process that is."""
+    """File with the last output of the reward's process. Not compared, because timing decides which process it is."""
 
     @property
     def key(self) -> str:

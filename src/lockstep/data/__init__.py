@@ -1,4 +1,2 @@
-"""Converts files to rows, chats, tokens, data sets and micro-batches.
-
-May be imported by `tape` and the layers above it; may import `run`.
-"""
+"""Converts files to rows, tokens and micro-batches. May be imported by `tape` and the layers above; may import
+`run`."""

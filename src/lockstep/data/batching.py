@@ -263,8 +263,8 @@ PackedRow = list[PackedSequence]
 def pack_groups(
     responses: Sequence[Outline], shares: int, *, tokens: int, alike_up_to: int | None = None
 ) -> list[list[PackedRow]]:
-    """Returns the packed rows of each data-parallel rank, of at most `tokens` tokens. Each row with a part of a group
-    has its prompt.
+    """Returns the packed rows of each data-parallel rank, within `tokens` tokens. A split group has its prompt in each
+    row.
 
     Up to `alike_up_to` tokens (None: no limit), the hidden states of a prefix do not depend on later tokens. Groups
     with a longer sequence share nothing.

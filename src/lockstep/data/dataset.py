@@ -160,8 +160,7 @@ def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Calla
 
 
 def _rank_offset_first(spans: list[Span]) -> list[Span]:
-    """Reorders the spans so that each rank starts at another one and later finds those of other ranks in the row
-    cache."""
+    """Reorders the spans: each rank starts at another one, and later finds those of other ranks in the row cache."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     begin = rank * len(spans) // max(1, ranks)
     return spans[begin:] + spans[:begin]
@@ -307,8 +306,8 @@ def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
 def unseparated_rows(
     parts: Sequence[RowPart], origin_of: OriginOf, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Warns about prompts joined to their responses without a separator: the model cannot see where the answer
-    starts."""
+    """Warns about prompts joined to responses without a separator: the start of the answer is not visible to the
+    model."""
     found = [about for part in parts if (about := part.about["unseparated"])[0]]
     if found:
         why = "data.template is none" if tokenizer.chat_template else "the tokenizer has no chat template"

@@ -13,8 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kept(Generic[T]):
-    """An item within the token limit, with its sequence lengths, number of trained tokens, and end tokens of
-    responses."""
+    """An item within the token limit, with its sequence lengths, number of trained tokens, and response end tokens."""
 
     item: T
     lengths: tuple[int, ...]

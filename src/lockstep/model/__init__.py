@@ -1,4 +1,1 @@
-"""Loads and checks models, adds heads and adapters, and exports models.
-
-May be imported by `tape` and the layers above it; may import `run`.
-"""
+"""Loads, checks and exports models. May be imported by `tape` and the layers above it; may import `run`."""

@@ -270,8 +270,7 @@ def _eager_difference(config: Any, device: torch.device) -> float:
 
 @torch.no_grad()
 def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
-    """Checks the kernels in the training dtype: their error must be about that of transformers' attention in that
-    dtype.
+    """Checks that the error of the kernels in the training dtype is about that of transformers' attention.
 
     Compares the median error over tokens, because rounding may send single tokens to other experts.
     """
@@ -376,7 +375,7 @@ def reference_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
-    """Returns test token ids without a short period."""
+    """Returns test token ids that do not repeat with a short period."""
     return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
 
 

@@ -25,8 +25,7 @@ OUTSIDE = "its layers do not use transformers' attention interface"
 
 
 class Decoder:
-    """Runs the layers of a transformers model with our attention. Masks and position settings are read from the model
-    once."""
+    """Runs the layers of a transformers model with our attention. Masks and positions are read from the model once."""
 
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
@@ -125,8 +124,7 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """Returns the attention implementation of transformers that is correct for the model: sdpa ignores soft caps and
-    sinks."""
+    """Returns the correct attention implementation of transformers for the model: sdpa ignores soft caps and sinks."""
     config = model.config.get_text_config()
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"

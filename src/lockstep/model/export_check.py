@@ -109,7 +109,7 @@ def _verdict(
     where: str,
     rows: int,
 ) -> Verification:
-    """Compares the outputs of the export (`found`; `exact` in fp32, if computed) with those of the trained model
+    """Compares outputs of the export (`found`; in fp32, if computed: `exact`) with those of the trained model
     (`wanted`)."""
     what = "log-probs" if kind == "policy" else "scores"
     allowed = TOLERANCE[dtype] * (1.0 if kind == "policy" else max(1.0, float(wanted.abs().max())))

@@ -114,7 +114,7 @@ def _sampled_tensors(file: Path) -> str:
 
 
 def _tensor_blocks(file: Path, size: int) -> Iterator[bytes]:
-    """Yields the header of a safetensors file and blocks of each tensor; evenly spaced blocks if the header is
+    """Yields the header of a safetensors file and blocks of each tensor, or evenly spaced blocks if the header is
     invalid."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

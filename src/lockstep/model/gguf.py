@@ -75,8 +75,7 @@ def _opened(file: Path) -> Any:
 
 
 def _tied(model: Any, file: Path, tie: bool) -> list[str]:
-    """Handles an output head that is missing in the file, a copy of the embedding, or another matrix. Returns
-    messages."""
+    """Handles an output head that the file lacks, that equals the embedding, or that is separate. Returns messages."""
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
     if model.config.tie_word_embeddings:

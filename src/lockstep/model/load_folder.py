@@ -55,8 +55,7 @@ def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = Non
 
 
 def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> Streamed | None:
-    """Builds the model without weights, which are read from the files when it is sharded. Returns None if that is not
-    possible."""
+    """Builds the model without weights, which are read when it is sharded. Returns None if that is not possible."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config = config_of(folder, name)
@@ -74,8 +73,7 @@ def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, 
 def divide_model(
     model: PreTrainedModel, styles: dict[str, Style], source: Streamed | None, sharding: Sharding | None
 ) -> None:
-    """Splits the model over the ranks of a tensor-parallel group. Call it before other code reads the number of
-    heads."""
+    """Splits the model over the ranks of a tensor-parallel group. Call it before other code reads its heads."""
     if sharding is None or sharding.tensor is None:
         return
     decoder = inner_decoder(model)

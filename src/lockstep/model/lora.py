@@ -33,8 +33,7 @@ _ANY |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 
 
 def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
-    """Returns the PEFT configuration of the adapter. An adapter that is `stored` in a folder determines its rank, scale
-    and layers."""
+    """Returns the PEFT configuration of the adapter. A `stored` adapter determines its rank, scale and layers."""
     from peft import LoraConfig
 
     keys: dict[str, Any] = {
@@ -50,8 +49,7 @@ def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
 
 
 def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | None) -> Any:
-    """Returns the model, or a PEFT model around it, with a new adapter (from `seed`) or the one in the folder
-    `stored`."""
+    """Returns the model, or a PEFT model around it, with a new adapter (from `seed`) or that of the folder `stored`."""
     if settings is None:
         return model
     adapted = put_adapter(model, settings, seed, "CAUSAL_LM", stored)

@@ -1,5 +1,4 @@
-"""Derives the configuration of a small model of the same architecture: it keeps all options and scales sizes and
-limits.
+"""Derives the configuration of a small model of an architecture: it keeps all options and reduces sizes and limits.
 
 A few dozen tokens then exceed every window, chunk and original length.
 """

@@ -164,8 +164,8 @@ class Policy(nn.Module):
         )
 
     def _token_grads(self, batch: MicroBatch) -> TokenGrads | None:
-        """Returns the function that precomputes token gradients. With context parallelism only the uniform loss has
-        one."""
+        """Returns the function that precomputes token gradients. With context parallelism, only the uniform loss has
+        it."""
         if self.scoring.alike:
             return uniform_token_grads
         return batch.token_grads if batch.context is None else None

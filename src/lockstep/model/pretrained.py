@@ -28,7 +28,7 @@ NO_CODE = "use a model that transformers supports without such code, or convert 
 
 
 def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """Calls `kind.from_pretrained(path)` without remote code. Error messages begin with `where` and `what` ('its
+    """Calls `kind.from_pretrained(path)` without remote code. Refusals begin with `where` and `what` ('its
     weights')."""
     refuse_damaged_settings(path, where)
     from transformers.utils import logging as transformers_logging

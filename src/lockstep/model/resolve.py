@@ -1,5 +1,4 @@
-"""Resolves the path or name of a model (folder, run, checkpoint, adapter, GGUF file, hub id) to a Hugging Face
-folder."""
+"""Resolves a model (path of a folder, run, checkpoint, adapter or GGUF file, or hub id) to a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True)
 class Shapes:
-    """Replaces the model in conversion operations: it has the parameter shapes by name, without wrappers of the
-    model."""
+    """Replaces the model in conversion operations. It has the parameter shapes by name, without wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -365,8 +364,8 @@ def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Builds modules inside the block with parameters on the meta device. Buffers keep their storage, because they are
-    computed."""
+    """Builds modules inside the block with parameters on the meta device. Buffers are computed, so they keep
+    storage."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

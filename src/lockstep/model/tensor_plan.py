@@ -1,4 +1,4 @@
-"""Reads the tensor-parallel plan of a model (transformers' `base_model_tp_plan`), and refuses models without a usable
+"""Reads the tensor-parallel plan of a model (`base_model_tp_plan` of transformers); refuses models without a usable
 one.
 
 With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are not
@@ -87,8 +87,7 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
 
 
 def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
-    """Returns the styles of a decoder with adapters: the adapter matrix on the divided side is divided with its
-    projection."""
+    """Returns the styles of a decoder with adapters: an adapter's matrix on the divided side is divided too."""
     sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
     found: dict[str, Style] = {}
     for name, style in styles.items():

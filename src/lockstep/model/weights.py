@@ -41,8 +41,8 @@ def held_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the full trained parameters on the host (not copied on CPU). If they are sharded, all ranks must call
-    it."""
+    """Returns the full trained parameters on the host (not copied on CPU). All ranks must call it if they are
+    sharded."""
     return {name: whole(p).cpu() for name, p in held_weights(model).items()}
 
 
@@ -92,7 +92,7 @@ NONE = Digits(None, {})
 
 
 def digits_of(root: Trained, model: Any, source: Streamed | None, folder: str, dtype: torch.dtype) -> Digits:
-    """Returns the `Digits` of `root`, which trains `model` or parts of it. Call it before sharding creates new
+    """Returns the `Digits` of `root`, which trains `model` or parts of it. Call it before sharding, which replaces
     parameters."""
     if source is not None:
         stored, places = source.stored, source.places
@@ -119,7 +119,6 @@ def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, In
 
 
 def _is_stored_in_fp32(folder: str) -> bool:
-    """Returns whether the config in the folder states float32; the config of the loaded model has the dtype of the
-    load."""
+    """Returns whether the folder's config states float32; the config of the loaded model has the dtype of the load."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return (config.get("dtype") or config.get("torch_dtype")) == "float32"

@@ -1,4 +1,1 @@
-"""Rewards: rules, user functions, reward models and remote endpoints.
-
-May be imported by `methods`, `train` and the layers above them.
-"""
+"""Rewards: rules, functions, models, endpoints. May be imported by `methods`, `train` and the layers above them."""

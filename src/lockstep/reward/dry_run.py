@@ -20,8 +20,7 @@ KNOWING = ("rule", "function", "remote")
 
 @dataclass(frozen=True)
 class _Trial:
-    """The scores of one reward component for one row: of the empty answer, and of each candidate for a correct
-    answer."""
+    """The scores of one reward component for one row: of the empty answer, and of candidates for a correct one."""
 
     question: Question
     tried: list[str]

@@ -99,8 +99,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         return replace(raised, log=self._target.shown_log(self._index))
 
     def _reply(self, seconds: float, limit: str, message: bytes = b"") -> Reply:
-        """Waits for the reply to the current call. Replies to earlier calls come from forked copies of the process and
-        are ignored."""
+        """Waits for the reply to the current call. Ignores replies to earlier calls, which forked copies send."""
         deadline = time.monotonic() + seconds
         try:
             self.send(message, deadline)

@@ -1,5 +1,4 @@
-"""The worker process that calls a user's reward function, and the format of its replies. It imports no large
-packages."""
+"""Worker process that calls a user's reward function, and the format of its replies. It imports no large packages."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def in_batches(rows: TokenRows, run: Callable[[TokenRows], Sequence[T]]) -> list
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yields batches of row indices sorted by length, within a budget of padded tokens; a longer row is a batch by
-    itself."""
+    """Yields batches of row indices sorted by length, within a budget of padded tokens. A longer row is its own
+    batch."""
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if members and lengths[i] * (len(members) + 1) > tokens:
@@ -75,8 +75,7 @@ class Waiting:
 
 
 class BatchedPart(RewardPart):
-    """Collects responses until `flush` scores them in the caller's thread. `context` is the context length of the
-    model."""
+    """Collects responses until `flush` scores them in the caller's thread. `context` is the model's context length."""
 
     def __init__(self, context: int | None):
         self._context = context

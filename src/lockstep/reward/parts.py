@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from lockstep.types import Failure, Question
 
 PartOutcome = dict[str, float] | Failure
-"""The outcome of a reward component for one response: its score under its name and further numbers to log; or a
-failure."""
+"""The outcome of a component for one response: its score under its name and numbers to log, or a failure."""
 
 
 class StepOutcome(dict[str, float]):

@@ -56,8 +56,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def math_score(text: str, ground_truth: str) -> float:
-    r"""Returns 1.0 if the last `\boxed{...}` is mathematically equal to the ground truth, else 0.0. Words are compared
-    as text.
+    r"""Returns 1.0 if the last `\boxed{...}` equals the ground truth mathematically (words: as text), else 0.0.
 
     The ground truth may be boxed, in dollars, or plain.
     """
@@ -117,8 +116,7 @@ _ANY = re.compile(r"(?<![\d.,])(?:(?<!\d\s)(?<!\d\s\s)[-+]\s?)?\$?(?:\d{1,3}(?:,
 
 
 def extract_answer(text: str, *, strict: bool = True) -> str | None:
-    """Returns the final number as plain digits: the number after the last `####`, or (flexible) the last number of the
-    text.
+    """Returns the final number as plain digits: after the last `####`, or (flexible) the last number of the text.
 
     `#### $1,234.`, `#### 1234 apples` and `####1234` all give `1234`. None if there is no such number.
     """

@@ -1,5 +1,4 @@
-"""`Scorer`: scores responses with all reward components (`rule` and `format` are here) and returns their weighted
-sums."""
+"""`Scorer`: scores responses with all reward components and sums them with weights. `rule` and `format` are here."""
 
 from __future__ import annotations
 
@@ -151,8 +150,7 @@ class Scorer:
         return cls(parts, weights, settings.rules)
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]:
-        """Submits a response and returns the future of its score at once. The future never raises; it may wait for the
-        next `flush`."""
+        """Submits a response and returns the future of its score, which may wait for `flush` and never raises."""
         outcomes = [part.submit(question, text) for part in self._parts]
         future: Future[Score | Failure] = Future()
         future.set_running_or_notify_cancel()
@@ -224,8 +222,7 @@ def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart
 
 
 def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
-    """Returns the weights of the active reward components in the order of PARTS, and problems with weights of
-    components that are not set."""
+    """Returns the weights of the active components in the order of PARTS, and problems with weights of unset ones."""
     is_set = {name: getattr(settings, name) is not None for name in PARTS if name != "rule"}
     is_set["rule"] = "rule" in settings.weights or not any(is_set.values())
     problems = [

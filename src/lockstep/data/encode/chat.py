@@ -302,8 +302,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 
 
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Returns the tokens and whether each is trained; None if they cannot be counted between the borders of the
-    spans."""
+    """Returns the tokens and whether each is trained; None if they cannot be counted between span borders."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
     # Some tokenizers give a token of spaces no offset, or add it to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):

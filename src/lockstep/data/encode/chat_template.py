@@ -59,8 +59,7 @@ def template_text(name: str) -> str:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
-    """Returns the token that ends an answer in the template of `data`, found by rendering a chat. None if none is
-    required.
+    """Returns the token that ends an answer in the template of `data`, found by rendering a chat; None if not required.
 
     Generation must stop at it, even if the model has another end token.
     """

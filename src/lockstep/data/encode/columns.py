@@ -31,7 +31,7 @@ class ExtraColumns:
 
     @classmethod
     def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> ExtraColumns:
-        """Find the extra columns of a source. The input and history columns count only with an `instruction` prompt and
+        """Finds the extra columns of a source. Input and history columns are used only with an `instruction` prompt and
         if they are not already `used`."""
         free = [name for name in available if name != prompt and name not in used]
 
@@ -201,7 +201,7 @@ def lookup(row: Row, key: str, origin: Origin) -> Any:
 
 
 def _step(value: Any, parts: list[str]) -> int | None:
-    """Returns the largest number of leading parts that name something directly inside `value`; None if none do."""
+    """Returns how many leading parts together are a key or an index of `value`; None if none are."""
     if isinstance(value, dict):
         return next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in value), None)
     if isinstance(value, list) and parts[0].isascii() and parts[0].isdecimal():
@@ -229,8 +229,7 @@ def _listed(keys: list[str]) -> str:
 
 
 def _nearest(row: Row, key: str) -> str | None:
-    """Returns the most likely intended path: one that ends in the same name (a missing parent), else one spelled
-    alike."""
+    """Returns the most likely intended path: one with the same last name (a missing parent), else one spelled alike."""
     paths = list(row)
     paths += [f"{column}.{inner}" for column, value in row.items() if isinstance(value, dict) for inner in value]
     same_end = [path for path in paths if path.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]

@@ -1,5 +1,4 @@
-"""Splits rows of many forms into one prompt and its responses, and finds special tokens that are spelled out in
-text."""
+"""Splits rows of many forms into a prompt and its responses; finds special tokens that are spelled out in text."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 
 
 def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
-    """Returns the prompt, and each response without it. If the prompt is None, it is the common beginning of the
-    responses.
+    """Returns the prompt, and each response without it. A prompt of None means the common beginning of the responses.
 
     Responses are texts or chats. A chat that does not start with the assistant is a full chat and must begin with the
     prompt. `names` are the columns of the responses.
@@ -145,8 +143,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
 
 
 def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
-    """Returns the number of messages of a full chat that are the prompt. A text prompt is the last user turn with that
-    text."""
+    """Returns how many messages of a full chat are the prompt. A text prompt is the last user turn with that text."""
     if isinstance(prompt, list):
         return len(prompt) if chat[: len(prompt)] == prompt else None
     turns = [

@@ -26,8 +26,8 @@ class OverLimit(Refusal):
 
 
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
-    """Returns the range of tokens to keep by `data.overlong`; None if the row is dropped. Raises `over` if cutting is
-    not allowed."""
+    """Returns the tokens to keep by `data.overlong`; None if the row is dropped. Raises `over` if cutting is
+    forbidden."""
     if tokens <= limit:
         return slice(0, tokens)
     if overlong == "drop":
@@ -127,16 +127,14 @@ class Encoding:
         return token_ids(self.tokenizer, text)
 
     def chat(self, messages: list[Message], origin: Origin, tools: Tools = ()) -> tuple[Example, bool]:
-        """Encodes a chat with all assistant turns trained; also returns whether it was split at the border of a
-        turn."""
+        """Encodes a chat with all assistant turns trained; also returns whether it was split at a turn border."""
         check_messages(messages, origin)
         self.need_template(origin)
         spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
         return encode_spans(self.tokenizer, spans, origin)
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
-        """Encodes a formatted prompt and a response, tokenised separately. The response and the end token are
-        trained."""
+        """Encodes a formatted prompt and a response separately. The response and the end token are trained."""
         prompt = formatted(prompt, self.prompt_format)
         self.unseparated += bool(prompt[-1:].strip() and response[:1].strip())
         before = self.opening + self.ids(prompt)
@@ -174,7 +172,7 @@ class Encoding:
         return []
 
     def checked(self, example: Example) -> Example:
-        """Returns the example. Refuses two BOS tokens, no trained token, and a missing end token."""
+        """Returns the example. Refuses two BOS tokens, a row without trained tokens, and a missing end token."""
         self.refuse_two_openings(example)
         if not example.targets:
             raise Refusal.at(example.origin, "no token of the row is trained")

@@ -108,8 +108,8 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
-    """Returns the text of a content, also of a list of text parts. Other values are returned unchanged; the message
-    check handles them."""
+    """Returns the text of a content, also of a list of text parts. Returns other values unchanged, to be refused
+    later."""
     if not isinstance(content, list):
         return content
     texts = []

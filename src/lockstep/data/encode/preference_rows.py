@@ -239,8 +239,7 @@ def pair_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str
 
 
 def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[RankedResponses, str]:
-    """Returns the responses of a list, best first, and the column of their scores (empty if the list is the
-    ranking)."""
+    """Returns the responses of a list, best first, and the column of their scores (empty if the list is ranked)."""
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(

@@ -43,8 +43,7 @@ class Truth:
 
 
 def final_answer(worked: str) -> Truth:
-    """Returns the final answer of a worked solution: after `####` (GSM8K), or in `\boxed{...}` (MATH), else the full
-    text.
+    r"""Returns the final answer of a worked solution: after `####` (GSM8K), in `\boxed{...}` (MATH), or the full text.
 
     `####` must be on the last line. With lines after it, it is a heading.
     """
@@ -57,8 +56,8 @@ def final_answer(worked: str) -> Truth:
 
 
 def answer_with_solution(answer: str, solution: object) -> Truth:
-    r"""Returns the final answer. A plain answer with a solution that ends in `\boxed{...}` is in the format of
-    MATH-500."""
+    r"""Returns the final answer. A plain answer beside a solution that ends in `\boxed{...}` is in MATH-500's
+    format."""
     truth = final_answer(answer)
     boxed = not truth.source and isinstance(solution, str) and final_answer(solution).source == MATH
     return Truth(truth.value, MATH_500) if boxed else truth

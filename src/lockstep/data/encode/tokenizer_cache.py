@@ -100,8 +100,8 @@ class Pieces(dict[str, bytes]):
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Pieces | None:
-        """Creates the cache. Returns None for a tokenizer that does not work word by word, or whose word pattern is not
-        in `_CUTS`."""
+        """Creates the cache. Returns None if the tokenizer does not work word by word, or its pattern is not in
+        `_CUTS`."""
         patterns, added = _patterns(backend), _plain_added(backend)
         return None if patterns is None or added is None else cls(backend, *patterns, added)
 
@@ -248,7 +248,7 @@ def _in_ascii(pattern: str) -> str:
 
 
 def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
-    """Returns the pattern of the pieces of a byte-level BPE, and of its ASCII words (None if unsupported)."""
+    """Returns the patterns of the pieces and of the ASCII words of a byte-level BPE (None if unsupported)."""
     from tokenizers.models import BPE
 
     model = backend.model
@@ -275,13 +275,12 @@ def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
 
 
 def _state(part: Any) -> Any:
-    """Returns the settings of a component, as in tokenizer.json."""
+    """Returns the settings of a tokenizer component, as in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
-    """Returns the added tokens; None if one is not matched by its exact text, or is white space (its offset is
-    unreliable)."""
+    """Returns the added tokens; None if one is not matched by its exact text, or is white space (unreliable offset)."""
     found: dict[str, int] = {}
     for index, token in backend.get_added_tokens_decoder().items():
         if token.normalized or token.lstrip or token.rstrip or token.single_word or not token.content.strip():

@@ -226,7 +226,7 @@ class RequestedSum:
 
 
 def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> dict[str, int]:
-    """Writes `pairs_*`, `prompts_*` (RL schema) and `steps_*`, each for training and for validation; returns rows by
+    """Writes `pairs_*`, `prompts_*` (RL schema) and `steps_*` for training and validation; returns the row count by
     file.
 
     There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; if more are requested, all are
@@ -304,7 +304,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = True) -> dict[str, int]:
-    """Writes train.parquet and test.parquet; returns the number of rows by file. `source` holds the raw train.jsonl and
+    """Writes train.parquet and test.parquet; returns the row count by file. `source` has the raw train.jsonl and
     test.jsonl."""
     written: dict[str, list[Row]] = {}
     problems: list[Problem] = []

@@ -292,8 +292,7 @@ def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns pairs of the best and the worst response, then of the next ones, without repeated texts; or the reason
-    why there are none."""
+    """Returns pairs of best and worst, then of the next ones, without repeated texts; or why there are none."""
     if group.tied:
         return EQUAL
     best = _ranked(group.responses, choice.length_tie, best_first=True)
@@ -328,8 +327,7 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns each distinct response, labelled by the threshold or the question's mean reward; or why there are
-    none."""
+    """Returns each distinct response, labelled by the threshold or the mean reward; or why there are none."""
     if not group.responses:
         return NOTHING
     threshold = choice.threshold
@@ -349,7 +347,7 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _conditional(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Returns each distinct response, with its reward in the prompt; or the reason why there are none."""
+    """Returns each distinct response, with its reward in the prompt; or why there are none."""
     return conditional_rows(group, _distinct(group.responses), choice.reward_template) or NOTHING
 
 
@@ -359,7 +357,7 @@ def _ranked(responses: Sequence[ScoredResponse], tie: str, *, best_first: bool) 
 
 
 def _distinct(responses: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """Returns the first response of each text."""
+    """Returns the responses without those whose text occurred before."""
     kept: dict[str, ScoredResponse] = {}
     for response in responses:
         kept.setdefault(response.text, response)
@@ -372,8 +370,8 @@ def _why_none(counts: SelectionCounts) -> str:
 
 
 def _remedy(counts: SelectionCounts) -> str:
-    """Returns the remedy for the most frequent reason. If questions lack usable responses, that is why responses are
-    unused."""
+    """Returns the remedy for the most frequent reason, or for that of unused responses if questions lack usable
+    ones."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
         reason = counts.unused.most_common(1)[0][0]

@@ -59,7 +59,7 @@ class FoundFiles:
 
 
 def format_of(name: str) -> str | None:
-    """Returns the format by the suffix of a file name, or None."""
+    """Returns the file format of a name by its suffix; None if it is unknown."""
     lower = name.lower()
     stem, packed = (lower[:-3], True) if lower.endswith(".gz") else (lower, False)
     found = FORMATS.get(os.path.splitext(stem)[1])
@@ -67,7 +67,7 @@ def format_of(name: str) -> str | None:
 
 
 def locate(given: str, base: Path | None) -> FoundFiles:
-    """Returns the data files of `given` (file, folder or pattern), sorted by name. Relative names start at `base`."""
+    """Returns the data files of `given` (file, folder or pattern), sorted by name. Relative paths start at `base`."""
     if not given.strip():
         raise Refusal.at("data path", "is empty", "give a file, a folder, a glob pattern or hub:owner/name")
     root = base or Path()

@@ -151,8 +151,7 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
-    """Returns the list of rows: the file itself, the only list of objects in an object such as {"data": [...]}, or one
-    row."""
+    """Returns the list of rows: the file, the only list of objects in an object such as {"data": [...]}, or one row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):

@@ -264,7 +264,7 @@ def kind_of(value: Any) -> str:
 
 
 def a(kind: str) -> str:
-    """Returns the kind with its article."""
+    """Returns the kind with its indefinite article, for messages."""
     return kind if kind == NULL else f"an {kind}" if kind == "object" else f"a {kind}"
 
 
