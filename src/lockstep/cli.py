@@ -107,7 +107,7 @@ def plan(
 ) -> None:
     """Show batches and memory of RECIPE without loading the model; fail if it does not fit.
 
-    With --cluster also the step time, for devices in a table: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
+    With --cluster, also show the step time, for listed devices: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
     """
     if cluster is None and response_tokens is not None:
         raise typer.BadParameter("needs --cluster", param_hint="--response-tokens")
@@ -163,7 +163,7 @@ def init(
     ] = None,
     teacher: Annotated[str | None, typer.Option(metavar="DIR", help="Distillation: the teacher's folder.")] = None,
 ) -> None:
-    """Write a first recipe with comments; prompts for what the options do not give.
+    """Write a first recipe with comments; prompt for values that the options do not give.
 
     Existing rows are checked: the recipe gets the keys they need, or the command fails.
     """
@@ -434,7 +434,7 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Prints the warning about an old name of a key as one line. Only one of several ranks prints it."""
+    """Prints the warning about an old name of a recipe key as one line. Of several ranks, only one prints it."""
     from lockstep.errors import RenamedKey
 
     if not issubclass(category, RenamedKey):

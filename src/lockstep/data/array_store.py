@@ -122,7 +122,7 @@ class Store(_Items[T]):
 
     @property
     def packed_tokens_I(self) -> np.ndarray:
-        """Tokens of each item in a packed row; a shared prefix counts once."""
+        """Number of tokens of each item in a packed row; a shared prefix counts once."""
         return self._arrays["line"]
 
     @property
@@ -205,7 +205,7 @@ def _offsets(lengths: Iterator[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _ItemKind(Generic[T]):
-    """How to store one type of items: its sequences, its other fields as columns, and how to rebuild an item."""
+    """Describes how one type of item is stored: its sequences, its other fields as columns, and how to rebuild it."""
 
     item: type[T]
     sequences: Callable[[T], Sequence[Example]]

@@ -241,12 +241,12 @@ MAX_FULL_LENGTHS = 2
 
 @dataclass(frozen=True)
 class Outline:
-    """The lengths of a response that packing needs. Responses to one prompt are adjacent."""
+    """The lengths of a response, from which packing is planned. Responses to one prompt are adjacent."""
 
     prompt: int
     length: int
     shared: int
-    """Leading tokens that another response to the prompt in the packed row already holds."""
+    """Number of leading tokens that the packed row already has from another response to the prompt."""
 
 
 class PackedSequence(NamedTuple):

@@ -57,7 +57,7 @@ class RowPart:
 
 @dataclass(frozen=True)
 class RowWork:
-    """The rows of a source and their reader: the task of a worker process."""
+    """The task of a worker process: the rows of a source and their reader."""
 
     rows: RowSet
     reader: RowReader[Any]
@@ -282,7 +282,7 @@ def load_rows(
 
 
 def _with_drop_hint(problems: Sequence[Problem]) -> list[Problem]:
-    """Add `data.bad_rows=drop` to the remedy of the first problem, if that names no setting yet."""
+    """Adds `data.bad_rows=drop` to the remedy of the first problem, if the remedy does not mention a setting."""
     first, rest = problems[:1], problems[1:]
     hint = "data.bad_rows=drop leaves such rows out"
     hinted = [replace(one, remedy=f"{one.remedy}; {hint}") for one in first if one.remedy and "data." not in one.remedy]
@@ -290,7 +290,7 @@ def _with_drop_hint(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
-    """Describe the rows dropped by `data.bad_rows: drop`; empty if there are none."""
+    """Describes the rows dropped by `data.bad_rows: drop`; empty if there are none."""
     count = sum(part.about["refused"][0] for part in parts)
     first = [one for part in parts for one in part.about["refused"][1]][:NAMED]
     named = "; ".join(f"{origin_of(number)}: {why}" for number, why in first)
@@ -298,7 +298,7 @@ def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
 
 
 def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
-    """Report rows with special tokens in their text; empty if there are none."""
+    """Describes the rows with special tokens in their text; empty if there are none."""
     found = [about for part in parts if (about := part.about["special"])]
     return special_text.special_rows_note(sum(count for count, _ in found), origin_of(found[0][1])) if found else ""
 

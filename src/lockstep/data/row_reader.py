@@ -59,7 +59,7 @@ class RowCounts:
 
 @dataclass
 class TrainedCounts(RowCounts):
-    """Counts of training rows."""
+    """Row counts of training rows, with trained tokens and split rows."""
 
     trained_tokens: int = 0
     split: int = 0
@@ -87,17 +87,17 @@ class RowReader(Protocol[T]):
 
     @property
     def special_rows(self) -> int:
-        """Rows with special tokens in their text (`data/encode/dialogue.py`)."""
+        """Number of rows with special tokens in their text (`data/encode/dialogue.py`)."""
         ...
 
     @property
     def unseparated_rows(self) -> int:
-        """Rows whose prompt and response were joined without a separator."""
+        """Number of rows whose prompt and response were joined without a separator."""
         ...
 
     @property
     def unusable(self) -> int:
-        """Rows dropped for their content, not for their length; `found` gives the reason."""
+        """Number of rows dropped for their content, not for their length; `found` gives the reason."""
         ...
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]: ...

@@ -116,7 +116,7 @@ def sequence_counts(items: Sequence[Any]) -> np.ndarray:
 
 
 def even_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Split into groups of at most `size` items, of nearly equal size."""
+    """Splits items into groups of at most `size` items and nearly equal size."""
     count = max(1, -(-len(items) // size))
     bounds = [len(items) * number // count for number in range(count + 1)]
     return (items[first:last] for first, last in pairwise(bounds))

@@ -1,7 +1,7 @@
 """Verifies an export: plain transformers must reproduce the outputs of the trained model on a few rows.
 
 A checkpoint stores outputs of the trained model for a few short rows (`probe_of`). Every export is loaded with only
-transformers (and PEFT) and must give the same numbers; otherwise it is refused before it gets its name.
+transformers (and PEFT) and must give the same numbers; otherwise it is refused before it is moved to its final path.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _write_streamed(
     where: str,
     end_tokens: Sequence[int],
 ) -> bool:
-    """Write tensor by tensor; False if that is not possible for the model."""
+    """Writes the model tensor by tensor; returns False if the model does not support that."""
     from transformers import AutoModelForCausalLM
 
     source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)
@@ -167,7 +167,7 @@ def _write_in_memory(
     *,
     adapter: bool,
 ) -> None:
-    """Write with the model in memory. The memory is freed before the folder is verified."""
+    """Writes the model from memory. The memory is freed before the folder is verified."""
     from transformers import AutoModelForCausalLM
 
     where_from = f"model.path {settings.path}"
@@ -324,7 +324,8 @@ PROBE, MERGED_ERROR = 16, 1e-3
 
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
-    """Merge in fp32 and round to the dtype of the stored base. The result is compared with the unmerged adapter."""
+    """Merges an adapter in fp32 and rounds to the dtype of the stored base. Compares the result with the unmerged
+    adapter."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")

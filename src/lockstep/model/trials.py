@@ -199,7 +199,7 @@ def refuse_unless_replayed(problem: Problem) -> None:
 
 @contextmanager
 def judged_later() -> Iterator[list[Problem]]:
-    """Collect problems of trials instead of refusing."""
+    """Collects problems of trials inside the block instead of refusing them."""
     problems: list[Problem] = []
     token = _collected.set(problems)
     try:

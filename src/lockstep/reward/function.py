@@ -45,7 +45,7 @@ class Target:
     time_limit: float
     memory_limit_gb: float
     output: Path | None = None
-    """OUTPUT-N.log keeps the last output lines of worker N; None drops them."""
+    """OUTPUT-N.log keeps the last output lines of worker N; with None they are dropped."""
     key: str = "reward.function"
     extra: tuple[str, ...] = ()
     """Names of additional arguments."""

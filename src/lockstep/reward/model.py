@@ -35,7 +35,7 @@ TokenRows = Sequence[Sequence[int]]
 
 
 def in_batches(rows: TokenRows, run: Callable[[TokenRows], Sequence[T]]) -> list[T]:
-    """Runs rows in batches of similar length; returns the results in row order."""
+    """Calls `run` on batches of rows of similar length; returns the results in row order."""
     results: dict[int, T] = {}
     for members in batches([len(row) for row in rows], BATCH_TOKENS):
         results.update(zip(members, run([rows[i] for i in members]), strict=True))

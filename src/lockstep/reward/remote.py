@@ -119,7 +119,7 @@ class _Item:
 
 
 class _Retry(Exception):
-    """A failure that may be temporary. `after` are the seconds of Retry-After."""
+    """A failure that may be temporary. `after` is the number of seconds in Retry-After."""
 
     def __init__(self, why: str, after: float = 0.0):
         super().__init__(why)
@@ -286,7 +286,7 @@ class RemotePart(RewardPart):
         raise AssertionError("the last try returns or raises")
 
     def _log_wait(self, endpoint: Endpoint, why: str, waited: float) -> None:
-        """Log that a batch waits for a failing endpoint, once per reason."""
+        """Logs that a batch waits for a failing endpoint, once per reason."""
         if waited >= TELL_SECONDS and (endpoint.address, why) not in self._logged:
             self._logged.add((endpoint.address, why))
             say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; it is retried")

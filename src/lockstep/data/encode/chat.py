@@ -78,7 +78,7 @@ def _is_plain(message: Message) -> bool:
 
 
 class _FastTemplate:
-    """One compiled template."""
+    """A compiled chat template, rendered without `apply_chat_template`."""
 
     def __init__(self, compiled: Any):
         self._compiled = compiled
@@ -152,7 +152,7 @@ def _marked(template: str) -> bool:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
 ) -> Spans:
-    """Render a checked chat. Each trained assistant turn must appear unchanged."""
+    """Renders a chat that passed `check_messages`. Each trained assistant turn must appear unchanged."""
     spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
     turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
     for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
@@ -286,7 +286,7 @@ def render_prompt(
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
-    """Tokenise the text; also returns whether it was split at the span borders.
+    """Tokenises the text of the spans; also returns whether it was split at the span borders.
 
     A prompt must give the same tokens in training as in generation. If a token of the full text crosses a border, the
     pieces between the borders are tokenised separately.

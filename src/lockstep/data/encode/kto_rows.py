@@ -1,4 +1,4 @@
-"""KTO rows: responses labelled desirable or undesirable. A pair becomes one of each."""
+"""KTO rows: responses labelled desirable or undesirable. A pair gives one desirable and one undesirable response."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
 
 
 def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> dict[str, int]:
-    """Remove the training flag from the message and return it as a weight of 0 or 1; empty if there is none."""
+    """Removes the training flag from the message; returns it as a weight of 0 or 1, or an empty dict without a flag."""
     for key in _DETAILS:
         if fields.get(key):
             why = f"message {number} selects trained characters with {key}, but only full turns can be trained"

@@ -50,7 +50,7 @@ def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin)
 
 
 def best_first(responses: Sequence[Any], names: Sequence[str], scores: Sequence[float]) -> RankedResponses:
-    """Sort by descending score. Of equal scores, only the first response is kept."""
+    """Sorts responses by descending score. Of equal scores, only the first response is kept."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     kept = [i for place, i in enumerate(order) if not place or scores[i] != scores[order[place - 1]]]
     return RankedResponses([names[i] for i in kept], [responses[i] for i in kept], len(order) - len(kept))
@@ -256,7 +256,7 @@ def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple
 
 
 def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
-    """Refuse a pair whose scores contradict its columns: the sides are swapped."""
+    """Refuses a pair whose scores contradict its columns: chosen and rejected are swapped."""
     if columns.scores_of_pair is None:
         return
     better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)

@@ -93,7 +93,7 @@ class QuestionColumns:
     truth: str = _SCHEMA_TRUTH
     """Column of the ground truth; empty if there is none."""
     source: str = ""
-    """The `data_source` of rows without one."""
+    """The `data_source` that rows without that column get."""
     required: frozenset[str] = frozenset()
     """The fields of `REWARD_FIELDS` that a row must have."""
     worked: bool = False
@@ -201,7 +201,7 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
 
 
 class PromptCounts(RowCounts):
-    """Counts of prompts."""
+    """Row counts of prompts."""
 
     def sentence(self) -> str:
         return f"{self.tokens:,} in {self.rows:,} prompts; longest {self.longest}"

@@ -49,7 +49,7 @@ class ResponseEncoder:
         return [self.encoding.checked(example) for example in examples]
 
     def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
-        """Convert a dialogue stored as one text to a chat, if a template is used, and count it."""
+        """Converts a dialogue stored as one text to a chat, if a template is used, and counts it."""
         chat = spoken(prompt, responses) if self.encoding.templated else None
         if chat is None:
             return prompt, responses
@@ -120,7 +120,7 @@ class ResponseEncoder:
 
 
 class ResponseRows:
-    """Base of the row readers that encode with a `ResponseEncoder`: its counts of rows."""
+    """Base class of row readers that encode with a `ResponseEncoder`. It provides the row counts."""
 
     encode: ResponseEncoder
 

@@ -1,4 +1,4 @@
-"""SFT rows: finds their columns and encodes them."""
+"""Finds the columns of SFT rows and encodes the rows."""
 
 from __future__ import annotations
 

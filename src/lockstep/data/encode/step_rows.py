@@ -1,4 +1,4 @@
-"""Rows with a label for each step of a solution (process reward models).
+"""Reads rows with a label for each step of a solution (process reward models).
 
 A placeholder follows each step; the model is scored there. A row is a text with placeholders, or a prompt with a list
 of steps, written as `step 1<placeholder>\\nstep 2<placeholder>`. The steps are the assistant turn after the prompt, or

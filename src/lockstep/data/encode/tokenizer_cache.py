@@ -2,7 +2,7 @@
 
 Byte-level BPE first splits a text into words by a regular expression, and tokenises each word independently. Where a
 word ends regardless of its context, the text can be cut, and the tokens of the parts are the tokens of the text. A chat
-consists of some hundred such pieces, of some thousand distinct ones, so look-ups are many times faster than tokenising.
+consists of hundreds of such pieces, most of which occur in many chats: a look-up is many times faster than tokenising.
 New pieces (or their words, in ASCII) are given to the tokenizer; no BPE merge is done here. Texts that cannot be cut
 safely are tokenised as one.
 

@@ -111,7 +111,7 @@ def refuse_template(template: str) -> None:
 
 
 def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
-    """Normalise rewards by their mean and standard deviation (n - 1) over all usable responses."""
+    """Normalises rewards by their mean and standard deviation (n - 1) over all usable responses."""
     rewards = [response.reward for group in groups for response in group.responses]
     mean = math.fsum(rewards) / max(len(rewards), 1)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1)
@@ -177,7 +177,7 @@ def choice_of(
     reward_template: str | None = None,
     normalize: bool = False,
 ) -> Selection:
-    """Convert the options of the command; refuses options of another kind of rows."""
+    """Converts the options of the command. Refuses options that do not apply to the kind of rows."""
     if kind not in KINDS:
         raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}")
     if length_tie not in (None, *TIES):

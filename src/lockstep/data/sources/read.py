@@ -97,7 +97,7 @@ def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFi
 
 
 def _open_cached(file: DataFile, size: int, sha256: str) -> RowFile:
-    """Parse a file whose metadata was cached."""
+    """Parses a file whose metadata was cached; raises if the file has changed."""
     problems = Problems(file.name)
     now = _examine(file.path)[:2]
     if now != (size, sha256):

@@ -91,7 +91,7 @@ class LineOrigin(Origin):
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Identity of a data file; a resume compares it."""
+    """The identity of a data file, which is compared on resume."""
 
     name: str
     rows: int
@@ -246,7 +246,7 @@ class RowSet:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the contents in order. File names do not count."""
+        """Hash of the contents in order, independent of file names."""
         return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def _find(self, index: int) -> tuple[RowFile, int]:
