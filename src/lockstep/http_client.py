@@ -114,7 +114,7 @@ class HttpClient:
         else:
             return responses[0]
         if responses and not responses[0].success:
-            # The status decides; the body would only have the reason.
+            # The status is enough; the body would only give the reason.
             return responses[0]
         raise RequestFailed(why) from cause
 

@@ -25,8 +25,7 @@ from lockstep.model.pretrained import pretrained, refuse_partial
 # Lengths of the rows, within the context of any model.
 LENGTHS = (5, 9, 13)
 # Allowed mean difference, for rounding on two devices. Single tokens may differ more in bf16 and fp16: logits are
-# rounded, and a token may go to another expert. For reward models it is relative to the largest score, if that is above
-# 1.
+# rounded, and a token may go to another expert. For reward models it is relative to the largest score above 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 # In bf16 and fp16, if the host has memory for the export in fp32: the median difference between the trained model and
 # the fp32 export may be this multiple of that between the rounded and the fp32 export, plus a floor.

@@ -147,8 +147,7 @@ class Policy(nn.Module):
             )
         if self.scoring.squares and not self.training:
             scores = scores._replace(squares_K=self._squares(hidden_KH, head, batch.targets_K))
-        # Keeps every parameter in the graph if this rank has no targets: all ranks take part in the sharded backward
-        # pass.
+        # Keeps every parameter in the graph if this rank has no targets: all ranks run the sharded backward pass.
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
 
     def _squares(self, hidden_KH: torch.Tensor, head: Head, targets_K: torch.Tensor) -> torch.Tensor:

@@ -182,8 +182,7 @@ def run_trial(
             console.warn(warning)
 
 
-# A replay does not stop at a failed trial: the trial passed when the tape was recorded, so the replay locates the
-# error.
+# A replay does not stop at a failed trial: the trial passed when the tape was recorded, and the replay finds the error.
 
 _collected: ContextVar[list[Problem] | None] = ContextVar("problems that a replay locates", default=None)
 
