@@ -69,8 +69,8 @@ def test_every_layout_trains_the_response_alone(tokenizer, load, row, settings):
     assert dataset.end_tokens == {tokenizer.eos_token_id}
     counts = dataset.counts
     assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (2, 52, 4, 26)
-    assert "judged responses (" in dataset.notes[0]
-    assert "verdict from label): 1 desirable, 1 undesirable" in dataset.notes[0]
+    assert "labelled responses (" in dataset.notes[0]
+    assert "label from label): 1 desirable, 1 undesirable" in dataset.notes[0]
 
 
 def test_only_the_last_turn_of_a_chat_is_judged(tokenizer, load):
@@ -151,7 +151,9 @@ def test_bad_rows_are_refused(tokenizer, load, row, reason):
 
 
 def test_columns_that_cannot_be_told_are_refused(tokenizer, load):
-    with pytest.raises(Refusal, match="cannot tell which columns hold the judged responses; it has prompt, completion"):
+    with pytest.raises(
+        Refusal, match="cannot tell which columns hold the labelled responses; it has prompt, completion"
+    ):
         load(tokenizer, {"prompt": "q", "completion": "a"})
 
 

@@ -213,7 +213,7 @@ def test_a_format_around_the_prompt_inside_the_chat(tiny_folder: Path) -> None:
     )
     with pytest.raises(Refusal, match=r"several turns, and data\.prompt_format is for one"):
         with_format(Question("s", [*chat, {"role": "assistant", "content": "a"}, chat[1]], "2", origin), data)
-    with pytest.raises(Refusal, match="rows of shape messages have no prompt apart"):
+    with pytest.raises(Refusal, match="rows of shape messages have no separate prompt"):
         Encoder(tokenizer, SupervisedColumns("messages", messages="m"), data)
 
 

@@ -158,7 +158,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         (
             {"prompt": str([user("a")]), "response": "b"},
             "auto",
-            "prompt looks like a chat as Python shows it, and is no",
+            "prompt looks like the repr of a Python list, not JSON",
         ),
         (
             {"messages": [user("a"), bot("b")]},

@@ -168,7 +168,7 @@ def test_a_call_that_goes_wrong_is_a_failure_and_the_next_one_is_served(part, te
 
 def test_a_row_that_cannot_be_handed_over_is_a_failure(part) -> None:
     odd = Question("sums", [], "18", Origin("rows", 1), {"lock": threading.Lock()})
-    assert "the row cannot be handed to its process" in part.submit(odd, "right").result(GUARD).why
+    assert "the row cannot be sent to its process" in part.submit(odd, "right").result(GUARD).why
     assert part.submit(question(), "right").result(GUARD) == {"function": 1.0}
 
 
@@ -338,7 +338,7 @@ def test_close_answers_what_waits_and_leaves_no_process(tmp_path) -> None:
     assert running(str(file))
     futures = [part.submit(question(), "sleep") for _ in range(4)]
     part.close()
-    assert {future.result(0).why for future in futures} == {"the run was ending before it was scored"}
+    assert {future.result(0).why for future in futures} == {"the run ended before it was scored"}
     assert not Path(f"/proc/{pid}").exists()
     assert not running(str(file))
     assert isinstance(part.submit(question(), "right").result(0), Failure)
@@ -431,7 +431,7 @@ def test_a_closure_keeps_what_it_closes_over_and_cannot_change_a_row() -> None:
     assert scores == [{"function": 1.0}, {"function": 2.0}]
     assert seen == ["a", "b"]
     assert "mine" not in asked.extra_info
-    assert part.submit(asked, "late").result(GUARD) == Failure("function", "the run was ending before it was scored")
+    assert part.submit(asked, "late").result(GUARD) == Failure("function", "the run ended before it was scored")
 
 
 def test_a_function_of_this_process_that_fails_or_stalls_fails_its_response() -> None:

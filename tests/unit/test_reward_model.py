@@ -183,7 +183,7 @@ def test_closing_answers_what_waits(folder) -> None:
     part = ModelPart(str(folder), CPU)
     future = part.submit(question(), "x")
     part.close()
-    assert future.result(0) == Failure("model", "the run was ending before it was scored")
+    assert future.result(0) == Failure("model", "the run ended before it was scored")
 
 
 def test_batches_hold_the_padded_rows() -> None:

@@ -388,7 +388,7 @@ def test_closing_answers_what_waits() -> None:
         futures = [part.submit(question(), text) for text in ("x", "x", "stall", "x", "x")]
         assert server.asked.wait(GUARD)
         part.close()
-        assert [future.result(0).why for future in futures] == ["the run was ending before it was scored"] * 5
+        assert [future.result(0).why for future in futures] == ["the run ended before it was scored"] * 5
         assert isinstance(part.submit(question(), "x").result(0), Failure)
         part.flush()
         part.close()

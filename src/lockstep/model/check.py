@@ -91,7 +91,7 @@ def _refuse_other_kinds(config: Any) -> None:
     kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
     others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     if others:
-        raise Unfit(f"its layers of kind {', '.join(others)} are not attention to all or to the last tokens")
+        raise Unfit(f"its layers of kind {', '.join(others)} are neither full nor sliding-window attention")
 
 
 def _build(config: Any, divisor: int) -> Any:

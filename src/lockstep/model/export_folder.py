@@ -347,7 +347,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
             merged: Any = adapted.merge_and_unload()
             off = float((_logits(merged) - unmerged).abs().max() / unmerged.abs().max())
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
-        raise Refusal.at(where, f"does not fit its base {base}: {first_line(error)}", "name its base model") from error
+        raise Refusal.at(where, f"does not fit its base {base}: {first_line(error)}", "give its base model") from error
     if not off <= MERGED_ERROR:
         why = f"merged into {base} it gives other logits than unmerged: off by {off:.2g} of the largest"
         raise Refusal.at(where, why, "merge it with the library that created it")
@@ -391,5 +391,5 @@ def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
     # Full weights of the model, which an adapter with new tokens contains.
     full = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
     problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected - stored)]
-    problems += [Problem(where, f"its base has no place for {name}") for name in sorted(stored - expected - full)]
+    problems += [Problem(where, f"its base has no parameter for {name}") for name in sorted(stored - expected - full)]
     refuse_all(problems, "weights")

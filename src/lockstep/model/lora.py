@@ -153,7 +153,7 @@ def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Seq
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
     if settings.adapter is not None:
-        where, remedy = f"model.lora.adapter {settings.adapter}", "merge it into the model: name it as model.path"
+        where, remedy = f"model.lora.adapter {settings.adapter}", "merge it into the model: set model.path to it"
     head = model.get_output_embeddings()
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
@@ -178,11 +178,13 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
     try:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise Refusal.at(where, f"{WEIGHTS} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{WEIGHTS} cannot be read: {first_line(error)}", "give the path of a PEFT folder"
+        ) from error
     expected = get_peft_model_state_dict(model)
     problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected.keys() - weights.keys())]
     problems += [
-        Problem(where, f"the model has no place for {name}") for name in sorted(weights.keys() - expected.keys())
+        Problem(where, f"the model has no parameter for {name}") for name in sorted(weights.keys() - expected.keys())
     ]
     problems += [
         Problem(
@@ -206,10 +208,12 @@ def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
         keys = {name: found[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal.at(where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "give the path of a PEFT folder"
+        ) from error
     keys["exclude_modules"] = found.get("exclude_modules")
     problems = [
-        Problem(where, f"{name} is {value!r}: only plain LoRA can be trained", "name it as model.path: it is merged")
+        Problem(where, f"{name} is {value!r}: only plain LoRA can be trained", "set model.path to it: it is merged")
         for name, value in found.items()
         if name not in _ANY and value and value not in _PLAIN.get(name, ())
     ]

@@ -60,7 +60,7 @@ def hub_folder(name: str, where: str, hint: str = "") -> str:
             return local
     except (LocalEntryNotFoundError, OSError):
         pass  # not downloaded yet
-    remedy = f"{hint}name a folder on this machine, or download the model where there is a network and copy it here"
+    remedy = f"{hint}give a folder on this machine, or download the model where there is a network and copy it here"
     status = ask_hub(name, where, "there is no such folder", remedy)
     if status in (401, 403, 404):
         why = f"there is no such folder, and the hub has no readable model of that name ({status})"
@@ -157,13 +157,13 @@ def _inside(folder: Path) -> str:
     """Returns the remedy for a folder that contains models but is not one."""
     steps = checkpoints.steps_in(folder)
     if steps and (checkpoints.folder_of(folder, steps[-1]) / checkpoints.STATE).is_file():
-        return f"name one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
+        return f"use one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
     files = sorted(folder.glob("*.gguf"))
     if files:
-        return f"name the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
+        return f"use the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
     models = sorted(one.parent for name in ("recipe.yaml", "config.json", CONFIG) for one in folder.glob(f"*/{name}"))
     names = list(dict.fromkeys(map(str, models)))
-    return f"name one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+    return f"use one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def adapter_folder(path: str, key: str) -> str:
@@ -175,7 +175,9 @@ def adapter_folder(path: str, key: str) -> str:
         folder = _newest(folder, where)
     if (folder / checkpoints.STATE).is_file():
         return _of_checkpoint(folder, where, adapter=True)
-    raise Refusal.at(where, f"{CONFIG} cannot be read: there is none", "name a PEFT folder, or a run that trained one")
+    raise Refusal.at(
+        where, f"{CONFIG} cannot be read: there is none", "give the path of a PEFT folder, or a run that trained one"
+    )
 
 
 def _elsewhere(path: str, where: str) -> str:
@@ -188,7 +190,7 @@ def _elsewhere(path: str, where: str) -> str:
         near = _near(folder)
         return hub_folder(path, where, f"did you mean the folder {near}? Else " if near else "")
     if folder.is_symlink():
-        raise Refusal.at(where, "is a broken symbolic link", "name the folder itself")
+        raise Refusal.at(where, "is a broken symbolic link", "give the path of the folder itself")
     if folder.suffix == ".gguf":
         raise Refusal.at(where, "no such file")
     if near := _near(folder):
@@ -209,7 +211,7 @@ def _near(path: Path) -> str:
 def _of_file(file: Path, where: str) -> str:
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise Refusal.at(where, "is a file, and no GGUF one", "name a model folder, or a .gguf file")
+            raise Refusal.at(where, "is a file, and no GGUF one", "give the path of a model folder or a .gguf file")
     facts = file.stat()
     key = ["gguf", str(file.resolve()), facts.st_size, facts.st_mtime_ns]
 
@@ -244,7 +246,7 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
         raise Refusal.at(where, why, "lockstep export RUN DIR --step N")
     settings = Model.model_validate(found.state.recipe["model"])
     if adapter and settings.lora is None:
-        raise Refusal.at(where, "the run trained all weights, so it has no adapter", "name it as model.path")
+        raise Refusal.at(where, "the run trained all weights, so it has no adapter", "set model.path to it")
     base = model_folder(settings.path, f"{where}: its model.path")
     key = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
 
@@ -294,7 +296,9 @@ def base_of(folder: Path, where: str) -> str:
     try:
         base: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
-        raise Refusal.at(where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "give the path of a PEFT folder"
+        ) from error
     if not isinstance(base, str) or not base:
         raise Refusal.at(where, f"{CONFIG} does not name the base model", remedy)
     for place in (Path(base), folder / base, folder.parent / Path(base).name):

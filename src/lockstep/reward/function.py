@@ -88,7 +88,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         try:
             pickled = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
-            return self._target.failed(self._index, f"the row cannot be handed to its process: {error}")
+            return self._target.failed(self._index, f"the row cannot be sent to its process: {error}")
         self._calls += 1
         message = HEADER.pack(self._calls, len(pickled)) + pickled
         reply = self._reply(self._target.time_limit, "reward.time_limit", message)
@@ -193,7 +193,7 @@ class LocalCalls:
         return answer(self._function, copied, self._path)
 
 
-_CLOSED = Raised("the run was ending before it was scored")
+_CLOSED = Raised("the run ended before it was scored")
 _INVALID = Raised("wrote something other than its answer to the connection of its process", spent=True)
 
 

@@ -101,7 +101,7 @@ class BatchedPart(RewardPart):
 
     def close(self) -> None:
         for entry in self._taken():
-            entry.future.set_result(Failure(self.name, "the run was ending before it was scored"))
+            entry.future.set_result(Failure(self.name, "the run ended before it was scored"))
 
     def _taken(self) -> list[Waiting]:
         with self._lock:
@@ -227,7 +227,7 @@ def _statistics(file: Path) -> tuple[float, float]:
         stats = json.loads(file.read_text(encoding="utf-8"))
         mean, std = float(stats["mean"]), float(stats["std"])
     except (ValueError, KeyError, TypeError) as error:
-        remedy = 'it holds {"mean": NUMBER, "std": NUMBER}'
+        remedy = 'it must contain {"mean": NUMBER, "std": NUMBER}'
         raise Refusal.at(file, f"cannot be read: {type(error).__name__} {error}", remedy) from error
     if not (abs(mean) < float("inf") and 0 < std < float("inf")):
         raise Refusal.at(

@@ -91,7 +91,7 @@ def process_config(path: str) -> Any:
 
 def read_judging(folder: Path) -> dict[str, Any]:
     """Reads the `placeholder` and the label `tokens` of a process reward model."""
-    file, remedy = folder / PROCESS, 'it holds {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
+    file, remedy = folder / PROCESS, 'it must contain {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
     try:
         trained_with: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         texts = [trained_with["placeholder"], *trained_with["tokens"]]

@@ -46,7 +46,7 @@ SERVER_ERROR = 500
 # Consecutive failures after which an endpoint is skipped, and for how many seconds.
 MAX_FAILURES = 3
 SKIP_SECONDS = 30.0
-_ENDING = "the run was ending before it was scored"
+_ENDING = "the run ended before it was scored"
 
 
 @dataclass
@@ -360,7 +360,7 @@ def _checked(addresses: str | Sequence[str]) -> list[str]:
         if not _is_http(address)
     ]
     if not unique:
-        problems.append(Problem("reward.remote", "names no endpoint", "write http://host:port/path"))
+        problems.append(Problem("reward.remote", "has no endpoint", "write http://host:port/path"))
     problems += [Problem("reward.remote", why, remedy) for _, why, remedy in secrets_in(unique, "reward.remote")]
     refuse_all(problems)
     return unique

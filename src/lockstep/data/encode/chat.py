@@ -183,7 +183,7 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
         raise Refusal.at(origin, why, "fix or remove the row")
     if messages[0]["role"] == "assistant":
         raise Refusal.at(
-            origin, "empty prompt: the chat starts with the assistant", "remove that turn, or put a user's before it"
+            origin, "empty prompt: the chat starts with the assistant", "remove that turn, or put a user turn before it"
         )
     for number, message in enumerate(messages, 1):
         refuse_no_content(message, number, origin)

@@ -51,7 +51,7 @@ class ExtraColumns:
         if self.input:
             extra = self._text(self.input, row, origin)
             if extra and not isinstance(turns, str):
-                raise Refusal.at(origin, f"{name} is a chat, and {self.input} has no place in it", "fix the row")
+                raise Refusal.at(origin, f"{name} is a chat, and {self.input} cannot be added to it", "fix the row")
             turns = f"{turns}\n{extra}" if extra else turns
         earlier = self._history(row, origin)
         if earlier:

@@ -49,7 +49,9 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     else:
         beginning, rests = _continued(as_turns(prompt, "the prompt", origin), responses, names, origin)
     if isinstance(beginning, list) and beginning[-1]["role"] == "assistant":
-        raise Refusal.at(origin, "the prompt ends with the assistant, who would answer itself", "fix the prompt")
+        raise Refusal.at(
+            origin, "the prompt ends with an assistant turn, so the model would answer itself", "fix the prompt"
+        )
     for name, rest in zip(names, rests, strict=True):
         _refuse_no_answer(name, rest, origin)
     return beginning, rests
@@ -97,7 +99,7 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
     except ValueError as error:
         if not _PYTHON_CHAT.match(text):
             return text
-        why = f"{name} looks like a chat as Python shows it, and is no JSON: {error}"
+        why = f"{name} looks like the repr of a Python list, not JSON: {error}"
         raise Refusal.at(origin, why, "write it as JSON, or as a list of messages") from error
     is_chat = all(isinstance(one, dict) and any(keys <= one.keys() for keys in _CHAT_KEYS) for one in found)
     return found if is_chat else text

@@ -120,7 +120,7 @@ class Encoding:
         # Tokens that the tokenizer puts before plain text: a BOS token, or nothing.
         self.opening: list[int] = list(tokenizer("")["input_ids"])
         if data.system and not self.templated:
-            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+            raise Refusal.at("data.system", "plain rows without a chat template cannot have it", "remove it")
 
     def ids(self, text: str) -> list[int]:
         """Returns the tokens of the text, without special tokens."""

@@ -67,7 +67,7 @@ def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
         return JudgedColumns(label, messages=messages, extra=finder.extra_columns(messages, label))
     if pair:
         return pair
-    raise finder.unknown("hold the judged responses", "set data.prompt_key, data.response_key and data.label_key")
+    raise finder.unknown("hold the labelled responses", "set data.prompt_key, data.response_key and data.label_key")
 
 
 class LabeledRows(ResponseRows):
@@ -114,7 +114,7 @@ class LabeledRows(ResponseRows):
             prompt = prompt_description(columns, self.tally)
             return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"
         parts = (columns.messages or f"{columns.prompt}, {columns.response}") + columns.extra.description()
-        return f"judged responses ({parts}; verdict from {columns.label}): {verdicts}"
+        return f"labelled responses ({parts}; label from {columns.label}): {verdicts}"
 
 
 def verdict(row: Row, key: str, origin: Origin) -> bool:

@@ -198,7 +198,7 @@ class RankingRows(ResponseRows):
     def _score_counts(self) -> str:
         texts = {
             "passed over": "the best against the worst, {:,} others left out",
-            "alike": "{:,} responses left out, whose score another has too",
+            "alike": "{:,} responses left out, with the same score as another",
             "all equal": "{:,} rows dropped, whose scores are all equal",
         }
         return "".join(f"; {text.format(self.tally[key])}" for key, text in texts.items() if self.tally[key])
@@ -224,7 +224,9 @@ def prompt_description(columns: RankingColumns, tally: Counter[str]) -> str:
     """Returns text for the data report: the columns of the prompts, and how they were read."""
     count = tally[DIALOGUES]
     spoken = f", {count:,} dialogues of Human and Assistant read as chats" if count else ""
-    return (columns.prompt or "the prompt is what the responses begin with") + columns.extra.description() + spoken
+    return (
+        (columns.prompt or "the prompt is the common beginning of the responses") + columns.extra.description() + spoken
+    )
 
 
 def pair_names(columns: RankingColumns) -> str:

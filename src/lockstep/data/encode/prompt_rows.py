@@ -269,7 +269,7 @@ _WORKED = {
     "": "whole",
     GSM8K: f"after its {MARK}",
     MATH: r"in its last \boxed{}",
-    MATH_500: r"whole, beside a solution with \boxed{}",
+    MATH_500: r"the full text, next to a solution with \boxed{}",
 }
 
 
@@ -292,7 +292,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
     """Refuse prompts that a chat template would reject or render wrongly."""
     if data is not None and data.template == "none":
         if data.system is not None:
-            raise Refusal.at("data.system", "prompts without a chat template have no place for it", "remove it")
+            raise Refusal.at("data.system", "prompts without a chat template cannot have it", "remove it")
         if len(question.prompt) != 1 or question.tools:
             what = "has tools" if question.tools else "is a chat of several turns"
             raise Refusal.at(question.origin, f"the prompt {what}, and data.template is none", "set it to auto")
@@ -304,7 +304,9 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
         )
     if question.prompt[-1]["role"] == "assistant":
         raise Refusal.at(
-            question.origin, "the prompt ends with the assistant, who would answer itself", "fix or remove the row"
+            question.origin,
+            "the prompt ends with an assistant turn, so the model would answer itself",
+            "fix or remove the row",
         )
     for number, message in enumerate(question.prompt, 1):
         refuse_no_content(message, number, question.origin)

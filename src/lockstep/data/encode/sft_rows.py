@@ -94,9 +94,11 @@ class Encoder:
         self.split_rows = self.special_rows = 0
         self.special_text = SpecialText(tokenizer)
         if data.system and columns.shape == "text":
-            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+            raise Refusal.at("data.system", "plain rows without a chat template cannot have it", "remove it")
         if data.prompt_format is not None and columns.shape != "prompt_response":
-            raise Refusal.at("data.prompt_format", f"rows of shape {columns.shape} have no prompt apart", "remove it")
+            raise Refusal.at(
+                "data.prompt_format", f"rows of shape {columns.shape} have no separate prompt", "remove it"
+            )
         if columns.shape == "messages" and data.template == "none":
             raise Refusal.at(
                 "data.template",

@@ -251,7 +251,7 @@ class StepRows:
         self.encoding = Encoding(tokenizer, finder.data, learned=False)
         self.writer = StepWriter(tokenizer, self.marks)
         if finder.data.system and self.columns.text:
-            raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
+            raise Refusal.at("data.system", "rows of text with placeholders cannot have it", "remove it")
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:
         read = self._labelled(row, origin)
@@ -324,7 +324,7 @@ class StepRows:
             how = f": 1 and 0 are good, -1 is bad; {others}"
         left = f"; {self.unusable:,} rows dropped, in which no step is rated" if self.unusable else ""
         unread = self.finder.unread(columns.label, columns.text, columns.prompt, columns.steps)
-        return f"{kind} ({parts}; verdicts from {columns.label}{how}{left}){unread}"
+        return f"{kind} ({parts}; labels from {columns.label}{how}{left}){unread}"
 
     def _from_text(self, value: Any, origin: Origin) -> tuple[str, list[int]]:
         turns = as_turns(value, self.columns.text, origin)
