@@ -292,7 +292,7 @@ STEPS = [
             }
         ],
         ["~", "~"],
-        "verdicts from label, where it says + or - for 'ки' (Math-Shepherd), which is written '~'); not read: task",
+        "labels from label, where it says + or - for 'ки' (Math-Shepherd), which is written '~'); not read: task",
         holds="labels 1 0: ",
     ),
     Published(
