@@ -324,7 +324,7 @@ def export(
         bool, typer.Option("--merge", help="Merge an adapter into its base model; the default for a run.")
     ] = False,
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Base model of an adapter [the one it names].")
+        str | None, typer.Option(metavar="MODEL", help="Base model of an adapter [the one in its config].")
     ] = None,
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Also push it to the hub, with a model card.")

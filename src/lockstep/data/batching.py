@@ -41,7 +41,7 @@ def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
     """Puts rows, longest first, into the bin with the least work that has room; adds bins if none has."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if lengths and max(lengths) > tokens:
-        raise ValueError(f"a row of {max(lengths)} tokens fits no micro-batch of {tokens}")
+        raise ValueError(f"a row of {max(lengths)} tokens does not fit a micro-batch of {tokens}")
     count = _round_up(max(1, -(-sum(lengths) // tokens)), devices)
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
@@ -312,7 +312,7 @@ def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[lis
     """Packs responses into as few rows as `tokens` allows: the same number per device, of about equal length."""
     longest = max(one.length for _, one in responses)
     if longest > tokens:
-        raise ValueError(f"a row of {longest} tokens fits no micro-batch of {tokens}")
+        raise ValueError(f"a row of {longest} tokens does not fit a micro-batch of {tokens}")
     wanted = -(-len(_filled(responses, tokens, tokens)) // devices) * devices
     low, high = longest, tokens
     while low < high:

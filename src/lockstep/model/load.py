@@ -1,4 +1,4 @@
-"""Loads a policy from a model path: dtype, LoRA, sharding, checkpointing, and checks of the folder."""
+"""Loads a policy from a model path with dtype, LoRA, sharding and gradient checkpointing, and checks the folder."""
 
 from __future__ import annotations
 

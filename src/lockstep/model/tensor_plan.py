@@ -42,7 +42,7 @@ class Indivisible(Exception):
 
 
 def refuse_indivisible(config: Any, path: str, size: int) -> None:
-    """Refuse a model that cannot be divided, from its configuration; no weight is loaded."""
+    """Refuses a model whose configuration cannot be divided; no weight is loaded."""
     if size == 1:
         return
     from transformers import AutoModelForCausalLM

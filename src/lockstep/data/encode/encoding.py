@@ -161,7 +161,7 @@ class Encoding:
             raise Refusal.at(
                 origin,
                 "the row holds a chat, but the tokenizer has no chat template",
-                "name one with data.template, use a model whose tokenizer has one, or rows of plain text",
+                "set data.template, use a model whose tokenizer has one, or rows of plain text",
             )
 
     def end(self, origin: Origin) -> list[int]:

@@ -300,7 +300,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
         raise Refusal.at(
             question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
-            "name one with data.template, or use a model whose tokenizer has one",
+            "set data.template, or use a model whose tokenizer has one",
         )
     if question.prompt[-1]["role"] == "assistant":
         raise Refusal.at(

@@ -109,7 +109,7 @@ class Encoder:
             raise Refusal.at(
                 "data.shape",
                 "rows are chats, but the tokenizer has no chat template",
-                "name one with data.template, or use data.prompt_key and data.response_key",
+                "set data.template, or use data.prompt_key and data.response_key",
             )
 
     def __call__(self, row: Row, origin: Origin) -> Example:

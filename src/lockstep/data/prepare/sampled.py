@@ -192,7 +192,7 @@ def choice_of(
         "--normalize": (normalize or None, ("conditional",)),
     }
     problems = [
-        Problem(option, f"has no meaning for --kind {kind}", f"remove it; it is for {' and '.join(kinds)}")
+        Problem(option, f"does not apply to --kind {kind}", f"remove it; it is for {' and '.join(kinds)}")
         for option, (value, kinds) in given.items()
         if value is not None and kind not in kinds
     ]
@@ -381,6 +381,6 @@ def _remedy(counts: SelectionCounts) -> str:
         BELOW: "lower --min-reward, or sample more responses (--n)",
         CLOSE: "lower --min-margin, or sample more responses (--n)",
         NO_SCORE: "fix the reward and sample again; the column `failure` says what went wrong",
-        CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
+        CUT: "raise --max-new-tokens of `lockstep sample`, or keep truncated responses with --keep-cut",
         EMPTY: "sample from a model that gives non-empty answers",
     }[reason]
