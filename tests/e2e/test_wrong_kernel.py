@@ -15,7 +15,7 @@ from lockstep.errors import Refusal
 from lockstep.kernels.attention import varlen
 from lockstep.kernels.attention.layout import make_layout
 from lockstep.kernels.attention.varlen import Fused
-from lockstep.model import verified
+from lockstep.model import trials
 from lockstep.parity.replay.replay_command import replay
 from lockstep.parity.replay.replay_result import first_divergence
 from lockstep.run.console import Console
@@ -25,9 +25,9 @@ from taped_runs import record, write_lively
 @pytest.fixture
 def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
     yield
-    verified._here.cache_clear()
+    trials._verified_here.cache_clear()
 
 
 def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Any, scale: float, window: Any) -> torch.Tensor:

@@ -141,7 +141,7 @@ def test_a_table_edited_by_hand_is_refused_with_its_row(recipe_of, tmp_path: Pat
     recipe = recipe_of("dpo", *words)
     train_offline(recipe, Console.silent())
     file = table_of(tmp_path) / "logprobs.npy"
-    rows = offline.prepare(recipe, explain("cpu")[0], 1, Console.silent()).train.items
+    rows = offline.prepare_offline(recipe, explain("cpu")[0], 1, Console.silent()).train.items
     before = sum(e.targets for row in rows[:2] for e in row.examples) + rows[2].examples[0].targets
     stored = np.load(file)
     assert stored.shape == (sum(e.targets for row in rows for e in row.examples),)

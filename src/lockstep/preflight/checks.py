@@ -22,8 +22,9 @@ from lockstep.preflight import model_checks as model
 from lockstep.preflight import row_checks as rows
 from lockstep.preflight import user_trials as trials
 from lockstep.preflight.async_worker import refuse_beside
-from lockstep.preflight.memory_plan import refuse_misfit
+from lockstep.preflight.memory_plan import MemoryPlan, refuse_misfit
 from lockstep.preflight.prepared import Context
+from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.engine import refuse_unknown_ids
 from lockstep.rollout.native.native_engine import refuse_moving_positions
@@ -155,8 +156,12 @@ def _has_checkpoint(folder: RunFolder) -> bool:
 
 def checkpoint_space(context: Context) -> None:
     assert context.memory is not None
-    folder = run_folder(context.recipe).checkpoints
-    checkpoints.require_disk(folder, context.memory.checkpoint_bytes, "a checkpoint")
+    refuse_full_disk(context.recipe, context.memory)
+
+
+def refuse_full_disk(recipe: Recipe, memory: MemoryPlan) -> None:
+    """Refuses a run whose checkpoint does not fit on the disk."""
+    checkpoints.require_disk(run_folder(recipe).checkpoints, memory.checkpoint_bytes, "a checkpoint")
 
 
 def device_memory(context: Context) -> None:
@@ -263,8 +268,8 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
             lambda context: context.online and is_function_path(context.recipe.algorithm.loss),
         ),
     ),
-    "checkpoint": (PreflightCheck(checkpoint_space, CheckStage.PLAN, _writes_run),),
     "memory": (PreflightCheck(device_memory, CheckStage.PLAN, lambda context: context.local, in_plan="last"),),
+    "checkpoint": (PreflightCheck(checkpoint_space, CheckStage.PLAN, _writes_run, in_plan="last"),),
 }
 
 
