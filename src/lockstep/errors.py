@@ -1,4 +1,4 @@
-"""Errors of user input: where the problem is, what is wrong, and what to do."""
+"""Errors in user input. Each says where the problem is, what is wrong, and how to fix it."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class Refusal(Exception):
 
 
 def with_secrets(text: str, key: str) -> str:
-    """A recipe value with its secret references resolved. A missing secret is reported at `key`."""
+    """Returns a recipe value with its secret references resolved. A missing secret is reported at `key`."""
     try:
         return expanded(text)
     except Unresolved as error:
@@ -255,24 +255,24 @@ class RenamedKey(FutureWarning):
 
 
 class LostProcess(Refusal):
-    """A process of the run was killed or hangs, and the input is not the cause: the run can resume."""
+    """A process of the run was killed or hangs. The input is not the cause, so the run can be resumed."""
 
 
 def refuse_all(problems: Sequence[Problem], what: str = "") -> None:
-    """Raises if there are problems. With `what`, only the first are listed and the others are counted."""
+    """Raises a refusal if there are problems. With `what`, it lists the first problems and counts the others."""
     if problems:
         raise Refusal(shortened(problems, what) if what else problems)
 
 
 def shortened(problems: Sequence[Problem], what: str, most: int = 10) -> list[Problem]:
-    """The first `most` problems and the number of the others."""
+    """Returns the first `most` problems and the number of the others."""
     hidden = len(problems) - most
     others = [Problem(f"{hidden:,} more {what}", "have problems too", code="more-problems")] if hidden > 0 else []
     return [*problems[:most], *others]
 
 
 def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
-    """The refusal for an optional package that is not installed."""
+    """Returns the refusal for an optional package that is not installed."""
     return Refusal.at(
         f"package {package}",
         f"needed for {needed_for} and not installed",
@@ -282,9 +282,9 @@ def missing_extra(package: str, extra: str, needed_for: str) -> Refusal:
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an error on one line."""
+    """Returns the message of an error on one line."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    # A first line that ends with a colon needs the second line.
+    # If the first line ends with a colon, the second line is added.
     return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
@@ -303,7 +303,7 @@ _MACHINE = {
 
 
 def refusal_of_machine(error: OSError) -> Refusal | None:
-    """The refusal for a file system error of the machine; None for any other error."""
+    """Returns the refusal for a file system error of the machine; None for any other error."""
     if error.errno not in _MACHINE:
         return None
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -313,7 +313,7 @@ def refusal_of_machine(error: OSError) -> Refusal | None:
 
 
 def unwritten(path: object, error: Exception, remedy: str = "") -> Refusal:
-    """The refusal for a file that could not be written."""
+    """Returns the refusal for a file that could not be written."""
     why = (error.strerror if isinstance(error, OSError) else None) or str(error)
     advice = _MACHINE.get(error.errno or 0, "") if isinstance(error, OSError) else ""
     return Refusal.at(

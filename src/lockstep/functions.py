@@ -1,4 +1,4 @@
-"""User functions: `path/to/file.py:name` in a recipe, or a Python callable; found, checked and limited in time."""
+"""User functions: finds, loads and checks `path/to/file.py:name` or a Python callable, and limits its run time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any
 
 from lockstep.errors import Problem, Refusal
 
-# Seconds after the limit in which the signal may end the function, before the run is ended.
+# Seconds after the time limit until the run is ended, if the signal did not stop the function.
 GRACE_SECONDS = 30.0
-# Interval of further signals, for a function that catches every exception.
+# Interval of repeated signals, for a function that catches every exception.
 AGAIN_SECONDS = 5.0
-# Exit code of the run if it had to be ended with the function.
+# Exit code of the run if a function could not be stopped.
 ENDED = 2
 
 
@@ -75,7 +75,7 @@ LONGEST_WHY = 300
 # A user file may import torch from a slow disk.
 LOAD_SECONDS = 120.0
 
-# Callables given from Python, by their path in the recipe.
+# Callables passed from Python, keyed by their path in the recipe.
 _given: dict[str, Callable[..., Any]] = {}
 # Modules of user files, by path and modification time: two functions of one file share its globals.
 _modules: dict[tuple[Path, int], ModuleType] = {}
@@ -84,7 +84,7 @@ _running: list[Path] = []
 
 
 class Unloadable(Exception):
-    """A function that cannot be loaded: why, and what to do."""
+    """A user function cannot be loaded. `why` is the reason, `remedy` the fix."""
 
     def __init__(self, why: str, remedy: str, *, code: str):
         super().__init__(why)
@@ -123,7 +123,7 @@ class UserFunction:
             ) from error
 
     def with_function(self, function: Callable[..., Any]) -> UserFunction:
-        """The same key and limit for a wrapper of the function."""
+        """Returns a copy with another function, such as a wrapper, and the same key and time limit."""
         return replace(self, function=function)
 
     def _limited(self) -> AbstractContextManager[None]:
@@ -142,12 +142,12 @@ class UserFunction:
 
 
 def is_function_path(value: str) -> bool:
-    """Whether a value is a function path (`file.py:name`) and not a registered name."""
+    """Returns whether a value is a function path (`file.py:name`) and not a registered name."""
     return ":" in value
 
 
 def locate(function_path: str, key: str) -> tuple[Path, str]:
-    """File and name of `path/to/file.py:name`; raises if the file does not exist."""
+    """Returns the file and the name of `path/to/file.py:name`; raises if the file does not exist."""
     path, _, name = function_path.rpartition(":")
     if not path or not name.isidentifier():
         raise Refusal.at(
@@ -187,13 +187,13 @@ def load_user_function(
 
 
 def is_registered(function_path: str) -> bool:
-    """Whether the path refers to a callable given in this process."""
+    """Returns whether the path refers to a callable that was registered in this process."""
     return function_path in _given
 
 
 def local_callable(function_path: str) -> Callable[..., Any] | None:
-    """The callable of the path if no other process can load it: a function of the main script or of a notebook, or one
-    defined inside another function. Otherwise None."""
+    """Returns the callable of the path if no other process can load it: a function of the main script or of a notebook,
+    or one defined inside another function. Otherwise None."""
     function = _given.get(function_path)
     if function is None:
         return None
@@ -204,7 +204,7 @@ def local_callable(function_path: str) -> Callable[..., Any] | None:
 
 
 def running_file() -> Path | None:
-    """The user file that is being imported, if any."""
+    """Returns the user file that is being imported, if any."""
     return _running[-1] if _running else None
 
 
@@ -226,7 +226,8 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
 
 
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of the file, callable with positional `call`. The file can import modules of its folder."""
+    """Returns the function `name` of the file; it must accept the positional arguments `call`. The file can import
+    modules of its folder."""
     function = get_function(run_file(path), name, call, path)
     check_signature(function, name, call, by_name=False)
     return function
@@ -294,7 +295,7 @@ def run_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException, path: str) -> str:
-    """The message of an exception on one line, with its line number in the user file."""
+    """Returns the message of an exception on one line, with its line number in the user file."""
     try:
         last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
     except BaseException:  # noqa: BLE001 - the __str__ of a user exception may fail
@@ -303,7 +304,7 @@ def describe_error(error: BaseException, path: str) -> str:
 
 
 def source_line(error: BaseException, path: str) -> str:
-    """The line number in the user file, as text; empty if the error is from elsewhere."""
+    """Returns the line number in the user file, as text; empty if the error is from elsewhere."""
     frames = traceback.walk_tb(error.__traceback__)
     # The path may be relative or absolute.
     lines = [line for frame, line in frames if frame.f_code.co_filename in (path, str(Path(path).absolute()))]

@@ -255,4 +255,4 @@ def test_samples_become_pairs_and_rows_to_train_on(home: Path, tiny_folder: Path
     assert trained.returncode == 0, trained.stderr
     refused = lockstep("pairs", home / "s.parquet", home / "k.jsonl", "--kind", "kto", "--min-margin", 0.1)
     assert refused.returncode == 2
-    assert "has no meaning for --kind kto" in refused.stderr
+    assert "does not apply to --kind kto" in refused.stderr

@@ -68,8 +68,8 @@ def test_every_layout_trains_the_response_alone(tokenizer, load, row, settings):
     assert dataset.end_tokens == {tokenizer.eos_token_id}
     counts = dataset.counts
     assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (2, 52, 4, 26)
-    assert "judged responses (" in dataset.notes[0]
-    assert "verdict from label): 1 desirable, 1 undesirable" in dataset.notes[0]
+    assert "labelled responses (" in dataset.notes[0]
+    assert "label from label): 1 desirable, 1 undesirable" in dataset.notes[0]
 
 
 def test_only_the_last_turn_of_a_chat_is_judged(tokenizer, load):

@@ -267,7 +267,7 @@ def test_a_constant_reward_is_warned_of(user) -> None:
     assert "reward function: data source arithmetic: " in told
     assert "both score 1" in told
     assert "on all of 2 rows" in told
-    assert r"tried on rows.parquet row 4: '18', '#### 18', '\\boxed{18}', '<answer>18</answer>'" in told
+    assert r"tested on rows.parquet row 4: '18', '#### 18', '\\boxed{18}', '<answer>18</answer>'" in told
     assert "extra_info.answer" in told
 
 

@@ -53,8 +53,8 @@ class SavedNames:
     parameters: Mapping[str, str]
 
     def reader(self, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """A function that gives tensors by their file name. It calls `read` once per parameter, and frees the parameter
-        before the next."""
+        """Returns a function that reads tensors by their file name. It calls `read` once per parameter, and frees the
+        parameter before the next."""
         parts: dict[str, torch.Tensor] = {}
 
         def part(name: str) -> torch.Tensor:
@@ -68,7 +68,7 @@ class SavedNames:
 
 
 def saved_names(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> SavedNames | None:
-    """The tensors that `save_pretrained` would write; None if a tensor is made of several parameters."""
+    """Returns the tensors that `save_pretrained` would write; None if a tensor is made of several parameters."""
     parameters_on_meta = {name: torch.empty(shape, device=META) for name, shape in shapes.items()}
     found: dict[str, torch.Size] = {}
     parameters: dict[str, str] = {}
@@ -98,7 +98,7 @@ def export_checkpoint(
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> Verification:
-    """Export a checkpoint as a language model or reward model, with additional text `files`."""
+    """Exports a checkpoint as a language model or reward model, with additional text `files`."""
     state, weights = found.state, found.weights
     how: dict[str, Any] = {"where": str(found.path), "folders": folders, "end_tokens": state.end_tokens}
     how |= {"files": {**state.files, **files}, "probe": state.probe, "replace": replace}
@@ -124,8 +124,8 @@ def export_model(
     files: Mapping[str, str] = MappingProxyType({}),
     probe: Mapping[str, Any] = MappingProxyType({}),
 ) -> Verification:
-    """Write to a temporary folder, compare it with outputs of the trained model (`probe`), and rename it to `out`.
-    `adapter` exports the adapter of a LoRA run instead of the merged model."""
+    """Writes the model to a temporary folder, compares it with outputs of the trained model (`probe`), and renames it
+    to `out`. `adapter` exports the adapter of a LoRA run instead of the merged model."""
     if adapter and settings.lora is None:
         raise Refusal.at(
             "--adapter",
@@ -150,7 +150,7 @@ def _write_streamed(
     where: str,
     end_tokens: Sequence[int],
 ) -> bool:
-    """Write tensor by tensor; False if that is not possible for the model."""
+    """Writes the model tensor by tensor; returns False if the model does not support that."""
     from transformers import AutoModelForCausalLM
 
     source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)
@@ -174,7 +174,7 @@ def _write_in_memory(
     *,
     adapter: bool,
 ) -> None:
-    """Write with the model in memory. The memory is freed before the folder is verified."""
+    """Writes the model from memory. The memory is freed before the folder is verified."""
     from transformers import AutoModelForCausalLM
 
     where_from = f"model.path {settings.path}"
@@ -206,7 +206,7 @@ def _write_by_tensor(
     folder: Path,
     end_tokens: Sequence[int],
 ) -> None:
-    """Write what `save_pretrained` would, from a model without storage and weights that are read one by one."""
+    """Writes the files of `save_pretrained`, from a model without storage and weights that are read one by one."""
     model.config.dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     _stop_at(model, end_tokens)
@@ -279,13 +279,13 @@ def _tokenizer(settings: Model, folders: ModelFolders) -> PreTrainedTokenizerBas
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> int:
-    """A padding token that ends no text: the classifier scores the last token that is not padding."""
+    """Returns a padding token that does not end a text: the classifier scores the last token that is not padding."""
     candidates = [tokenizer.pad_token_id, *tokenizer.all_special_ids, *range(len(end_tokens) + 1)]
     return next(token for token in candidates if token is not None and token not in end_tokens)
 
 
 def _working(settings: Model, adapter: bool) -> torch.dtype:
-    """The dtype of the computation: an adapter is merged in fp32 and rounded once."""
+    """Returns the dtype of the computation: an adapter is merged in fp32 and rounded once."""
     return torch.float32 if settings.lora and not adapter else DTYPES[settings.dtype]
 
 
@@ -298,7 +298,7 @@ def _refuse_taken(out: Path, replace: bool) -> None:
 
 @contextmanager
 def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `out` at the end, with the model's tokenizer."""
+    """Yields a temporary folder with the model's tokenizer, and renames it to `out` at the end."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
@@ -331,7 +331,8 @@ PROBE, MERGED_ERROR = 16, 1e-3
 
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
-    """Merge in fp32 and round to the dtype of the stored base. The result is compared with the unmerged adapter."""
+    """Merges an adapter in fp32 and rounds to the dtype of the stored base. Compares the result with the unmerged
+    adapter."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 
 
-# Relative difference below which the head is the embedding with another quantisation.
+# If head and embedding differ by less (relatively), the head is the embedding with another quantisation.
 SAME_MATRIX = 0.25
 
 
 def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
-    """Dequantise `file` to fp32 weights in `folder`; returns messages. A separate output head is kept, unless `tie`
+    """Dequantises `file` to fp32 weights in `folder`; returns messages. A separate output head is kept, unless `tie`
     replaces it by the embedding."""
     if importlib.util.find_spec("gguf") is None:
         raise missing_extra("gguf", "hub", "reading GGUF files")
@@ -61,7 +61,7 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
 
 
 def _opened(file: Path) -> Any:
-    """A GGUFReader of the file, which must be complete."""
+    """Returns a GGUFReader for the file. Raises a refusal if the file is incomplete."""
     from gguf import GGUFReader
 
     try:
@@ -79,7 +79,7 @@ def _opened(file: Path) -> Any:
 
 
 def _tied(model: Any, file: Path, tie: bool) -> list[str]:
-    """Handle the output head: none in the file, a copy of the embedding, or another matrix. Returns messages."""
+    """Handles an output head that the file lacks, that equals the embedding, or that is separate. Returns messages."""
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
     if model.config.tie_word_embeddings:
@@ -105,7 +105,7 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
 
 
 def _unquantised(packed: Any) -> Any:
-    """The same weights in a model without quantisation config, which cannot be saved otherwise."""
+    """Returns the weights in a model without quantisation config, because a quantised model cannot be saved."""
     import torch
     from transformers import AutoModelForCausalLM
 

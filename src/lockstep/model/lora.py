@@ -33,8 +33,7 @@ _ANY |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 
 
 def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
-    """The PEFT configuration of the adapter. An adapter that is `stored` in a folder determines its rank, scale and
-    layers."""
+    """Returns the PEFT configuration of the adapter. A `stored` adapter determines its rank, scale and layers."""
     from peft import LoraConfig
 
     keys: dict[str, Any] = {
@@ -50,7 +49,7 @@ def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
 
 
 def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | None) -> Any:
-    """The model, or a PEFT model around it, with a new adapter (from `seed`) or the one in the folder `stored`."""
+    """Returns the model, or a PEFT model around it, with a new adapter (from `seed`) or that of the folder `stored`."""
     if settings is None:
         return model
     adapted = put_adapter(model, settings, seed, "CAUSAL_LM", stored)
@@ -61,7 +60,7 @@ def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | Non
 
 
 def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored: str | None) -> Any:
-    """A PEFT model around `model`; without a task, `model` itself with adapters in its layers."""
+    """Returns a PEFT model around `model`; without a task, `model` itself with adapters in its layers."""
     from peft import get_peft_model, inject_adapter_in_model
 
     if task is None:
@@ -89,7 +88,7 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored:
 
 
 def _of_decoder(settings: Lora, prefix: str) -> Lora:
-    """Convert module names of the language model to those of its decoder, which carries a value model's adapter."""
+    """Converts module names of the language model to those of its decoder, which has the adapter of a value model."""
     named = {
         key: [entry.removeprefix(f"{prefix}.") for entry in entries if (key, entry) != ("exclude", "lm_head")]
         for key, entries in (("targets", settings.targets), ("exclude", settings.exclude))
@@ -99,7 +98,7 @@ def _of_decoder(settings: Lora, prefix: str) -> Lora:
 
 
 def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:
-    """Problems for an error of PEFT. Unmatched names are reported with similar names, which PEFT does not do."""
+    """Converts an error of PEFT to problems. For unmatched names it adds similar names, which PEFT does not do."""
     problems = list(_unmatched_targets(settings.targets, modules, ()))
     if problems and "not found" in message:
         return problems
@@ -144,7 +143,7 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
 
 
 def _ends(name: str, entry: str) -> bool:
-    """Whether PEFT matches an entry of a list: the full name, or its last parts."""
+    """Returns whether PEFT matches an entry of a list with a module name: the full name, or its last components."""
     return name == entry or name.endswith(f".{entry}")
 
 
@@ -158,13 +157,13 @@ def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
 
 
 def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
-    """Layers whose adapter cannot be trained or merged. Tied layers share one parameter: merging an adapter into one
-    would also change the other, unlike training."""
+    """Yields a problem for each layer whose adapter cannot be trained or merged. Tied layers share one parameter:
+    merging an adapter into one would also change the other, unlike training."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
     if settings.adapter is not None:
-        where, remedy = f"model.lora.adapter {settings.adapter}", "merge it into the model: name it as model.path"
+        where, remedy = f"model.lora.adapter {settings.adapter}", "merge it into the model: set model.path to it"
     head = model.get_output_embeddings()
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
@@ -219,7 +218,7 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
 
 
 def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
-    """The stored configuration. A recipe that contradicts it is refused."""
+    """Returns the stored configuration. Refuses a recipe that contradicts it."""
     where = f"model.lora.adapter {settings.adapter}"
     file = Path(folder) / CONFIG
     try:

@@ -28,7 +28,8 @@ NO_CODE = "use a model that transformers supports without such code, or convert 
 
 
 def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """`kind.from_pretrained(path)`, without remote code. `where` and `what` ('its weights') begin a refusal."""
+    """Calls `kind.from_pretrained(path)` without remote code. Refusals begin with `where` and `what` ('its
+    weights')."""
     refuse_damaged_settings(path, where)
     from transformers.utils import logging as transformers_logging
 
@@ -48,7 +49,7 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
 
 
 def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """Load a model. All its weights must be in its files; transformers would initialise missing ones randomly."""
+    """Loads a model. All its weights must be in its files; transformers would initialise missing ones randomly."""
     model, info = pretrained(kind, path, where, what, output_loading_info=True, **settings)
     refuse_partial(info, where)
     unused_weights(model, info.get("unexpected_keys", ()), where)
@@ -76,8 +77,8 @@ def refuse_partial(info: Mapping[str, Any], where: str) -> None:
 
 
 def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -> tuple[str, ...]:
-    """Tensors of the files that the model does not use and transformers does not ignore by design. Complete layers are
-    refused: the config does not match the weights."""
+    """Returns the tensors of the files that the model does not use and transformers does not ignore by design. Refuses
+    unused tensors that form complete layers: the config does not match the weights."""
     info: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(info)
     unused = tuple(sorted(info.unexpected_keys))
@@ -96,12 +97,12 @@ _INDEX = re.compile(r"\.\d+\.")
 
 
 def _block(name: str) -> str:
-    """The name of a tensor without its layer number."""
+    """Returns the name of a tensor without its layer number."""
     return _INDEX.sub(".*.", name) if _INDEX.search(name) else ""
 
 
 def told_unused(unused: Sequence[str], path: str) -> str:
-    """The warning about unused tensors."""
+    """Returns the warning about unused tensors."""
     more = f" and {len(unused) - 1:,} more tensors" if len(unused) > 1 else ""
     return f"{path}: its files have {unused[0]}{more}, which the model does not use: they are ignored"
 
@@ -122,7 +123,7 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """A predicate for the tensors that transformers keeps in fp32 in a model of that dtype."""
+    """Returns a predicate for the tensors that transformers keeps in fp32 in a model of that dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -144,7 +145,7 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """`model.save_pretrained` with unchanged generation settings: transformers loads a temperature with
+    """Calls `model.save_pretrained` and keeps the generation settings unchanged: transformers loads a temperature with
     `do_sample: false`, which many models have, but refuses to save it."""
     settings = model.generation_config
     if settings is None:
@@ -176,7 +177,7 @@ def refuse_damaged_settings(path: str, where: str) -> None:
 
 
 def _hub_kernel(config: Any) -> str:
-    """The hub kernel (OWNER/NAME) that a config or a nested config names; empty if none."""
+    """Returns the hub kernel (OWNER/NAME) that a config or a nested config names; empty if none."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, dict) and (found := _hub_kernel(value)):
             return found
@@ -240,7 +241,7 @@ def _named(error: Exception) -> str:
 
 
 def _damaged_file(folder: Path) -> str:
-    """The first damaged file of a folder, with the reason."""
+    """Returns the first damaged file of a folder, with the reason."""
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if damage := _damage_of_json(file):
             return f"{file} {damage}"
@@ -257,7 +258,7 @@ def _damaged_file(folder: Path) -> str:
 
 
 def _damage_of_pickle(file: Path) -> str:
-    """The error of torch's restricted unpickler, which runs no code; empty if the file is valid."""
+    """Returns the error of torch's restricted unpickler, which runs no code; empty if the file is valid."""
     import torch
 
     try:
@@ -268,7 +269,7 @@ def _damage_of_pickle(file: Path) -> str:
 
 
 def why_not_unpickled(error: Exception) -> str:
-    """The error of torch's restricted unpickler, without its advice to disable the restriction."""
+    """Returns the error of torch's restricted unpickler, without its advice to disable the restriction."""
     _, found, why = str(error).partition("WeightsUnpickler error: ")
     return why.splitlines()[0].partition(" was not an allowed global")[0] if found else first_line(error)
 
@@ -287,7 +288,7 @@ WHERE_FROM = "copy the tokenizer's files from the model it was trained with: tok
 
 
 def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in `path`; `where` names the folder in a refusal."""
+    """Returns the tokenizer in `path`; `where` is the folder in error messages."""
     folder = Path(path)
     if folder.is_dir() and not has_tokenizer(folder):
         raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM, code="no-tokenizer")

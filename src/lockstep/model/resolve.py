@@ -1,4 +1,4 @@
-"""Resolves whatever names a model (folder, run, checkpoint, adapter, GGUF file, hub id) to a Hugging Face folder."""
+"""Resolves a model (path of a folder, run, checkpoint, adapter or GGUF file, or hub id) to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _silent: dict[str, str] = {}
 
 
 def looks_like_hub(path: str) -> bool:
-    """Whether the name has the form of a hub model."""
+    """Returns whether the name has the form of a hub model."""
     return _NAME.fullmatch(path) is not None and path.count("/") == 1
 
 
 def hub_folder(name: str, where: str, hint: str = "") -> str:
-    """The local folder of a hub model, downloaded if necessary. `hint` is put before the remedy."""
+    """Returns the local folder of a hub model, downloaded if necessary. `hint` is put before the remedy."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -59,8 +59,8 @@ def hub_folder(name: str, where: str, hint: str = "") -> str:
         if (Path(local) / "config.json").is_file() and weight_files(local) is not None:
             return local
     except (LocalEntryNotFoundError, OSError):
-        pass  # not here yet
-    remedy = f"{hint}name a folder on this machine, or download the model where there is a network and copy it here"
+        pass  # not downloaded yet
+    remedy = f"{hint}give a folder on this machine, or download the model where there is a network and copy it here"
     status = ask_hub(name, where, "there is no such folder", remedy)
     if status in (401, 403, 404):
         why = f"there is no such folder, and the hub has no readable model of that name ({status})"
@@ -82,8 +82,8 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
 
 def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -> int:
-    """Send one request for a model or data set (`kind`) to the hub; returns the HTTP status. If the hub cannot be
-    reached, raises a refusal that begins with `so`."""
+    """Sends one request for a model or data set (`kind`) to the hub; returns the HTTP status. If the hub cannot be
+    reached, raises a refusal whose reason begins with `so`."""
     from huggingface_hub import constants, get_token
 
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -110,7 +110,7 @@ def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -
 
 
 def _status_of(request: urllib.request.Request) -> int | str:
-    """The HTTP status, or the reason for none."""
+    """Returns the HTTP status, or the reason why there is none."""
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return int(answer.status)
@@ -123,19 +123,19 @@ def _status_of(request: urllib.request.Request) -> int | str:
 
 
 def folders_of(settings: Model) -> ModelFolders:
-    """The local folders of `model.path` and of the adapter that training starts from."""
+    """Returns the local folders of `model.path` and of the adapter that training starts from."""
     return ModelFolders(model_folder(settings.path), stored_adapter(settings.lora))
 
 
 def stored_adapter(settings: Lora | None) -> str | None:
-    """The PEFT folder of `model.lora.adapter`; None without one."""
+    """Returns the PEFT folder of `model.lora.adapter`; None without one."""
     if settings is None or settings.adapter is None:
         return None
     return adapter_folder(settings.adapter, "model.lora.adapter")
 
 
 def model_folder(path: str, key: str = "model.path") -> str:
-    """The Hugging Face folder of `path`. `key` names it in a refusal.
+    """Returns the Hugging Face folder of `path`. `key` is its recipe key in error messages.
 
     A Hugging Face folder is returned unchanged. A run gives its export, or its newest checkpoint. A checkpoint, a PEFT
     adapter and a GGUF file are converted and cached. Anything else may be a hub model.
@@ -158,20 +158,20 @@ def model_folder(path: str, key: str = "model.path") -> str:
 
 
 def _inside(folder: Path) -> str:
-    """The remedy for a folder that only contains models."""
+    """Returns the remedy for a folder that contains models but is not one."""
     steps = checkpoints.steps_in(folder)
     if steps and (checkpoints.folder_of(folder, steps[-1]) / checkpoints.STATE).is_file():
-        return f"name one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
+        return f"use one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
     files = sorted(folder.glob("*.gguf"))
     if files:
-        return f"name the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
+        return f"use the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
     models = sorted(one.parent for name in ("recipe.yaml", "config.json", CONFIG) for one in folder.glob(f"*/{name}"))
     names = list(dict.fromkeys(map(str, models)))
-    return f"name one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+    return f"use one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def adapter_folder(path: str, key: str) -> str:
-    """The PEFT folder of `path`: itself, or the adapter of a LoRA run."""
+    """Returns the PEFT folder of `path`: itself, or the adapter of a LoRA run."""
     folder, where = Path(path), f"{key} {path}"
     if (folder / CONFIG).is_file():
         return path
@@ -211,7 +211,7 @@ def _elsewhere(path: str, where: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """The existing path with the most similar name; empty if there is none."""
+    """Returns the existing path with the most similar name; empty if there is none."""
     while not path.parent.exists():
         path = path.parent
     if not path.parent.is_dir():
@@ -318,7 +318,7 @@ def _given(folder: Path) -> str:
 
 
 def base_of(folder: Path, where: str) -> str:
-    """The base model of an adapter: a path, a folder next to the adapter, or a hub name."""
+    """Returns the base model of an adapter: a path, a folder next to the adapter, or a hub name."""
     remedy = _given(folder)
     try:
         base: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -341,7 +341,7 @@ VERSION = 2
 
 
 def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
-    """The cached folder that `convert` writes, keyed by `facts`. `what` names the source in messages."""
+    """Returns the cached folder that `convert` writes, keyed by `facts`. `what` is the source in messages."""
     text = json.dumps([VERSION, __version__, facts], sort_keys=True, default=str)
     try:
         folder = cache_home() / FOLDERS / hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -29,10 +29,10 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 4) -> None:
-    """Write a random Qwen2 with a byte tokenizer to `folder` as a Hugging Face model.
+    """Writes a random Qwen2 with a byte tokenizer to `folder` as a Hugging Face model.
 
-    The same arguments give the same files. A file with other content is never overwritten.
-    The default has 1.0 M parameters (1 to 4 M is what the sizes are meant for).
+    The same arguments give the same files. A file with other content is never overwritten. The default model has 1.0 M
+    parameters; the arguments are meant for 1 to 4 M.
     """
     _refuse_bad_sizes(seed, hidden, layers)
     if folder.exists() and not folder.is_dir():
@@ -45,7 +45,7 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """One token per byte, with the byte as id, named as in byte-level BPE."""
+    """Returns one token per byte, with the byte as id, named as in byte-level BPE."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     names = {byte: chr(byte) for byte in printable}
     unprintable = [byte for byte in range(256) if byte not in names]

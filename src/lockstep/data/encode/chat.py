@@ -45,7 +45,7 @@ class ChatText:
         self._special = tokenizer.special_tokens_map if self._fast is not None else {}
 
     def upto(self, count: int, *, open_turn: bool) -> str:
-        """The first messages. With `open_turn` the text ends with the generation prompt."""
+        """Renders the first `count` messages. With `open_turn` the text ends with the generation prompt."""
         messages, fast = self._messages[:count], self._fast
         if fast is None or not messages:
             return self._apply_template(messages, open_turn)
@@ -80,7 +80,7 @@ def _is_plain(message: Message) -> bool:
 
 
 class _FastTemplate:
-    """One compiled template."""
+    """A compiled chat template, rendered without `apply_chat_template`."""
 
     def __init__(self, compiled: Any):
         self._compiled = compiled
@@ -91,7 +91,7 @@ class _FastTemplate:
         """Values of `open_turn` for which it was compared with `apply_chat_template`."""
 
     def __call__(self, messages: list[Message], special: dict[str, Any], open_turn: bool) -> str | None:
-        """None if the template fails."""
+        """Renders the chat; returns None if the template fails."""
         variables = {**self._globals, "messages": messages, "add_generation_prompt": open_turn, **special}
         compiled = self._compiled
         context = compiled.environment.context_class(compiled.environment, variables, compiled.name, compiled.blocks)
@@ -102,7 +102,7 @@ class _FastTemplate:
 
 
 def _fast_template_of(tokenizer: PreTrainedTokenizerBase) -> _FastTemplate | None:
-    """None if the tokenizer overrides `apply_chat_template`."""
+    """Returns the compiled template; None if the tokenizer overrides `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     kind, base = type(tokenizer), PreTrainedTokenizerBase
@@ -154,7 +154,7 @@ def _marked(template: str) -> bool:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
 ) -> Spans:
-    """Render a checked chat. Each trained assistant turn must appear unchanged."""
+    """Renders a chat that passed `check_messages`. Each trained assistant turn must appear unchanged."""
     spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
     turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
     for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
@@ -214,14 +214,14 @@ def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
 
 
 def contains_turn(text: str, start: int, end: int, turn: Message) -> bool:
-    """Whether the trained text contains the turn. The turn may begin before `start`, if the generation prompt already
-    contains the first characters of the answer (for example `<think>`)."""
+    """Returns whether the trained text contains the turn. The turn may begin before `start`, if the generation prompt
+    already contains the first characters of the answer (for example `<think>`)."""
     content = str(turn["content"]).strip()
     return not content or text.find(content, max(0, start + 1 - len(content)), end) >= 0
 
 
 def is_trained(turn: Message) -> bool:
-    """Whether an assistant turn is trained. A weight of 0 excludes it."""
+    """Returns whether an assistant turn is trained. A weight of 0 excludes it."""
     return bool(turn.get("weight", 1))
 
 
@@ -299,12 +299,12 @@ def render_prompt(
     *,
     open_turn: bool = True,
 ) -> str:
-    """The chat as text. With `open_turn` it ends with the generation prompt."""
+    """Renders the chat as text. With `open_turn` it ends with the generation prompt."""
     return ChatText(tokenizer, messages, tools, origin).upto(len(messages), open_turn=open_turn)
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
-    """Tokenise the text; also returns whether it was split at the span borders.
+    """Tokenises the text of the spans; also returns whether it was split at the span borders.
 
     A prompt must give the same tokens in training as in generation. If a token of the full text crosses a border, the
     pieces between the borders are tokenised separately.
@@ -320,9 +320,9 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 
 
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Tokens and whether each is trained, where the tokens can be counted between the borders of the spans."""
+    """Returns the tokens and whether each is trained; None if they cannot be counted between span borders."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
-    # Some tokenizers give a token of spaces no offset, or count it to the following token.
+    # Some tokenizers give a token of spaces no offset, or add it to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
         return None
     runs = token_runs(tokenizer, text, borders)
@@ -334,7 +334,7 @@ def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[
 
 
 def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray, bool]:
-    """The same from token offsets; also returns whether the text was split."""
+    """Finds the tokens and whether each is trained from token offsets; also returns whether the text was split."""
     ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
     trained, split = _inside(offsets, spans.trained)
     if split:
@@ -348,7 +348,7 @@ def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
-    """1 for each token inside a span, and whether a token crosses a border of one."""
+    """Returns 1 for each token inside a span (else 0), and whether a token crosses a border of a span."""
     flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))
     starts, ends = flat[0::2], flat[1::2]
     inside, across = np.zeros(len(starts), dtype=bool), False
@@ -375,5 +375,5 @@ def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trai
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Special tokens, such as end-of-turn and end-of-text."""
+    """Returns the special tokens, such as end-of-turn and end-of-text."""
     return token_facts(tokenizer).special

@@ -31,7 +31,7 @@ TOKENS = {
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedTokenizerBase:
-    """Set the template and its arguments of `data` on the tokenizer."""
+    """Sets the template of `data` and its arguments on the tokenizer."""
     if is_named(data):
         tokenizer.chat_template = template_text(data.template)
         _refuse_missing_tokens(tokenizer, data.template)
@@ -40,12 +40,12 @@ def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedT
 
 
 def is_named(data: Data) -> bool:
-    """Whether `data.template` replaces the tokenizer's template."""
+    """Returns whether `data.template` replaces the tokenizer's template."""
     return data.template not in ("auto", "none")
 
 
 def template_text(name: str) -> str:
-    """A built-in template, or the content of a template file."""
+    """Returns a built-in template, or the content of a template file."""
     if name in TOKENS:
         return (resources.files("lockstep") / "data" / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
     try:
@@ -61,7 +61,7 @@ def template_text(name: str) -> str:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
-    """The token that ends an answer in the template of `data`, found by rendering a chat. None if none is required.
+    """Returns the token that ends an answer in the template of `data`, found by rendering a chat; None if not required.
 
     Generation must stop at it, even if the model has another end token.
     """
@@ -89,7 +89,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
 
 
 def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Message]:
-    """A question and an answer that begins with the end of the generation prompt (for example `<think>`)."""
+    """Returns a question and an answer that begins with the end of the generation prompt (for example `<think>`)."""
     question: Message = {"role": "user", "content": "2+3?"}
     prompt = render_prompt(tokenizer, [question], origin)
     full = render_prompt(tokenizer, [question, {"role": "assistant", "content": "5"}], origin, open_turn=False)
@@ -98,7 +98,7 @@ def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Messag
 
 
 def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a template whose marks are not single special tokens: such a mark would end nothing."""
+    """Refuses a template whose marks are not single special tokens: generation would not stop at them."""
     special = special_ids(tokenizer)
     missing = [
         token

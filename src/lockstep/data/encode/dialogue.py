@@ -1,4 +1,4 @@
-"""One prompt and its responses, from the many forms of rows; special tokens spelled out in text."""
+"""Splits rows of many forms into a prompt and its responses; finds special tokens that are spelled out in text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 
 
 def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
-    """The prompt, and each response without it. If the prompt is None, it is the common beginning of the responses.
+    """Returns the prompt, and each response without it. A prompt of None means the common beginning of the responses.
 
     Responses are texts or chats. A chat that does not start with the assistant is a full chat and must begin with the
     prompt. `names` are the columns of the responses.
@@ -66,7 +66,7 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
 
 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
-    """A dialogue stored as one text up to the answer mark, as a chat; None for anything else.
+    """Converts a dialogue stored as one text up to the answer mark to a chat; returns None for anything else.
 
     A chat template would otherwise put all of it into one user message.
     """
@@ -82,7 +82,7 @@ def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], l
 
 
 def as_turns(value: Any, name: str, origin: Origin) -> Turns:
-    """A text, or messages in the standard form, from a list or a single message. Anything else is refused.
+    """Returns a text, or messages in the standard form, from a list or a single message. Refuses anything else.
 
     A text that is the JSON of messages, as in csv files, is parsed.
     """
@@ -102,7 +102,7 @@ def as_turns(value: Any, name: str, origin: Origin) -> Turns:
 
 
 def _written_chat(text: str, name: str, origin: Origin) -> Any:
-    """The messages, if the text is their JSON, else the text."""
+    """Returns the messages, if the text is their JSON, else the text."""
     if not _CHAT_TEXT.match(text):
         return text
     try:
@@ -160,7 +160,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
 
 
 def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
-    """Number of messages of a full chat that are the prompt. A text prompt is the last user turn with that text."""
+    """Returns how many messages of a full chat are the prompt. A text prompt is the last user turn with that text."""
     if isinstance(prompt, list):
         return len(prompt) if chat[: len(prompt)] == prompt else None
     turns = [
@@ -201,7 +201,7 @@ def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> 
 
 
 def common_length(sequences: Sequence[Any]) -> int:
-    """Length of the common prefix."""
+    """Returns the length of the common prefix."""
     first, shortest = sequences[0], min(map(len, sequences))
     return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))
 
@@ -233,7 +233,7 @@ class SpecialText:
         self._any = re.compile("|".join(map(re.escape, sorted(names))) or r"(?!)")
 
     def inside(self, turns: Iterable[Turns]) -> bool:
-        """Whether a text or a message content contains one."""
+        """Returns whether a text or a message content contains a special token."""
         return any(
             self._in(str(message.get("content") or ""))
             for one in turns
@@ -241,12 +241,12 @@ class SpecialText:
         )
 
     def _in(self, text: str) -> bool:
-        # Fast path: most texts do not contain even the first character of a name.
+        # Fast path: most texts do not contain even the first character of a special token.
         return any(first in text for first in self._firsts) and self._any.search(text) is not None
 
 
 def special_rows_note(rows: int, first: object) -> str:
-    """Text for the data report."""
+    """Returns text for the data report."""
     return (
         f"{rows:,} rows hold special tokens of the tokenizer in their text, which are read as such and may end a turn; "
         f"the first is {first}"

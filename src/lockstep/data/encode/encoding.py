@@ -26,7 +26,8 @@ class OverLimit(Refusal):
 
 
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
-    """The tokens to keep by `data.overlong`; None if the row is dropped. `over` is raised if cutting is not allowed."""
+    """Returns the tokens to keep by `data.overlong`; None if the row is dropped. Raises `over` if cutting is
+    forbidden."""
     if tokens <= limit:
         return slice(0, tokens)
     if overlong == "drop":
@@ -47,7 +48,7 @@ def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
 
 
 def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token") -> ExampleT | None:
-    """The example within `limit` tokens, with at least one `needed` token; None if it is dropped."""
+    """Returns the example within `limit` tokens, with at least one `needed` token; None if it is dropped."""
     if len(example) <= limit:
         return example
     over = too_long(example.origin, f"has {len(example)}", limit)
@@ -65,7 +66,7 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
 def fit_responses(
     examples: Sequence[Example], names: Sequence[str], limit: int, overlong: str
 ) -> Sequence[Example] | None:
-    """Responses to one prompt within `limit` tokens each; None if they are dropped.
+    """Cuts responses to one prompt to `limit` tokens each; returns None if they are dropped.
 
     truncate_left cuts the prompt, at the same position for all responses; truncate_right cuts each response.
     """
@@ -97,7 +98,7 @@ def fit_responses(
 
 
 def prompt_length(example: Example) -> int:
-    """Number of tokens before the response."""
+    """Returns the number of tokens before the response."""
     return example.loss_mask.index(1)
 
 
@@ -126,7 +127,7 @@ class Encoding:
         self.require_end = data.require_end and learned
         self.special = special_ids(tokenizer)
         self.unseparated = 0
-        """Prompts joined to a response without a space or line break between them."""
+        """Number of prompts joined to a response without a space or line break between them."""
         # Tokens that the tokenizer puts before plain text: a BOS token, or nothing.
         self.opening: list[int] = list(tokenizer("")["input_ids"])
         if data.system and not self.templated:
@@ -138,18 +139,18 @@ class Encoding:
             )
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of the text, without special tokens."""
+        """Returns the tokens of the text, without special tokens."""
         return token_ids(self.tokenizer, text)
 
     def chat(self, messages: list[Message], origin: Origin, tools: Tools = ()) -> tuple[Example, bool]:
-        """A chat with all assistant turns trained, and whether it was split at the border of a turn."""
+        """Encodes a chat with all assistant turns trained; also returns whether it was split at a turn border."""
         check_messages(messages, origin)
         self.need_template(origin)
         spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
         return encode_spans(self.tokenizer, spans, origin)
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
-        """Formatted prompt and response, tokenised separately. The response and the end token are trained."""
+        """Encodes a formatted prompt and a response separately. The response and the end token are trained."""
         prompt = formatted(prompt, self.prompt_format)
         self.unseparated += bool(prompt[-1:].strip() and response[:1].strip())
         before = self.opening + self.ids(prompt)
@@ -157,7 +158,7 @@ class Encoding:
         return Example(array("q", before + after), bytes([0] * len(before) + [1] * len(after)), origin)
 
     def text(self, text: str, origin: Origin) -> Example:
-        """Plain text, all of it trained."""
+        """Encodes plain text, all of it trained."""
         after = self.ids(text) + self.end(origin)
         trained = bytes([0] * len(self.opening) + [1] * len(after))
         return Example(array("q", self.opening + after), trained, origin)
@@ -194,7 +195,7 @@ class Encoding:
         return []
 
     def checked(self, example: Example) -> Example:
-        """The example. Refuses two BOS tokens, no trained token, and a missing end token."""
+        """Returns the example. Refuses two BOS tokens, a row without trained tokens, and a missing end token."""
         self.refuse_two_openings(example)
         if not example.targets:
             raise Refusal.at(example.origin, "no token of the row is trained", code="no-trained-token")
@@ -221,7 +222,7 @@ class Encoding:
 
 
 def after_system(messages: list[Message], system: str | None) -> list[Message]:
-    """The chat with the message of `data.system`, if it has no system message; an empty one is replaced."""
+    """Returns the chat with the message of `data.system`, if it has no system message; an empty one is replaced."""
     present = [message for message in messages if message["role"] in ("system", "developer")]
     if not system or any(str(message["content"]).strip() for message in present):
         return messages
@@ -252,7 +253,7 @@ def formatted(prompt: str, form: str | None) -> str:
 
 
 def last_trained(example: Example) -> int:
-    """The last trained token of the row. Generation must stop at it."""
+    """Returns the last trained token of the row. Generation must stop at it."""
     return example.ids[bytes(example.loss_mask).rindex(1)]
 
 

@@ -84,7 +84,7 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
 
 
 def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> dict[str, int]:
-    """Remove the training flag from the message and return it as a weight of 0 or 1; empty if there is none."""
+    """Removes the training flag from the message; returns it as a weight of 0 or 1, or an empty dict without a flag."""
     for key in _DETAILS:
         if fields.get(key):
             why = f"message {number} selects trained characters with {key}, but only full turns can be trained"
@@ -124,7 +124,8 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
-    """The text of a content, also of a list of text parts. Other values are left to the message check."""
+    """Returns the text of a content, also of a list of text parts. Returns other values unchanged, to be refused
+    later."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -159,7 +160,7 @@ def _list_of(value: Any, where: str, origin: Origin) -> list[Any]:
 
 
 def _written_calls(content: Any, where: str, origin: Origin) -> list[Any]:
-    """Tool calls of a `function_call` message: the JSON of one call or of a list."""
+    """Returns the tool calls of a `function_call` message, whose content is the JSON of one call or of a list."""
     value = _parsed(content, f"{where}, from 'function_call',", origin)
     return value if isinstance(value, list) else [value]
 
@@ -184,7 +185,7 @@ def _call(call: Any, where: str, origin: Origin) -> dict[str, Any]:
 
 
 def as_tools(value: Any, key: str, origin: Origin) -> list[dict[str, Any]]:
-    """The tools of a row, from a list or its JSON, in the standard form."""
+    """Returns the tools of a row, from a list or its JSON, in the standard form."""
     if isinstance(value, str):
         value = _parsed(value, key, origin) if value.strip() else None
     if value is None:
@@ -213,7 +214,7 @@ def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
 
 
 def _of_row(value: Any, origin: Origin) -> Any:
-    """Remove the nulls that a table adds for keys of other rows. In text files a null is data."""
+    """Removes the nulls that parquet, arrow and hub tables add for keys of other rows. Nulls in text files are kept."""
     table = origin.file.startswith("hub:") or origin.file.lower().endswith((".parquet", ".arrow"))
     return _without_nulls(value) if table else value
 
@@ -242,7 +243,7 @@ _FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, 
 
 
 def as_written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """The chat with tool call arguments in the type that the tokenizer's template expects."""
+    """Returns the chat with tool call arguments in the type that the tokenizer's template expects."""
     if not any(message.get("tool_calls") for message in messages) or not _takes_text(tokenizer):
         return list(messages)
     return [_with_text(message) if message.get("tool_calls") else message for message in messages]
@@ -267,7 +268,7 @@ def _takes_text(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 @lru_cache(maxsize=16)
 def _tried(template: str, special: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether the template renders arguments correctly from JSON text, but not from an object."""
+    """Returns whether the template renders arguments correctly from JSON text, but not from an object."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def shows(arguments: object) -> str:

@@ -25,7 +25,7 @@ from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
 DIALOGUES = "dialogues"
-"""Tally key of a reader: prompts converted by `as_chats`."""
+"""Key of a reader's tally for the number of prompts converted by `as_chats`."""
 
 
 class ResponseEncoder:
@@ -49,7 +49,7 @@ class ResponseEncoder:
         return [self.encoding.checked(example) for example in examples]
 
     def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
-        """Convert a dialogue stored as one text to a chat, if a template is used, and count it."""
+        """Converts a dialogue stored as one text to a chat, if a template is used, and counts it."""
         chat = spoken(prompt, responses) if self.encoding.templated else None
         if chat is None:
             return prompt, responses
@@ -79,7 +79,7 @@ class ResponseEncoder:
         return examples
 
     def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
-        """The full chat as text, with the assistant turns of the answer trained."""
+        """Renders the full chat as text, with the assistant turns of the answer trained."""
         tokenizer = self.encoding.tokenizer
         check_messages([*prompt, *answer], origin)
         if not is_trained(answer[0]):
@@ -123,7 +123,7 @@ class ResponseEncoder:
 
 
 class ResponseRows:
-    """Base of the row readers that encode with a `ResponseEncoder`: its counts of rows."""
+    """Base class of row readers that encode with a `ResponseEncoder`. It provides the row counts."""
 
     encode: ResponseEncoder
 

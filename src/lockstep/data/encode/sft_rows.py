@@ -1,4 +1,4 @@
-"""SFT rows: finds their columns and encodes them."""
+"""Finds the columns of SFT rows and encodes the rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXT_COLUMNS = ("text", "content")
 
 @dataclass(frozen=True)
 class SupervisedColumns:
-    """Columns of the parts of a row. Empty string: not used by the shape."""
+    """Columns of the fields of a row. An empty string means that rows of this shape do not have the field."""
 
     shape: str
     messages: str = ""
@@ -57,7 +57,7 @@ class SupervisedColumns:
 
 
 def find_columns(finder: ColumnFinder) -> SupervisedColumns:
-    """Columns by the settings of the source, then of the recipe, then by well-known names."""
+    """Finds the columns by the settings of the source, then of the recipe, then by well-known names."""
     data = finder.data
     shape = finder.source.shape or (None if data.shape == "auto" else data.shape)
     keys = ("messages_key", "prompt_key", "response_key", "text_key")
@@ -123,7 +123,7 @@ class Encoder:
             )
 
     def __call__(self, row: Row, origin: Origin) -> Example:
-        """The example of a row. A refusal names the row."""
+        """Encodes a row as an example. A refusal names the row."""
         shape = self.columns.shape
         if shape == "text":
             refuse_not_text(row, "the row", origin)

@@ -1,4 +1,4 @@
-"""Rows with a label for each step of a solution (process reward models).
+"""Reads rows with a label for each step of a solution (process reward models).
 
 A placeholder follows each step; the model is scored there. A row is a text with placeholders, or a prompt with a list
 of steps, written as `step 1<placeholder>\\nstep 2<placeholder>`. The steps are the assistant turn after the prompt, or
@@ -39,7 +39,7 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, placeholder: str, tokens: Sequence[str]) -> Marks:
-        """Refuse texts that are not a single token, before any row is read."""
+        """Creates the marks. Refuses texts that are not a single token, before any row is read."""
         texts = [("prm.placeholder", placeholder), *(("prm.tokens", token) for token in tokens)]
         ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text in texts]
         problems = [
@@ -67,9 +67,9 @@ class Marks:
 
 
 def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:
-    """The target distribution over the label tokens at each step, from a list or its JSON.
+    """Returns the target distribution over the label tokens at each step, from a list or its JSON.
 
-    A token has probability 1. A number (with two tokens) is the probability of the first: true, 1, 0.8.
+    A label that is a token has probability 1. With two tokens, a number is the probability of the first: true, 1, 0.8.
     """
     if isinstance(value, str):
         try:
@@ -108,7 +108,7 @@ _VERDICTS = {"+": 1, "-": 0}
 
 
 def shepherd(text: str, labelled: str, names: tuple[str, str], origin: Origin) -> tuple[list[str], list[int]]:
-    """The text split at the placeholders, and the label at each placeholder."""
+    """Returns the text split at the placeholders, and the label at each placeholder."""
     pieces = text.split(SHEPHERD)
     verdicts: list[int] = []
     rest = labelled
@@ -150,7 +150,7 @@ def is_rated(label: Any) -> bool:
 
 
 def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: Origin) -> Rated:
-    """A solution of PRM800K: at each step the chosen completion, or the human one, or the last rated one.
+    """Reads a solution of PRM800K: at each step the chosen completion, or the human one, or the last rated one.
 
     Ratings 1 and 0 (neutral) are good, as in its paper; -1 is bad. The solution ends at an unrated step.
     """
@@ -210,7 +210,7 @@ class StepColumns:
 
 
 def find_step_columns(finder: ColumnFinder) -> StepColumns:
-    """The column of a list of steps (`steps_key`, `completions`), else of a text with placeholders."""
+    """Returns the column of a list of steps (`steps_key`, `completions`), else of a text with placeholders."""
     label, steps = finder.find("label_key", LABELS), finder.find("steps_key", ("completions",))
     prompt = finder.prompt()
     wants_text = bool(finder.setting("text_key")) and not finder.setting("steps_key")
@@ -237,17 +237,17 @@ class StepWriter:
         self.before_placeholder = " " if sticks else ""
 
     def marked(self, steps: Sequence[str]) -> str:
-        """One line per step, with the placeholder at its end."""
+        """Joins the steps to lines, each with the placeholder at its end."""
         return "\n".join(step + self.before_placeholder + self.marks.placeholder for step in steps)
 
     def chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
-        """The text and tokens of a chat whose last turn holds marked steps."""
+        """Returns the text and tokens of a chat whose last turn holds marked steps."""
         text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
         refuse_dropped_by_template(text, messages, (), origin)
         return text, self._ids(text)
 
     def positions(self, ids: Sequence[int]) -> list[int]:
-        """Positions of the placeholder tokens."""
+        """Returns the positions of the placeholder tokens."""
         return [position for position, token in enumerate(ids) if token == self.marks.placeholder_id]
 
     def _ids(self, text: str) -> list[int]:
@@ -295,7 +295,7 @@ class StepRows:
         return [None] if fitted is None else [Kept.of(fitted, fitted is not item)]
 
     def _labelled(self, row: Row, origin: Origin) -> tuple[list[tuple[float, ...]], str, list[int]] | None:
-        """The labels, the text and its tokens; None for a row without rated steps."""
+        """Returns the labels, the text and its tokens; None for a row without rated steps."""
         columns = self.columns
         value = filled(row, columns.label, origin)
         if is_rated(value) and not columns.steps:
@@ -350,7 +350,7 @@ class StepRows:
             how = f": 1 and 0 are good, -1 is bad; {others}"
         left = f"; {self.unusable:,} rows dropped, in which no step is rated" if self.unusable else ""
         unread = self.finder.unread(columns.label, columns.text, columns.prompt, columns.steps)
-        return f"{kind} ({parts}; verdicts from {columns.label}{how}{left}){unread}"
+        return f"{kind} ({parts}; labels from {columns.label}{how}{left}){unread}"
 
     def _from_text(self, value: Any, origin: Origin) -> tuple[str, list[int]]:
         turns = as_turns(value, self.columns.text, origin)
@@ -414,7 +414,7 @@ class StepRows:
 
 
 def fit_steps(item: StepLabels, limit: int, overlong: str) -> StepLabels | None:
-    """The item within `limit` tokens, with the remaining steps; None if it is dropped."""
+    """Returns the item within `limit` tokens, with the remaining steps; None if it is dropped."""
     fitted = fit(item.example, limit, overlong, needed="placeholder")
     if fitted is None or fitted is item.example:
         return None if fitted is None else item

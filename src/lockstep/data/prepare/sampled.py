@@ -1,4 +1,4 @@
-"""Sampled and scored responses as training rows: best of n, pairs, KTO rows, conditional SFT."""
+"""Converts sampled and scored responses to training rows: best of n, pairs, KTO rows, conditional SFT."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
 
 
 def _wrong(row: Row) -> str:
-    """Why the row is not a valid response; empty if it is."""
+    """Returns why the row is not a valid response; empty if it is."""
     prompt, reward = row["prompt"], row["reward"]
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and m.get("role") for m in prompt):
         return "prompt is not a list of chat messages"
@@ -117,7 +117,7 @@ def refuse_template(template: str) -> None:
 
 
 def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
-    """Normalise rewards by their mean and standard deviation (n - 1) over all usable responses."""
+    """Normalises rewards by their mean and standard deviation (n - 1) over all usable responses."""
     rewards = [response.reward for group in groups for response in group.responses]
     mean = math.fsum(rewards) / max(len(rewards), 1)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1)
@@ -133,7 +133,7 @@ def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
 
 
 def conditioned(prompt: Sequence[Message], reward: float, template: str) -> list[Message]:
-    """The prompt with the reward (two decimals) in its last message."""
+    """Returns the prompt with the reward (two decimals) in its last message."""
     *before, last = prompt
     # The prompt is inserted last, so that braces in it stay text.
     text = template.replace("{reward}", f"{reward:.2f}").replace("{input}", str(last["content"]))
@@ -149,7 +149,7 @@ def conditional_rows(group: ScoredQuestion, responses: Sequence[ScoredResponse],
 
 KINDS = ("pairs", "sft", "kto", "conditional")
 TIES = ("first", "shortest")
-# Rewards of rules are 0 or 1; from this value on, a response counts as good.
+# A response with at least this reward counts as good. Rewards of rules are 0 or 1.
 THRESHOLD = 0.5
 
 EQUAL = "all rewards equal"
@@ -161,7 +161,7 @@ CLOSE = "margin below --min-margin"
 
 @dataclass(frozen=True)
 class Selection:
-    """How responses of a question are selected. `threshold` None is the mean of the question's rewards."""
+    """How responses of a question are selected. A `threshold` of None means the mean of the question's rewards."""
 
     kind: str = "pairs"
     per_prompt: int = 1
@@ -185,7 +185,7 @@ def choice_of(
     reward_template: str | None = None,
     normalize: bool = False,
 ) -> Selection:
-    """Convert the options of the command; refuses options of another kind of rows."""
+    """Converts the options of the command. Refuses options that do not apply to the kind of rows."""
     if kind not in KINDS:
         raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}", code="unknown-name")
     if length_tie not in (None, *TIES):
@@ -280,7 +280,7 @@ def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
 
 
 def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: SelectionCounts) -> Iterator[Row]:
-    """The rows of every question in order; updates `counts`."""
+    """Yields the rows of every question in order; updates `counts`."""
     makers: dict[str, Callable[[ScoredQuestion, Selection], list[Row] | str]] = {
         "pairs": _pairs,
         "sft": _best,
@@ -300,7 +300,7 @@ def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: Sel
 
 
 def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """The best distinct responses with the minimum reward; otherwise the reason for none."""
+    """Returns the best distinct responses with the minimum reward, or the reason why there are none."""
     ranked = _distinct(_ranked(group.responses, choice.length_tie, best_first=True))
     if not ranked:
         return NOTHING
@@ -309,7 +309,7 @@ def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Pairs of best and worst, then the next of either end, without repeated texts; otherwise the reason for none."""
+    """Returns pairs of best and worst, then of the next ones, without repeated texts; or why there are none."""
     if group.tied:
         return EQUAL
     best = _ranked(group.responses, choice.length_tie, best_first=True)
@@ -344,7 +344,7 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Each distinct response, labelled by the threshold or the question's mean reward."""
+    """Returns each distinct response, labelled by the threshold or the mean reward; or why there are none."""
     if not group.responses:
         return NOTHING
     threshold = choice.threshold
@@ -364,7 +364,7 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _conditional(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Each distinct response, with its reward in the prompt."""
+    """Returns each distinct response, with its reward in the prompt; or why there are none."""
     return conditional_rows(group, _distinct(group.responses), choice.reward_template) or NOTHING
 
 
@@ -374,7 +374,7 @@ def _ranked(responses: Sequence[ScoredResponse], tie: str, *, best_first: bool) 
 
 
 def _distinct(responses: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """The first response of each text."""
+    """Returns the responses without those whose text occurred before."""
     kept: dict[str, ScoredResponse] = {}
     for response in responses:
         kept.setdefault(response.text, response)
@@ -387,7 +387,8 @@ def _why_none(counts: SelectionCounts) -> str:
 
 
 def _remedy(counts: SelectionCounts) -> str:
-    """The remedy for the most frequent reason, of unused responses if there are any, else of questions."""
+    """Returns the remedy for the most frequent reason, or for that of unused responses if questions lack usable
+    ones."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
         reason = counts.unused.most_common(1)[0][0]
@@ -397,6 +398,6 @@ def _remedy(counts: SelectionCounts) -> str:
         BELOW: "lower --min-reward, or sample more responses (--n)",
         CLOSE: "lower --min-margin, or sample more responses (--n)",
         NO_SCORE: "fix the reward and sample again; the column `failure` says what went wrong",
-        CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
-        EMPTY: "sample from a model that answers",
+        CUT: "raise --max-new-tokens of `lockstep sample`, or keep truncated responses with --keep-cut",
+        EMPTY: "sample from a model that gives non-empty answers",
     }[reason]

@@ -45,7 +45,7 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file. `name` is its name in messages (as given)."""
+    """A data file. `name` is the name given by the user, for messages."""
 
     name: str
     path: Path
@@ -59,7 +59,7 @@ class FoundFiles:
 
 
 def format_of(name: str) -> str | None:
-    """The format by the suffix of a file name, or None."""
+    """Returns the file format of a name by its suffix; None if it is unknown."""
     lower = name.lower()
     stem, packed = (lower[:-3], True) if lower.endswith(".gz") else (lower, False)
     found = FORMATS.get(os.path.splitext(stem)[1])
@@ -67,7 +67,7 @@ def format_of(name: str) -> str | None:
 
 
 def locate(given: str, base: Path | None) -> FoundFiles:
-    """The data files of `given` (file, folder or pattern), sorted by name. Relative names start at `base`."""
+    """Returns the data files of `given` (file, folder or pattern), sorted by name. Relative paths start at `base`."""
     if not given.strip():
         raise Refusal.at(
             "data path", "is empty", "name a file, a folder, a glob pattern or hub:owner/name", code="empty-value"
@@ -134,7 +134,9 @@ def _no_files(given: str, root: Path, ignored: Sequence[str]) -> Refusal:
     pattern = os.path.join(given, "**", f"*{suffix}")
     remedy = f"supported: {SUPPORTED}"
     if filled:
-        remedy = f"name the folder that is meant ({', '.join(list(filled)[:10])}), or a pattern such as {pattern}"
+        remedy = (
+            f"give the path of the intended folder ({', '.join(list(filled)[:10])}), or a pattern such as {pattern}"
+        )
     elif folders:
         remedy += f"; sub-folders are read with a pattern such as {pattern}"
     return Refusal.at(given, f"holds no data file{note}", remedy, code="no-such-file")
@@ -161,7 +163,7 @@ def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
 
 
 def _missing(given: str, path: Path) -> Refusal:
-    """Name the first part of the path that does not exist, and the nearest existing name."""
+    """Returns a refusal with the first missing part of the path, and the nearest existing name."""
     missing, parent = path, path.parent
     while not parent.exists() and parent != parent.parent:
         missing, parent = parent, parent.parent
@@ -216,7 +218,7 @@ class FileCache:
         self._folder = folder / "files"
 
     def find(self, name: str, form: str, size: int, sha256: str, open_file: Callable[[], RowFile]) -> CachedFile | None:
-        """The cached file of this content and format, or None. `name` is its current name in messages."""
+        """Returns the cached file of this content and format, or None. `name` is its current name in messages."""
         entry = kept(self._folder / f"{sha256}.{form}", self._key(sha256, form))
         if entry is None:
             return None

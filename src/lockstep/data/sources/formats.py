@@ -28,7 +28,7 @@ _BATCH_ROWS = 8192  # keeps batches of long answers below Arrow's 2 GiB limit fo
 _INDEX = "Unnamed: 0"
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
-PART_BYTES = 8 << 20  # JSON lines per task of a worker: about 0.1 s
+PART_BYTES = 8 << 20  # of JSON lines per task of a worker: about 0.1 s
 _NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
 
 
@@ -73,7 +73,7 @@ class _JsonLines:
 
 
 def _line_parts(data: bytes) -> list[tuple[int, int, int]]:
-    """Split at line ends: (first byte, end, number of the first line) of each part."""
+    """Splits the data at line ends; returns (first byte, end, number of the first line) of each part."""
     parts, start, line = [], 0, 1
     while start < len(data):
         end = data.find(b"\n", start + PART_BYTES) + 1 or len(data)
@@ -160,7 +160,7 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
-    """The list of rows: the file itself, the only list of objects in an object such as {"data": [...]}, or one row."""
+    """Returns the list of rows: the file, the only list of objects in an object such as {"data": [...]}, or one row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -239,7 +239,7 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
 
 
 def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int, list[str]]]:
-    """(start line, fields) of each record; blank lines are skipped."""
+    """Yields (start line, fields) of each record; skips blank lines."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     start = 1
     with _no_field_limit():
@@ -266,7 +266,7 @@ def _no_field_limit() -> Iterator[None]:
 
 
 def _load(text: str) -> Any:
-    """json.loads that refuses duplicate keys and unpaired surrogates."""
+    """Parses JSON as json.loads does, but refuses duplicate keys and unpaired surrogates."""
     # `json.loads` would create a decoder for each text. It has its own error for a byte order mark.
     value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
     if "\\u" in text and ("\\ud" in text or "\\uD" in text):
@@ -281,7 +281,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
     return row
 
 
@@ -315,7 +315,7 @@ def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, 
 
 
 def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """The record batches of the file; empty if there is a problem."""
+    """Returns the record batches of the file; empty if there is a problem."""
     if not _is_complete(name, path, problems):
         return []
     try:
@@ -332,7 +332,7 @@ def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBat
 
 
 def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """The record batches of an Arrow file or stream (package datasets); empty if there is a problem."""
+    """Returns the record batches of an Arrow file or stream (package datasets); empty if there is a problem."""
     try:
         source = pa.memory_map(str(path))
         is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC

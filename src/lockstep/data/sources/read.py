@@ -52,7 +52,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 def read_rows(
     path: str, *, base: Path | None = None, reader: UserReader | None = None, cache: Path | None = None
 ) -> RowSet:
-    """The rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
+    """Returns the rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
     Relative paths start at `base` (default: the working directory). Files are sorted by name. `reader` is a user
     function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
@@ -71,7 +71,7 @@ def read_rows(
 
 
 def _read_file(file: DataFile, problems: Problems, cache: FileCache | None) -> RowFile | None:
-    """The file's rows, or None with at least one problem added."""
+    """Reads the rows of a file; returns None after adding at least one problem."""
     try:
         size, sha256, is_pointer = _examine(file.path)
         if is_pointer:
@@ -102,7 +102,7 @@ def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFi
 
 
 def _open_cached(file: DataFile, size: int, sha256: str) -> RowFile:
-    """Parse a file whose metadata was cached."""
+    """Parses a file whose metadata was cached; raises if the file has changed."""
     problems = Problems(file.name)
     now = _examine(file.path)[:2]
     if now != (size, sha256):
@@ -161,7 +161,7 @@ def _check_agreement(parts: list[RowFile], problems: Problems) -> None:
 
 
 def _examine(path: Path) -> tuple[int, str, bool]:
-    """(size, sha256, whether it is a git-LFS pointer) of the file on disk."""
+    """Returns (size, sha256, whether it is a git-LFS pointer) of the file on disk."""
     with path.open("rb") as file:
         head = file.read(len(_LFS_POINTER))
     return path.stat().st_size, checksum(path), head == _LFS_POINTER
@@ -199,7 +199,7 @@ def parse_hub_name(given: str) -> HubName:
 
 
 def read_hub(given: str) -> RowSet:
-    """The rows of one split of a hub data set, in Arrow memory."""
+    """Loads the rows of one split of a hub data set into Arrow memory."""
     wanted = parse_hub_name(given)
     try:
         import datasets
@@ -230,7 +230,7 @@ def _refused_by_hub(name: str, given: str) -> Refusal | None:
     """Check the hub within seconds; the package itself retries for a minute. Returns the refusal, or None."""
     from lockstep.model.resolve import ask_hub
 
-    remedy = "copy the files of the data set here and name them, or start where there is a network"
+    remedy = "copy the files of the data set here and give their path, or start where there is a network"
     try:
         status = ask_hub(name, given, "cannot be loaded", remedy, "datasets")
     except Refusal as refusal:
@@ -243,7 +243,7 @@ def _refused_by_hub(name: str, given: str) -> Refusal | None:
 
 @contextmanager
 def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
-    """With `only`, use the local cache and no network."""
+    """With `only`, the package uses its local cache and no network inside the block."""
     from huggingface_hub import constants
 
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]

@@ -55,10 +55,10 @@ class UserReader:
 
 
 def read_user_rows(path: str, reader: UserReader) -> RowSet:
-    """Read all rows. The hash of their content replaces that of a file.
+    """Reads all rows. The hash of their content replaces that of a file.
 
-    A process that was killed or stopped from outside is restarted once. The second time raises `LostProcess`: the
-    function is not at fault (the host may lack memory), so restarting the run may help.
+    A process that was killed or stopped from outside is restarted once. If that happens again, raises `LostProcess`:
+    the function is not at fault (the host may lack memory), so restarting the run may help.
     """
     if is_registered(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
@@ -95,7 +95,7 @@ def _row_set(path: str, reader: UserReader, messages: Iterable[tuple[bytes, byte
 
 
 def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
-    """Encoded rows, good and bad, of a callable in this process."""
+    """Returns the encoded rows, valid and invalid, of a callable in this process."""
     function = load_user_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
 
     def read(path: str) -> list[tuple[bytes, bytes]]:
@@ -110,7 +110,7 @@ def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
 
 
 def _in_process(path: str, reader: UserReader) -> Iterator[tuple[bytes, bytes]]:
-    """Encoded rows, good and bad, from the reader's process. Its failure is raised when it occurs."""
+    """Yields the encoded rows, valid and invalid, from the reader's process. Its failure is raised when it occurs."""
     file, name = locate(reader.function_path, KEY)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.log"
