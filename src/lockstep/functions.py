@@ -274,7 +274,7 @@ def run_file(path: Path) -> ModuleType:
     sys.path.append(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise Unloadable("is not a Python file", "name a file that ends with .py", code="invalid-function")
+        raise Unloadable("is not a Python file", "give a file that ends with .py", code="invalid-function")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     _running.append(path)

@@ -129,7 +129,7 @@ def test_what_to_expect_of_the_rewards_is_said_before_the_first_step(online_file
     (tmp_path / "reward.py").write_text("def short(**given): return -len(given['solution_str'])\n", encoding="utf-8")
     words, heard = [f"reward.function={tmp_path / 'reward.py'}:short", "run.steps=1"], Heard()
     train_online(load_recipe(str(online_file), words), heard)
-    assert "empty answer earns more than a right one" in heard.said[0]
+    assert "empty answer scores higher than a right one" in heard.said[0]
     assert heard.said.index("step 1") > 0
 
 

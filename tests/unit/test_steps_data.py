@@ -49,7 +49,7 @@ def test_a_text_is_judged_at_its_placeholders(tokenizer, load):
     # Two steps are trained, however many words are weighed at each.
     assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (1, 14, 2, 14)
     assert dataset.end_tokens == set()
-    assert "(input; verdicts from label)" in dataset.notes[0]
+    assert "(input; labels from label)" in dataset.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_steps_are_the_assistants_turn(tokenizer, load, prompt):
     )
     assert [chr(example.ids[place]) for place in example.positions] == ["~", "~"]
     assert dataset.items[0].labels == ((1.0, 0.0), (0.0, 1.0))
-    assert "(prompt, completions; verdicts from labels)" in dataset.notes[0]
+    assert "(prompt, completions; labels from labels)" in dataset.notes[0]
 
 
 def test_steps_without_a_template_are_lines(tokenizer, load):

@@ -357,7 +357,7 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
             off = float((_logits(merged) - unmerged).abs().max() / unmerged.abs().max())
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
         raise Refusal.at(
-            where, f"does not fit its base {base}: {first_line(error)}", "name its base model", code="unfit-adapter"
+            where, f"does not fit its base {base}: {first_line(error)}", "give its base model", code="unfit-adapter"
         ) from error
     if not off <= MERGED_ERROR:
         why = f"merged into {base} it gives other logits than unmerged: off by {off:.2g} of the largest"
@@ -405,7 +405,7 @@ def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
         Problem(where, f"the adapter has no {name}", code="missing-weight") for name in sorted(expected - stored)
     ]
     problems += [
-        Problem(where, f"its base has no place for {name}", code="unknown-weight")
+        Problem(where, f"its base has no parameter for {name}", code="unknown-weight")
         for name in sorted(stored - expected - full)
     ]
     refuse_all(problems, "weights")

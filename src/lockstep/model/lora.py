@@ -191,7 +191,7 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
         raise Refusal.at(
-            where, f"{WEIGHTS} cannot be read: {first_line(error)}", "name a PEFT folder", code="unreadable"
+            where, f"{WEIGHTS} cannot be read: {first_line(error)}", "give the path of a PEFT folder", code="unreadable"
         ) from error
     expected = get_peft_model_state_dict(model)
     problems = [
@@ -199,7 +199,7 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
         for name in sorted(expected.keys() - weights.keys())
     ]
     problems += [
-        Problem(where, f"the model has no place for {name}", code="unknown-weight")
+        Problem(where, f"the model has no parameter for {name}", code="unknown-weight")
         for name in sorted(weights.keys() - expected.keys())
     ]
     problems += [
@@ -226,14 +226,14 @@ def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
         keys = {name: found[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refusal.at(
-            where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder", code="unreadable"
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "give the path of a PEFT folder", code="unreadable"
         ) from error
     keys["exclude_modules"] = found.get("exclude_modules")
     problems = [
         Problem(
             where,
             f"{name} is {value!r}: only plain LoRA can be trained",
-            "name it as model.path: it is merged",
+            "set model.path to it: it is merged",
             code="unfit-adapter",
         )
         for name, value in found.items()

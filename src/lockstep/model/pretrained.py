@@ -61,7 +61,10 @@ def refuse_partial(info: Mapping[str, Any], where: str) -> None:
     """Refuse weights that are missing in the files or have another shape."""
     problems = [
         Problem(
-            where, f"the weights lack {key}, which would start random", "use a causal LM folder", code="missing-weight"
+            where,
+            f"the weights lack {key}, which would be initialised randomly",
+            "use a causal LM folder",
+            code="missing-weight",
         )
         for key in sorted(info.get("missing_keys", ()))
     ]
@@ -88,7 +91,9 @@ def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -
     beyond = [name for name in unused if _block(name) in blocks]
     if len({name[: match.end()] for name in beyond if (match := _INDEX.search(name))}) > ahead:
         why = f"its files have {beyond[0]} and {len(beyond) - 1} more tensors of layers that its config.json leaves out"
-        remedy = "correct config.json (num_hidden_layers); or save the smaller model with save_pretrained and name that"
+        remedy = (
+            "correct config.json (num_hidden_layers); or save the smaller model with save_pretrained and use its folder"
+        )
         raise Refusal.at(where, why, remedy, code="unknown-weight")
     return unused
 

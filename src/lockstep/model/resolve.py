@@ -182,7 +182,7 @@ def adapter_folder(path: str, key: str) -> str:
     raise Refusal.at(
         where,
         f"{CONFIG} cannot be read: there is none",
-        "name a PEFT folder, or a run that trained one",
+        "give the path of a PEFT folder, or a run that trained one",
         code="no-adapter",
     )
 
@@ -202,12 +202,12 @@ def _elsewhere(path: str, where: str) -> str:
         near = _near(folder)
         return hub_folder(path, where, f"did you mean the folder {near}? Else " if near else "")
     if folder.is_symlink():
-        raise Refusal.at(where, "is a broken symbolic link", "name the folder itself", code="no-such-file")
+        raise Refusal.at(where, "is a broken symbolic link", "give the path of the folder itself", code="no-such-file")
     if folder.suffix == ".gguf":
         raise Refusal.at(where, "no such file", code="no-such-file")
     if near := _near(folder):
         raise Refusal.at(where, "no such folder", f"did you mean {near}?", code="no-such-file")
-    raise Refusal.at(where, "no such folder", "name the folder of a model, a run or a checkpoint", code="no-such-file")
+    raise Refusal.at(where, "no such folder", "give the path of a model, a run or a checkpoint", code="no-such-file")
 
 
 def _near(path: Path) -> str:
@@ -224,7 +224,10 @@ def _of_file(file: Path, where: str) -> str:
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
             raise Refusal.at(
-                where, "is a file, and no GGUF one", "name a model folder, or a .gguf file", code="unsupported-format"
+                where,
+                "is a file, and no GGUF one",
+                "give the path of a model folder or a .gguf file",
+                code="unsupported-format",
             )
     facts = file.stat()
     key = ["gguf", str(file.resolve()), facts.st_size, facts.st_mtime_ns]
@@ -269,7 +272,7 @@ def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
     settings = Model.model_validate(found.state.recipe["model"])
     if adapter and settings.lora is None:
         raise Refusal.at(
-            where, "the run trained all weights, so it has no adapter", "name it as model.path", code="no-adapter"
+            where, "the run trained all weights, so it has no adapter", "set model.path to it", code="no-adapter"
         )
     base = model_folder(settings.path, f"{where}: its model.path")
     key = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
@@ -324,7 +327,7 @@ def base_of(folder: Path, where: str) -> str:
         base: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise Refusal.at(
-            where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder", code="unreadable"
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "give the path of a PEFT folder", code="unreadable"
         ) from error
     if not isinstance(base, str) or not base:
         raise Refusal.at(where, f"{CONFIG} does not name the base model", remedy, code="no-base-model")

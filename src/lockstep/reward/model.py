@@ -175,7 +175,7 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     missing = sorted(info.get("missing_keys", ()))
     if missing:
         problems = [
-            Problem(where, f"the weights lack {key}, which would start random", code="missing-weight")
+            Problem(where, f"the weights lack {key}, which would be initialised randomly", code="missing-weight")
             for key in missing
         ]
         raise Refusal(shortened(problems, "weights"))
@@ -223,7 +223,7 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
         raise Refusal.at(
             where,
             f"is not a sequence classification model but {', '.join(kinds) or 'of no stated kind'}",
-            "train a reward model, or name the folder of one",
+            "train a reward model, or give the path of one",
             code="wrong-model-kind",
         )
     if config.num_labels != 1:
@@ -243,13 +243,13 @@ def _statistics(file: Path) -> tuple[float, float]:
         stats = json.loads(file.read_text(encoding="utf-8"))
         mean, std = float(stats["mean"]), float(stats["std"])
     except (ValueError, KeyError, TypeError) as error:
-        remedy = 'it holds {"mean": NUMBER, "std": NUMBER}'
+        remedy = 'it must contain {"mean": NUMBER, "std": NUMBER}'
         raise Refusal.at(file, f"cannot be read: {type(error).__name__} {error}", remedy, code="unreadable") from error
     if not (abs(mean) < float("inf") and 0 < std < float("inf")):
         raise Refusal.at(
             file,
             f"mean {mean} and std {std} cannot normalise a score",
-            "std is over 0, both finite",
+            "use finite numbers, with std above 0",
             code="not-a-number",
         )
     return mean, std

@@ -365,9 +365,7 @@ def _checked(addresses: str | Sequence[str]) -> list[str]:
         if not _is_http(address)
     ]
     if not unique:
-        problems.append(
-            Problem("reward.remote", "names no endpoint", "write http://host:port/path", code="empty-value")
-        )
+        problems.append(Problem("reward.remote", "has no endpoint", "write http://host:port/path", code="empty-value"))
     problems += [
         Problem("reward.remote", why, remedy, code="secret-in-recipe")
         for _, why, remedy in secrets_in(unique, "reward.remote")

@@ -297,6 +297,6 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
         f"data_source {data_source!r}",
         "has no rule",
         (f"did you mean {near[0]}? " if near else "")
-        + f"rules exist for {', '.join(available)}; for another source: {other}, RULE being {', '.join(RULES)}",
+        + f"rules exist for {', '.join(available)}; for another source: {other}, RULE is one of {', '.join(RULES)}",
         code="no-rule",
     )

@@ -194,7 +194,7 @@ def check_messages(messages: list[Message], origin: Origin) -> None:
         raise Refusal.at(
             origin,
             "empty prompt: the chat starts with the assistant",
-            "remove that turn, or put a user's before it",
+            "remove that turn, or put a user turn before it",
             code="empty-prompt",
         )
     for number, message in enumerate(messages, 1):

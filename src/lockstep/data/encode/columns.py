@@ -52,7 +52,10 @@ class ExtraColumns:
             extra = self._text(self.input, row, origin)
             if extra and not isinstance(turns, str):
                 raise Refusal.at(
-                    origin, f"{name} is a chat, and {self.input} has no place in it", "fix the row", code="invalid-chat"
+                    origin,
+                    f"{name} is a chat, and {self.input} cannot be added to it",
+                    "fix the row",
+                    code="invalid-chat",
                 )
             turns = f"{turns}\n{extra}" if extra else turns
         earlier = self._history(row, origin)

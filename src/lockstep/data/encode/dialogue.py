@@ -56,7 +56,7 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     if isinstance(beginning, list) and beginning[-1]["role"] == "assistant":
         raise Refusal.at(
             origin,
-            "the prompt ends with the assistant, who would answer itself",
+            "the prompt ends with an assistant turn, so the model would answer itself",
             "fix the prompt",
             code="prompt-ends-with-assistant",
         )
@@ -110,7 +110,7 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
     except ValueError as error:
         if not _PYTHON_CHAT.match(text):
             return text
-        why = f"{name} looks like a chat as Python shows it, and is no JSON: {error}"
+        why = f"{name} looks like the repr of a Python list, not JSON: {error}"
         raise Refusal.at(origin, why, "write it as JSON, or as a list of messages", code="invalid-json") from error
     is_chat = all(isinstance(one, dict) and any(keys <= one.keys() for keys in _CHAT_KEYS) for one in found)
     return found if is_chat else text

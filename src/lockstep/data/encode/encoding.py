@@ -133,7 +133,7 @@ class Encoding:
         if data.system and not self.templated:
             raise Refusal.at(
                 "data.system",
-                "plain rows without a chat template have no place for it",
+                "plain rows without a chat template cannot have it",
                 "remove it",
                 code="no-chat-template",
             )
@@ -178,7 +178,7 @@ class Encoding:
             raise Refusal.at(
                 origin,
                 "the row holds a chat, but the tokenizer has no chat template",
-                "name one with data.template, use a model whose tokenizer has one, or rows of plain text",
+                "set data.template, use a model whose tokenizer has one, or rows of plain text",
                 code="no-chat-template",
             )
 

@@ -294,7 +294,7 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
         if data.system is not None:
             raise Refusal.at(
                 "data.system",
-                "prompts without a chat template have no place for it",
+                "prompts without a chat template cannot have it",
                 "remove it",
                 code="no-chat-template",
             )
@@ -310,13 +310,13 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
         raise Refusal.at(
             question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
-            "name one with data.template, or use a model whose tokenizer has one",
+            "set data.template, or use a model whose tokenizer has one",
             code="no-chat-template",
         )
     if question.prompt[-1]["role"] == "assistant":
         raise Refusal.at(
             question.origin,
-            "the prompt ends with the assistant, who would answer itself",
+            "the prompt ends with an assistant turn, so the model would answer itself",
             "fix or remove the row",
             code="prompt-ends-with-assistant",
         )

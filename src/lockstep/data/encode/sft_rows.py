@@ -96,14 +96,14 @@ class Encoder:
         if data.system and columns.shape == "text":
             raise Refusal.at(
                 "data.system",
-                "plain rows without a chat template have no place for it",
+                "plain rows without a chat template cannot have it",
                 "remove it",
                 code="no-chat-template",
             )
         if data.prompt_format is not None and columns.shape != "prompt_response":
             raise Refusal.at(
                 "data.prompt_format",
-                f"rows of shape {columns.shape} have no prompt apart",
+                f"rows of shape {columns.shape} have no separate prompt",
                 "remove it",
                 code="unused-key",
             )
@@ -118,7 +118,7 @@ class Encoder:
             raise Refusal.at(
                 "data.shape",
                 "rows are chats, but the tokenizer has no chat template",
-                "name one with data.template, or use data.prompt_key and data.response_key",
+                "set data.template, or use data.prompt_key and data.response_key",
                 code="no-chat-template",
             )
 

@@ -275,7 +275,7 @@ class StepRows:
         self.writer = StepWriter(tokenizer, self.marks)
         if finder.data.system and self.columns.text:
             raise Refusal.at(
-                "data.system", "rows of text with placeholders have no place for it", "remove it", code="unused-key"
+                "data.system", "rows of text with placeholders cannot have it", "remove it", code="unused-key"
             )
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:

@@ -123,7 +123,7 @@ def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1)
     if variance == 0:
         raise Refusal.at(
-            "--normalize", "all rewards are equal: there is nothing to divide by", "remove it", code="equal-rewards"
+            "--normalize", "all rewards are equal: their standard deviation is 0", "remove it", code="equal-rewards"
         )
 
     def scaled(response: ScoredResponse) -> ScoredResponse:
@@ -202,7 +202,7 @@ def choice_of(
     problems = [
         Problem(
             option,
-            f"has no meaning for --kind {kind}",
+            f"does not apply to --kind {kind}",
             f"remove it; it is for {' and '.join(kinds)}",
             code="unused-key",
         )

@@ -70,7 +70,7 @@ def locate(given: str, base: Path | None) -> FoundFiles:
     """Returns the data files of `given` (file, folder or pattern), sorted by name. Relative paths start at `base`."""
     if not given.strip():
         raise Refusal.at(
-            "data path", "is empty", "name a file, a folder, a glob pattern or hub:owner/name", code="empty-value"
+            "data path", "is empty", "give a file, a folder, a glob pattern or hub:owner/name", code="empty-value"
         )
     root = base or Path()
     path = root / os.path.expanduser(given)
@@ -80,9 +80,7 @@ def locate(given: str, base: Path | None) -> FoundFiles:
     if path.exists():
         format = format_of(given)
         if format is None:
-            raise Refusal.at(
-                given, "has a suffix that is not read", f"supported: {SUPPORTED}", code="unsupported-format"
-            )
+            raise Refusal.at(given, "has an unsupported suffix", f"supported: {SUPPORTED}", code="unsupported-format")
         return FoundFiles([DataFile(given, path, format)], [])
     if glob.has_magic(given):
         matches = glob.glob(os.path.expanduser(given), root_dir=root, recursive=True)
@@ -96,7 +94,7 @@ def _refuse_pipe(given: str, path: Path) -> None:
     """Refuse pipes and devices: reading them may never end."""
     if path.exists() and not path.is_file():
         raise Refusal.at(
-            given, "is a pipe or a device, not a file", "write the rows into a file and name that", code="not-a-file"
+            given, "is a pipe or a device, not a file", "write the rows to a file and give its path", code="not-a-file"
         )
 
 
@@ -104,7 +102,7 @@ def _refuse_odd(given: str, path: Path) -> None:
     """Refuse pipes and broken symbolic links."""
     _refuse_pipe(given, path)
     if path.is_symlink() and not path.exists():
-        raise Refusal.at(given, "is a broken symbolic link", "name the file itself", code="no-such-file")
+        raise Refusal.at(given, "is a broken symbolic link", "give the path of the file itself", code="no-such-file")
 
 
 def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
@@ -157,7 +155,7 @@ def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
         raise Refusal.at(
             given,
             f"holds the rows of several splits: {listed}",
-            f"name one: {one}, or a pattern that fits its files alone; all of them can be given as a list",
+            f"give one: {one}, or a pattern that matches only its files; to read all of them, give a list",
             code="several-candidates",
         )
 
