@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import yaml
 from recipes import AGGREGATIONS, FAMILIES, METHODS, PAIR_LOSSES, Drawn, draw
-from variations import VARIATIONS, applicable, compared, run_variation, start_from_first_checkpoint, train
+from variations import (
+    VARIATIONS,
+    applicable,
+    compared,
+    difference,
+    run_variation,
+    start_from_first_checkpoint,
+    train,
+)
 
 import job_ranks
 from commands import torchrun
