@@ -45,7 +45,7 @@ LINEAR = 1.5
 beyond."""
 MAX_TAILS = 3.0
 STAYS = 4
-"""If the sides are equal at most steps, more than this many consecutive steps on one side are not noise."""
+"""If the sides are equal at more than half of the steps, this many differences of one sign in a row are not noise."""
 CUT_MOVES = 4.0
 """Moves are clipped at this many median moves when the shape of the noise is estimated."""
 TINY = 1e-300
@@ -231,8 +231,8 @@ def spread_of(of: Compressed) -> Spread:
 
 
 def mostly_equal(difference: np.ndarray) -> np.ndarray:
-    """Returns whether the sides are equal at most steps, like rewards of few responses. Noise is rare there, so neither
-    the median difference nor a few repeats reveal it."""
+    """Returns whether the sides are equal at more than half of the steps, like rewards of few responses. Noise is rare
+    there, so neither the median difference nor a few repeats reveal it."""
     return (difference == 0).mean(axis=-1) > 0.5
 
 
@@ -385,8 +385,7 @@ _GRID = np.linspace(0, MAX_MEMORY, 98)
 
 
 def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Estimates variance and memory of an AR(1) process from its moves over 1 and k steps; a jump affects only k
-    moves."""
+    """Estimates variance and memory of an AR(1) process from its moves over 1 and k steps; a jump affects k moves."""
     lag = max(2, min(8, noise.shape[-1] // 8))
     one, more = (typical_square(noise[..., step:] - noise[..., :-step]) for step in (1, lag))
     ratios = (1 - _GRID**lag) / (1 - _GRID)
@@ -395,8 +394,8 @@ def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rare(curves: np.ndarray) -> np.ndarray:
-    """Returns the variance of curves that are 0 at most steps. Long spans on one side are left out, because noise comes
-    and goes and a real difference stays."""
+    """Returns the variance of curves that are mostly 0. Long spans with one sign are left out, because noise comes and
+    goes and a real difference stays."""
     sign = np.sign(curves)
     count = curves.shape[-1] - STAYS + 1
     stays = np.logical_and.reduce([sign[..., k : k + count] == sign[..., :count] for k in range(STAYS)])
