@@ -115,8 +115,8 @@ def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
     width, ndim = case.found.shape[axis], case.found.ndim
 
     def sliced(tensor: torch.Tensor) -> torch.Tensor:
-        # Broadcasting aligns axes from the right. A matrix product has rows of its first and columns of its second
-        # input.
+        # Axes align from the right, as in broadcasting. A matrix product takes rows from its first input, columns from
+        # its second.
         dim = axis - ndim + tensor.ndim
         if dim >= 0 and tensor.shape[dim] == width:
             return tensor.movedim(dim, 0)[keep].movedim(0, dim).clone()
