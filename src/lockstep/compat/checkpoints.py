@@ -37,7 +37,7 @@ class PeerCheckpoint:
 
 
 def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
-    """Write the weights of a checkpoint to `out`, with the config and tokenizer of `model` or of the checkpoint."""
+    """Writes the weights of a checkpoint to `out`, with the config and tokenizer of `model` or of the checkpoint."""
     checkpoint = find_checkpoint(path)
     source = model or checkpoint.model
     if source is None or not (source / "config.json").is_file():
@@ -66,7 +66,7 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
 
 
 def find_checkpoint(path: Path) -> PeerCheckpoint:
-    """The checkpoint in a folder, or in the subfolders where the trainers save it."""
+    """Returns the checkpoint in a folder, or in the subfolders where the trainers save it."""
     for folder in (path, path / "actor", path / "_actor", *_tagged(path), *_tagged(path / "_actor")):
         names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         if any(_SHARD.match(name) for name in names):
@@ -90,7 +90,7 @@ def find_checkpoint(path: Path) -> PeerCheckpoint:
 
 
 def _tagged(path: Path) -> list[Path]:
-    """The folder that DeepSpeed's file `latest` names."""
+    """Returns the folder that DeepSpeed's file `latest` names."""
     latest = path / "latest"
     if not latest.is_file():
         return []
@@ -125,13 +125,13 @@ def read_fsdp(folder: Path) -> Weights:
 
 
 def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
-    """One tensor from the shards of all ranks."""
+    """Joins the shards of all ranks to one tensor."""
     first = parts[0]
     placements = getattr(first, "placements", None)
     if placements is None:
         return torch.as_tensor(first)
     if len(placements) == 2 and placements[0].is_replicate():
-        # Replicated groups: the first one is enough.
+        # All replicated groups are equal, so the first one is used.
         parts, placements = parts[: first.device_mesh.shape[1]], placements[1:]
     if len(placements) != 1:
         raise Refusal.at(folder, f"{name} is laid out over {len(placements)} axes of devices", "export it with verl")
@@ -144,7 +144,7 @@ def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
 
 
 def read_deepspeed(folder: Path) -> Weights:
-    """ZeRO 0, 1 and 2: one file has all weights."""
+    """Reads ZeRO 0, 1 and 2, where one file has all weights."""
     files = [file for file in folder.iterdir() if _MP.match(file.name)]
     if len(files) != 1:
         raise Refusal.at(folder, f"the model is split over {len(files)} devices (tensor parallel)", "merge it first")
@@ -163,7 +163,7 @@ def _is_weight(name: Any, value: Any) -> bool:
 
 
 def read_zero3(folder: Path) -> Weights:
-    """ZeRO 3: each rank has an equal slice of every weight, the last one padded."""
+    """Reads ZeRO 3, where each rank has an equal slice of every weight; the last slice is padded."""
     models = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3.match(file.name))}
     optims = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3_OPTIM.match(file.name))}
     if set(models) != set(range(len(models))) or set(optims) != set(models):
@@ -207,7 +207,7 @@ def _flat(state: Any, file: Path) -> torch.Tensor:
 
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
-    """Refuse weights whose names or shapes differ from the model's, with all differences."""
+    """Refuses weights whose names or shapes differ from the model's, and lists all differences."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if any("lora_" in name for name in weights):
@@ -234,7 +234,7 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _stored_dtype(model: Path) -> torch.dtype | None:
-    """The dtype of the config, in which the weights are stored."""
+    """Returns the dtype in the config, in which the weights are stored."""
     config = json.loads((model / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
     return dtype if isinstance(dtype, torch.dtype) else None

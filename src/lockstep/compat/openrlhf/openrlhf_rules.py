@@ -20,7 +20,7 @@ def is_dotted_command(done: Conversion) -> bool:
 
 
 def run_rule(done: Conversion) -> None:
-    """Folder and name of the run, trackers, checkpoints, precision and adapter."""
+    """Converts folder and name of the run, trackers, checkpoints, precision and adapter."""
     path = PurePosixPath(done["save_path"])
     note = "the run folder is the save path; the trained model is in its export/"
     done.write("run.folder", str(path.parent), "save_path", note=note)
@@ -67,7 +67,7 @@ def dataset_names(names: Any) -> list[str]:
 
 
 def sources(names: str, probs: str | None, split: str) -> list[dict[str, Any]]:
-    """Data sources for `a,b` and `0.4,0.6`. A name that is not a file is a data set of the Hugging Face hub."""
+    """Returns data sources for `a,b` and `0.4,0.6`. A name that is not a file is a data set of the Hugging Face hub."""
     paths = dataset_names(names)
     weights = [float(weight) for weight in probs.split(",")] if probs else []
     found: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def source_paths(done: Conversion, names: str, split: str) -> list[str]:
 
 
 def data_rule(done: Conversion, names: str, probs: str, split: str) -> None:
-    """The training data. `names`, `probs` and `split` are the command's keys."""
+    """Converts the training data. `names`, `probs` and `split` are the command's keys."""
     if not done.require(names, "name the training data"):
         return
     if "@" in str(done[names]):
@@ -114,7 +114,7 @@ def data_rule(done: Conversion, names: str, probs: str, split: str) -> None:
 
 
 def template_rule(done: Conversion) -> None:
-    """How a prompt becomes text: the tokenizer's chat template, a format string, or unchanged."""
+    """Converts how a prompt becomes text: by the tokenizer's chat template, a format string, or unchanged."""
     form = done["input_template"]
     if done["apply_chat_template"]:
         done.write("data.template", "auto", "apply_chat_template")
@@ -208,7 +208,7 @@ def _kd(done: Conversion) -> None:
         done.write("distill.divergence", "forward")
 
 
-# The method and the rule of each program.
+# The method and the rule for each program.
 OFFLINE: dict[str, tuple[str, KeyRule]] = {
     "train_sft": ("sft", _sft),
     "train_dpo": ("dpo", _dpo),
@@ -229,7 +229,7 @@ def offline_rules(program: str) -> tuple[KeyRule, ...]:
         done.write_text("model.path", "pretrain")
         data_rule(done, "dataset", "dataset_probs", "dataset_split")
         _validation(done)
-        # A process reward model and plain text have no prompt.
+        # Process reward models and plain text have no prompt.
         if method != "prm" and not done["pretrain_mode"]:
             template_rule(done)
         done.write_integer("run.epochs", "max_epochs")

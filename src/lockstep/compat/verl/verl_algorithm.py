@@ -42,7 +42,7 @@ _LOSS_PARAMETERS = {
 # Metrics of filter_groups that are the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 
-# What verl rejects by: the unit and the statistic. Its k1 is the inverse of lockstep's ratio.
+# For each of verl's rejection criteria: the unit and the statistic. Its k1 is the inverse of lockstep's ratio.
 _STATISTICS = {"k1": "ratio", "k2": "k2", "k3": "k3"}
 _OVER = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 CRITERIA = {
@@ -89,7 +89,7 @@ def _filter_groups(done: Conversion) -> None:
 
 
 def _resampling(done: Conversion, advantage: str) -> None:
-    """PF-PPO, which verl does only with gae."""
+    """Converts PF-PPO, which verl supports only with gae."""
     switch, method, power = (f"algorithm.{n}" for n in ("use_pf_ppo", "pf_ppo.reweight_method", "pf_ppo.weight_pow"))
     if not done[switch] or advantage != "gae":
         why = "verl resamples only with gae" if done[switch] else "verl reads it only with use_pf_ppo"
@@ -198,7 +198,7 @@ def _kl(done: Conversion) -> None:
 
 
 def _kl_in_both(done: Conversion) -> None:
-    """A KL penalty in the reward in addition to the one in the loss."""
+    """Converts a KL penalty in the reward in addition to the one in the loss."""
     coefficient, estimator, kind = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
     if done[kind] == "adaptive":
         done.refuse(kind, "with a KL term in the loss too, the KL in the reward is fixed", f"{kind}=fixed")
@@ -273,7 +273,7 @@ def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> Non
 
 
 def _weight_bounds(spec: Any) -> tuple[float | None, float]:
-    """Lower and upper bound of the weights; one number is the upper bound."""
+    """Returns the lower and upper bound of the weights; one number is the upper bound."""
     low, separator, high = str(spec).partition("_")
     if not separator:
         return None, _bound(low)
@@ -311,7 +311,7 @@ def _band(name: str, spec: str) -> dict[str, Any]:
 
 
 def _bound(text: str) -> float:
-    # Python reads 0.5_2 as 0.52.
+    # Python would read 0.5_2 as 0.52.
     value = math.nan if "_" in text else float(text)
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{text} is not a bound: it must be one number over 0")
@@ -319,5 +319,5 @@ def _bound(text: str) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Without the last digits that a division adds."""
+    """Removes the last digits that a division adds."""
     return float(f"{value:.12g}")
