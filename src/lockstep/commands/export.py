@@ -1,4 +1,4 @@
-"""`lockstep export`: a checkpoint or a merged adapter as a Hugging Face folder, optionally pushed to the hub."""
+"""`lockstep export`: writes a checkpoint or a merged adapter as a Hugging Face folder, optionally pushed to the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMEDY = "push from a machine that can reach it; the exported folder can be copi
 
 
 def refuse_no_hub(name: str) -> None:
-    """Checks the conditions of a push before a model is written."""
+    """Checks that a push is possible before a model is written."""
     from huggingface_hub import get_token
 
     where = f"--push {name}"
@@ -54,7 +54,7 @@ def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: b
 
 @dataclass(frozen=True)
 class ExportOrder:
-    """Options of the export. `adapter` keeps an adapter separate; `merge` merges it into its base model."""
+    """The options of the export. `adapter` keeps an adapter separate; `merge` merges it into its base model."""
 
     step: int | None = None
     best: bool = False
