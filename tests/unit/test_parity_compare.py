@@ -295,7 +295,7 @@ def test_what_cannot_be_compared_says_why() -> None:
     assert got.verdict == "not comparable"
     assert got.reason == "train/loss has no common step: A logs it at steps 1 to 3, B at steps 7 to 8"
     absent = compare(log(train__loss=[1.0]), log("b.csv", other=[1.0]))
-    assert absent.reason == "b.csv has no train/loss: name another with --metric"
+    assert absent.reason == "b.csv has no train/loss: choose another with --metric"
 
 
 def test_recipes_that_compute_different_things_are_not_comparable() -> None:

@@ -44,12 +44,12 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
         raise Refusal.at(
             checkpoint.folder,
             "has weights but no config.json",
-            "name the trained model, for its config and tokenizer: --model DIR",
+            "give the trained model, for its config and tokenizer: --model DIR",
         )
     weights = checkpoint.read(checkpoint.folder)
     check_weights(weights, source, checkpoint.folder)
     if out.exists() and any(out.iterdir()):
-        raise Refusal.at(out, "is not empty", "name a new folder")
+        raise Refusal.at(out, "is not empty", "give a new folder")
     out.mkdir(parents=True, exist_ok=True)
     for pattern in _COPIED:
         for file in sorted(source.glob(pattern)):
@@ -80,12 +80,12 @@ def find_checkpoint(path: Path) -> PeerCheckpoint:
             raise Refusal.at(
                 folder,
                 "is a checkpoint of Megatron, which lockstep does not read",
-                "export it there: verl's model_merger",
+                "export it with verl's model_merger",
             )
     raise Refusal.at(
         path,
-        "holds no checkpoint of verl (model_world_size_N_rank_R.pt) or DeepSpeed (mp_rank_00_model_states.pt)",
-        "name the folder of one step, such as global_step_100",
+        "contains no checkpoint of verl (model_world_size_N_rank_R.pt) or DeepSpeed (mp_rank_00_model_states.pt)",
+        "give the folder of one step, such as global_step_100",
     )
 
 
@@ -96,7 +96,7 @@ def _tagged(path: Path) -> list[Path]:
         return []
     name = latest.read_text(encoding="utf-8", errors="replace").strip()
     if name in ("", "..") or Path(name).name != name:
-        raise Refusal.at(latest, f"names {name[:80]!r}, which is not a folder here", "name the folder of one step")
+        raise Refusal.at(latest, f"names {name[:80]!r}, which is not a folder here", "give the folder of one step")
     return [path / name]
 
 
@@ -106,12 +106,12 @@ def read_fsdp(folder: Path) -> Weights:
     world = {int(match[1]) for match, _ in shard_files}
     if len(world) != 1 or set(files) != set(range(next(iter(world)))):
         have = ", ".join(file.name for file in files.values())
-        raise Refusal.at(folder, f"does not hold every shard of one run: {have}", "copy the missing ones here")
+        raise Refusal.at(folder, f"does not contain every shard of one run: {have}", "copy the missing ones here")
     shards = [read_sharded(files[rank]) for rank in sorted(files)]
     names = list(shards[0])
     refuse_all(
         [
-            Problem(str(folder), f"rank {i} holds other weights than rank 0")
+            Problem(str(folder), f"rank {i} has other weights than rank 0")
             for i, s in enumerate(shards)
             if list(s) != names
         ]
@@ -119,9 +119,7 @@ def read_fsdp(folder: Path) -> Weights:
     try:
         return {name: _joined([shard[name] for shard in shards], name, folder) for name in names}
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise Refusal.at(
-            folder, f"its shards cannot be put together: {first_line(error)}", "copy them again"
-        ) from error
+        raise Refusal.at(folder, f"its shards cannot be joined: {first_line(error)}", "copy them again") from error
 
 
 def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
@@ -134,7 +132,7 @@ def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
         # All replicated groups are equal, so the first one is used.
         parts, placements = parts[: first.device_mesh.shape[1]], placements[1:]
     if len(placements) != 1:
-        raise Refusal.at(folder, f"{name} is laid out over {len(placements)} axes of devices", "export it with verl")
+        raise Refusal.at(folder, f"{name} is sharded over {len(placements)} device mesh axes", "export it with verl")
     if placements[0].is_replicate():
         return first._local_tensor
     joined = torch.cat([part._local_tensor for part in parts], dim=placements[0].dim)
@@ -154,7 +152,7 @@ def read_deepspeed(folder: Path) -> Weights:
 def _module(state: Any, file: Path) -> Weights:
     module = state.get("module") if isinstance(state, dict) else None
     if not isinstance(module, dict):
-        raise Refusal.at(file, "holds no module", "is it a checkpoint of DeepSpeed's?")
+        raise Refusal.at(file, "contains no module", "check that DeepSpeed wrote it")
     return {name: tensor for name, tensor in module.items() if _is_weight(name, tensor)}
 
 
@@ -174,7 +172,7 @@ def read_zero3(folder: Path) -> Weights:
     try:
         shapes = {name: tuple(map(int, shape)) for group in state["param_shapes"] for name, shape in group.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refusal.at(models[0], "holds no param_shapes", "is it of ZeRO 3?") from error
+        raise Refusal.at(models[0], "contains no param_shapes", "check that it is a ZeRO 3 checkpoint") from error
     flat = [_flat(read_pickle(optims[rank]), optims[rank]) for rank in sorted(optims)]
     weights: Weights = {}
     at = 0
@@ -184,7 +182,7 @@ def read_zero3(folder: Path) -> Weights:
         if at + run > len(flat[0]):
             raise Refusal.at(
                 folder,
-                f"{name}: the ranks hold fewer numbers than the shapes say",
+                f"{name}: the ranks have fewer values than the shapes require",
                 "check that the checkpoint is complete",
             )
         weights[name] = torch.cat([part.narrow(0, at, run) for part in flat])[:count].clone().view(shape)
@@ -195,7 +193,7 @@ def read_zero3(folder: Path) -> Weights:
         buffers = {name: value for name, value in named.items() if _is_weight(name, value)}
         shared = {pair[0]: weights[pair[1]] for pair in state.get("shared_params") or () if pair[1] in weights}
     except (KeyError, TypeError) as error:
-        raise Refusal.at(models[0], "names buffers or shared weights that it does not hold") from error
+        raise Refusal.at(models[0], "refers to buffers or shared weights that it does not contain") from error
     return {**weights, **buffers, **shared}
 
 
@@ -203,7 +201,7 @@ def _flat(state: Any, file: Path) -> torch.Tensor:
     try:
         return torch.cat([group.flatten() for group in state["optimizer_state_dict"]["fp32_flat_groups"]])
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise Refusal.at(file, "holds no fp32_flat_groups", "is it of ZeRO 3?") from error
+        raise Refusal.at(file, "contains no fp32_flat_groups", "check that it is a ZeRO 3 checkpoint") from error
 
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
@@ -211,7 +209,7 @@ def check_weights(weights: Weights, model: Path, where: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if any("lora_" in name for name in weights):
-        raise Refusal.at(where, "holds an adapter", "merge it there, and convert the merged model")
+        raise Refusal.at(where, "contains an adapter", "merge it first, and convert the merged model")
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()

@@ -90,7 +90,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
             problems += [Problem(f"line {training.line}: {p.where}", p.why, p.remedy) for p in refusal.problems]
     if not commands and not problems:
         problems.append(
-            Problem("the script", "has no training command of verl or OpenRLHF", "name the script that trains")
+            Problem("the script", "has no training command of verl or OpenRLHF", "give the script that trains")
         )
     return commands, problems, script.remarks
 

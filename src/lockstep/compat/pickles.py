@@ -142,7 +142,7 @@ def read_pickle(path: Path) -> Any:
     except Refusal:
         raise
     except _Forbidden as error:
-        raise Refusal.at(path, f"names {error}, which no checkpoint needs: it was not read", _UNTRUSTED) from error
+        raise Refusal.at(path, f"refers to {error}, which no checkpoint needs: it was not read", _UNTRUSTED) from error
     except Exception as error:  # a manipulated file can raise any exception
         raise _unread(path, error) from error
 
@@ -165,7 +165,7 @@ def _from_zip(path: Path) -> Any:
         _refuse_torchscript(names, path)
         pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise Refusal.at(path, "holds no data.pkl of torch.save", "is it a checkpoint?")
+            raise Refusal.at(path, "contains no data.pkl of torch.save", "check that it is a checkpoint")
         folder = pickles[0].removesuffix("data.pkl")
         if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") != b"little":
             raise Refusal.at(path, "was written on a big-endian machine", "save it again on a little-endian one")
@@ -186,7 +186,7 @@ def _storage(archive: zipfile.ZipFile, name: str, dtype: torch.dtype, count: int
     info = archive.getinfo(name)
     # torch stores without compression, so the sizes on disk and in memory are equal.
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != count * dtype.itemsize:
-        raise ValueError(f"{name} holds {info.file_size:,} bytes, not {count:,} numbers of {dtype}")
+        raise ValueError(f"{name} has {info.file_size:,} bytes, not {count:,} numbers of {dtype}")
     content = bytearray(archive.read(name))
     flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return torch.storage.TypedStorage(wrap_storage=flat.untyped_storage(), dtype=dtype, _internal=True)
@@ -206,7 +206,7 @@ def read_sharded(path: Path) -> dict[str, Any]:
     except Exception as error:  # a manipulated file can raise any exception
         raise _unread(path, error) from error
     if not isinstance(loaded, dict):
-        raise Refusal.at(path, f"holds a {type(loaded).__name__}, not weights by name")
+        raise Refusal.at(path, f"contains a {type(loaded).__name__}, not weights by name")
     return loaded
 
 

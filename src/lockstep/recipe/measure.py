@@ -128,7 +128,7 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
     if not words.split():
-        yield Problem(key, "is empty", "name a metric: reward, val/accuracy, val/loss")
+        yield Problem(key, "is empty", "give a metric: reward, val/accuracy, val/loss")
         return
     try:
         measure = measure_of(words)
@@ -138,7 +138,7 @@ def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
     name, online = measure.name, recipe.method in ONLINE
     if name == "val/loss" and online:
         why = "val/loss is measured on rows, and online runs have none"
-        remedy = "name reward, or val/accuracy with val.questions"
+        remedy = "use reward, or val/accuracy with val.questions"
         yield Problem(key, why, f"set checkpoint.best: {remedy}" if key == "checkpoint.keep_best" else remedy)
     elif name == "val/loss" and not recipe.data.val:
         yield Problem(key, "val/loss needs data.val, which is empty", "set data.val")

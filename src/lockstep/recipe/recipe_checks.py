@@ -374,7 +374,7 @@ def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
     reward = recipe.reward
     models, weights = reward.model, reward.model_weights
     if isinstance(models, list) and not models:
-        yield Problem("reward.model", "must not be an empty list", "name a folder, or remove it")
+        yield Problem("reward.model", "must not be an empty list", "give a folder, or remove it")
     if weights and (not isinstance(models, list) or len(models) != len(weights)):
         yield Problem(
             "reward.model_weights",

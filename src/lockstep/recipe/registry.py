@@ -190,7 +190,7 @@ def _import(word: str) -> Problem | None:
             return Problem(
                 f"{KEY} {word}", f"cannot be imported: {describe_error(error, word)}", "install what it needs"
             )
-        remedy = "install it, or name its file: path/to/file.py"
+        remedy = "install it, or give its file: path/to/file.py"
         return Problem(f"{KEY} {word}", "no such module", remedy)
     except Exception as error:  # noqa: BLE001 - a user module may raise anything, and it is reported
         return Problem(f"{KEY} {word}", f"cannot be imported: {describe_error(error, word)}", "fix the module")

@@ -201,7 +201,7 @@ def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
     key = order["output_key"] or "output"
     answer = row.get(key)
     if answer is None and (order["output_key"] or not (order["apply_chat_template"] and isinstance(content, list))):
-        raise Refusal.at(origin, f"has no column {key}", "name it with --output_key")
+        raise Refusal.at(origin, f"has no column {key}", "set it with --output_key")
     if not order["apply_chat_template"]:
         return _plain(order, content, origin), str(answer)
     if answer is None:
@@ -229,7 +229,7 @@ def encoded_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str,
 
 def _column(row: Row, key: str, origin: Origin, flag: str) -> Any:
     if row.get(key) is None:
-        raise Refusal.at(origin, f"has no column {key}; it has {', '.join(row)}", f"name it with {flag}")
+        raise Refusal.at(origin, f"has no column {key}; it has {', '.join(row)}", f"set it with {flag}")
     return row[key]
 
 

@@ -128,7 +128,7 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
     names = [name.strip() for name in str(given.get("dataset", "")).split(",") if name.strip()]
     if any("@" in name for name in names):
         problems.append(
-            Problem("--dataset", "lockstep does not read a folder inside a data set (NAME@FOLDER)", "name the files")
+            Problem("--dataset", "lockstep does not read a folder inside a data set (NAME@FOLDER)", "give file paths")
         )
     if len(names) > 1 and given.get("dataset_probs"):
         why = "lockstep does not sample from several data sets here"

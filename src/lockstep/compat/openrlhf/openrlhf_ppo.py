@@ -185,7 +185,7 @@ def async_rule(done: Conversion) -> None:
 
 
 def data_and_model_rule(done: Conversion) -> None:
-    if not done.require("pretrain", "name the model"):
+    if not done.require("pretrain", "give the path of the model"):
         return
     done.write_text("model.path", "pretrain")
     data_rule(done, "prompt_data", "prompt_data_probs", "prompt_split")

@@ -86,10 +86,10 @@ def source_paths(done: Conversion, names: str, split: str) -> list[str]:
 
 def data_rule(done: Conversion, names: str, probs: str, split: str) -> None:
     """Converts the training data. `names`, `probs` and `split` are the command's keys."""
-    if not done.require(names, "name the training data"):
+    if not done.require(names, "give the training data"):
         return
     if "@" in str(done[names]):
-        done.refuse(names, "lockstep does not read a folder inside a data set (NAME@FOLDER)", "name the files")
+        done.refuse(names, "lockstep does not read a folder inside a data set (NAME@FOLDER)", "give file paths")
         return
     weights, count = done[probs], len(dataset_names(done[names]))
     try:
@@ -147,7 +147,7 @@ def _texts(done: Conversion) -> None:
         done.write("data.shape", "messages", "input_key", note="" if done["multiturn"] else _LAST_TURN)
         done.write_text("data.messages_key", "input_key")
     else:
-        done.require("output_key", "name the answer's column: --output_key output", "is not set: no answer to train on")
+        done.require("output_key", "set the answer's column: --output_key output", "is not set: no answer to train on")
 
 
 def _prompt_and_response(done: Conversion) -> None:
@@ -177,7 +177,7 @@ def _pairs(done: Conversion) -> None:
 
 
 def _kto(done: Conversion) -> None:
-    if not done.require("output_key", "name the answer's column: --output_key output"):
+    if not done.require("output_key", "set the answer's column: --output_key output"):
         return
     _prompt_and_response(done)
     done.write_number("preference.beta", "beta")
@@ -194,7 +194,7 @@ def _rm(done: Conversion) -> None:
 
 def _prm(done: Conversion) -> None:
     done.write_text("data.text_key", "input_key")
-    if done.require("placeholder_token", "name the text that marks a step: --placeholder_token"):
+    if done.require("placeholder_token", "give the text that marks a step: --placeholder_token"):
         done.write_text("prm.placeholder", "placeholder_token")
     if done.require("reward_tokens", "write for example --reward_tokens + -"):
         done.write("prm.tokens", list(done["reward_tokens"]), "reward_tokens")
@@ -202,7 +202,7 @@ def _prm(done: Conversion) -> None:
 
 def _kd(done: Conversion) -> None:
     _texts(done)
-    if done.require("teacher_model", "name the teacher"):
+    if done.require("teacher_model", "give the path of the teacher"):
         done.write_text("distill.teacher", "teacher_model")
         done.write_number("distill.coefficient", "kd_coef")
         done.write("distill.divergence", "forward")
@@ -224,7 +224,7 @@ def offline_rules(program: str) -> tuple[KeyRule, ...]:
 
     def rows_rule(done: Conversion) -> None:
         done.write("method", method)
-        if not done.require("pretrain", "name the model"):
+        if not done.require("pretrain", "give the path of the model"):
             return
         done.write_text("model.path", "pretrain")
         data_rule(done, "dataset", "dataset_probs", "dataset_split")

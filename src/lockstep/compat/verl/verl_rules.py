@@ -136,7 +136,7 @@ def schedule_rule(done: Conversion, group: str) -> None:
 
 def sft_data_rule(done: Conversion) -> None:
     done.write("method", "sft")
-    if not done.require("data.train_files", "name the training files"):
+    if not done.require("data.train_files", "give the paths of the training files"):
         return
     done.write("data.train", files(done["data.train_files"]), "data.train_files")
     if done["data.val_files"] is not None:
@@ -167,7 +167,7 @@ def _sft_columns(done: Conversion) -> None:
 
 def sft_model_rule(done: Conversion) -> None:
     key = "model.partial_pretrain" if done.is_set("model.partial_pretrain") else "model.path"
-    if not done.require(key, "name the model"):
+    if not done.require(key, "give the path of the model"):
         return
     done.write_text("model.path", key)
     lora_rule(done, "model")

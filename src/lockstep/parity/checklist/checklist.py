@@ -154,7 +154,7 @@ def show(items: Sequence[CheckItem], console: Console) -> None:
     failed = sum(item.passed is False for item in items)
     passed = sum(item.passed is True for item in items)
     rows = [(f"{MARKS[item.passed]:6} {item.name}", _text(item)) for item in items]
-    console.banner(f"checklist: {passed} passed, {failed} failed, {len(items) - passed - failed} not judged", rows)
+    console.banner(f"checklist: {passed} passed, {failed} failed, {len(items) - passed - failed} without result", rows)
 
 
 def _text(item: CheckItem) -> str:

@@ -286,7 +286,7 @@ def _matched(choice: Choice, sides: Sides) -> Matched | str:
     """Returns the curves of a metric on common steps, or the reason why they cannot be compared."""
     for log, name in ((sides.a[0], choice.a), (sides.b[0], choice.b)):
         if name not in log.metrics:
-            return f"{log.source} has no {name}: name another with --metric"
+            return f"{log.source} has no {name}: choose another with --metric"
     series_a, series_b = sides.a[0].metrics[choice.a], sides.b[0].metrics[choice.b]
     matched = match(*sides.curves(choice))
     pair = align(matched.a[0], matched.b[0])

@@ -241,9 +241,9 @@ def read_table(path: Path) -> SupportTable:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise Refusal.at(path, "is not UTF-8 text", "name another file with --support") from error
+        raise Refusal.at(path, "is not UTF-8 text", "give another file with --support") from error
     if HEADER not in lines:
-        remedy = f"put back the heading `{HEADER}`, or name another file with --support"
+        remedy = f"put back the heading `{HEADER}`, or give another file with --support"
         raise Refusal.at(path, "contains no support table", remedy)
     top = lines.index(HEADER)
     if lines[top + 1 : top + 2] != [RULE]:

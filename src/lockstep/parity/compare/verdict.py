@@ -265,7 +265,7 @@ def overall(
         return "not comparable", f"the runs compute different things: {named}{more}"
     judged = [metric for metric in metrics if metric.verdict is not None]
     if missing or not judged:
-        return "not comparable", "; ".join(missing) or "no common metric is judged: name one with --metric"
+        return "not comparable", "; ".join(missing) or "no common metric is tested: choose one with --metric"
     order: tuple[Verdict, ...] = ("out of step", "cannot tell", "within noise", "in step")
     worst = next(verdict for verdict in order if any(metric.verdict == verdict for metric in judged))
     deciding = [metric for metric in judged if metric.verdict == worst]

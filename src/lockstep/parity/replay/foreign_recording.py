@@ -179,9 +179,7 @@ def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -
 
 
 def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int]) -> _Limits:
-    why = [
-        "The loss is not judged: the trainer computes it. The replay uses its recorded slopes at the log-probabilities."
-    ]
+    why = ["The loss is not checked: the trainer computes it. The replay uses its recorded slopes at the log-probs."]
     skip = {"loss"}
     phases: tuple[str, ...] = (FORWARD, BACKWARD)
     updates = [tape.read_step(step).info["updates"][0] for step in steps]
@@ -189,16 +187,16 @@ def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int])
         skip |= {"gradient", "optimizer", "weights"}
         phases = (FORWARD,)
         why.append(
-            "Gradients are not judged: the gradient at the logits is not one of log-probabilities alone (an entropy "
+            "Gradients are not checked: the gradient at the logits is not that of log-probabilities alone (an entropy "
             "bonus, an auxiliary loss, or a temperature other than that of `record(temperature=...)`)."
         )
     elif manifest["world_size"] > 1 or manifest["recorder"]["sharded"]:
         skip |= {"gradient", "optimizer", "weights"}
-        why.append("Parameter gradients are not judged: they are sums over ranks, and this is the tape of one rank.")
+        why.append("Parameter gradients are not checked: they are sums over ranks, and this is the tape of one rank.")
     elif not manifest["recipe"]["optim"]["by_formula"]:
         skip |= {"optimizer", "weights"}
         kind = manifest["recipe"]["optim"]["kind"]
-        why.append(f"The update is not judged: only AdamW is repeated here, not {kind} with these settings.")
+        why.append(f"The update is not checked: only AdamW is repeated here, not {kind} with these settings.")
     return _Limits(frozenset(skip), phases, tuple(why))
 
 

@@ -88,7 +88,7 @@ def _replay_recording(request: ReplayRequest, mode: str) -> int:
         raise Refusal.at(str(request.run), "is a recording, whose updates are replayed one by one", "use --mode forced")
     [first, *others] = recording_ranks(request.run).values()
     if others:
-        remedy = f"name one of them: lockstep replay {first} --model FOLDER"
+        remedy = f"choose one of them: lockstep replay {first} --model FOLDER"
         raise Refusal.at(str(request.run), f"contains the tapes of {len(others) + 1} ranks", remedy)
     result = replay_recording(first, request.model, request.overrides, request.steps)
     title = "replay of a recording: each update from the recorded weights"

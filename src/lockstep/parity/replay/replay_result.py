@@ -103,7 +103,7 @@ def judge(
 def _other_noise(a: TapeSide, b: TapeSide, mode: Mode) -> Iterator[str]:
     if "rollout" in a.recipe and a.drawn_by != b.drawn_by and mode != "chained":
         yield (
-            f"Generation is not judged: {a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} "
+            f"Generation is not checked: {a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} "
             "is different."
         )
 
@@ -140,7 +140,7 @@ def show(result: Replayed, console: Console, title: str | None = None) -> None:
     steps = f"{len(result.steps)} steps ({result.steps[0]} to {result.steps[-1]})" if result.steps else "no step"
     console.banner(
         title or f"replay, {result.mode}: {MODE_TITLES[result.mode]}",
-        [("judged" if title else "replayed", steps), ("folder", str(result.folder))],
+        [("compared" if title else "replayed", steps), ("folder", str(result.folder))],
     )
     console.say("")
     console.say(f"{'stage':<12}{'verdict':<12}{'worst':>10}{'allowed':>10}  at step, of what")
@@ -202,7 +202,7 @@ def _module_rows(module: DivergedModule) -> Iterator[tuple[str, str]]:
 def _operator_rows(operator: Located) -> Iterator[tuple[str, str]]:
     yield "wrong side", operator.side
     if operator.judge:
-        yield "judged by", operator.judge
+        yield "evidence", operator.judge
     if operator.operator:
         yield "operator", f"{operator.operator}: {operator.why}"
         inputs = zip(operator.dtypes, operator.shapes, strict=True)

@@ -215,7 +215,7 @@ def check_generation(
             )
     size = torch.tensor(differences, dtype=torch.float64)
     error = float(size.square().mean().sqrt()) if len(size) else 0.0
-    unjudged = "" if known_noise else ", not judged: the engine's sampling noise is not reproducible"
+    unjudged = "" if known_noise else ", not checked: the engine's sampling noise is not reproducible"
     what = f"tokens and the engine's log-probabilities ({diverged} of {len(ours)} responses diverge{unjudged})"
     return Check("generation", step, what, error, allowed, where)
 
@@ -299,7 +299,7 @@ def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torc
     ours, theirs = bf16_share(a), bf16_share(b)
     if ours is None or theirs is None or ours > FINE:
         return
-    where = f"bf16 holds {theirs:.1%} of the numbers exactly, and {ours:.1%} of the recorded ones"
+    where = f"bf16 represents {theirs:.1%} of the numbers exactly, and {ours:.1%} of the recorded ones"
     yield Check(stage, step, f"{what}: precision", theirs, ROUNDED, where)
 
 

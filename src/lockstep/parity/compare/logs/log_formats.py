@@ -125,7 +125,7 @@ class FoundLog:
 def find_log(source: str) -> FoundLog:
     path = Path(source)
     if not path.exists():
-        raise Refusal.at(source, "no such file or folder", "name a run folder, or a log file")
+        raise Refusal.at(source, "no such file or folder", "give the path of a run folder or log file")
     try:
         found = _in_folder(path) if path.is_dir() else _file(path)
     except OSError as error:
@@ -146,7 +146,7 @@ def _in_folder(path: Path) -> FoundLog | None:
     candidates = _one_run(path, _candidates(path))
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
-        raise Refusal.at(path, f"contains {len(candidates)} logs: {names}", "name one of them")
+        raise Refusal.at(path, f"contains {len(candidates)} logs: {names}", "give the path of one of them")
     return candidates[0] if candidates else None
 
 

@@ -145,7 +145,7 @@ def read_names(path: str | Path) -> dict[str, str]:
     try:
         table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refusal.at(where, f"cannot be read: {error.strerror}", "name a YAML file of names") from None
+        raise Refusal.at(where, f"cannot be read: {error.strerror}", "give the path of a YAML file of names") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         why = f"not YAML: {' '.join(str(error).split())}"
         raise Refusal.at(where, why, "write lines like `their_name: train/loss`") from None
@@ -170,8 +170,8 @@ def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str
     if metric is None:
         raise Refusal.at(
             path,
-            f"a csv export of tensorboard, which does not name the metric of its column {VALUE}",
-            "name it with --value (for example --value train/loss), or name the file as tensorboard does: "
+            f"a csv export of tensorboard, which does not contain the metric name of its column {VALUE}",
+            "set it with --value (for example --value train/loss), or name the file as tensorboard does: "
             "run-X-tag-NAME.csv",
         )
     return {**names, VALUE: metric}
