@@ -324,7 +324,8 @@ def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
 
 
 def _replaced(value: str, how: str, filled: Callable[[str], str]) -> str:
-    """`pattern/text` replaces once, `/pattern/text` all, `#pattern/text` at the start, `%pattern/text` at the end."""
+    """Evaluates `pattern/text` (replaces once), `/pattern/text` (all), `#pattern/text` (start) and `%pattern/text`
+    (end)."""
     mode, how = (how[0], how[1:]) if how[:1] in ("/", "#", "%") else ("", how)
     parts = re.match(r"((?:\\.|[^/\\])*)/?(.*)", how, re.DOTALL)
     pattern, text = (parts[1], parts[2]) if parts else (how, "")

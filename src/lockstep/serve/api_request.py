@@ -70,7 +70,7 @@ class ApiRequest:
 
 
 def chat_request(body: bytes, served: ServedModel) -> ApiRequest:
-    """`/v1/chat/completions`."""
+    """Parses a request to `/v1/chat/completions`."""
     fields = BodyReader(body)
     check_model(fields, served.names)
     ids = _chat_ids(_messages(fields.take("messages")), fields.object("chat_template_kwargs"), served)
@@ -92,7 +92,7 @@ def chat_request(body: bytes, served: ServedModel) -> ApiRequest:
 
 
 def completion_request(body: bytes, served: ServedModel) -> ApiRequest:
-    """`/v1/completions`."""
+    """Parses a request to `/v1/completions`."""
     fields = BodyReader(body)
     check_model(fields, served.names)
     prompts = _prompts(fields.take("prompt"), fields.boolean("add_special_tokens", True), served)

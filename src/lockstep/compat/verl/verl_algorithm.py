@@ -319,5 +319,5 @@ def _bound(text: str) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Removes the last digits that a division adds."""
+    """Rounds off the digits that a division adds at the end."""
     return float(f"{value:.12g}")

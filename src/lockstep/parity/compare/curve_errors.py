@@ -46,7 +46,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Pearson's correlation; None if a curve is constant."""
+    """Returns Pearson's correlation; None if a curve is constant."""
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
     from_mean_a, from_mean_b = a - a.mean(), b - b.mean()

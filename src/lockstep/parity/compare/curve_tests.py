@@ -40,22 +40,22 @@ from lockstep.parity.compare.noise_model import (
 )
 
 MAX_MISSING = 0.05
-"""A repeat is not used if it lacks a longer series of consecutive steps than this fraction of the pair's steps."""
+"""A repeat is not used if one of its gaps is longer than this fraction of the pair's steps."""
 MEMORY_OF_FEW = 5.5
-"""The factor by which a lag-1 correlation of 0.9 raises the t statistic of up to seven steps."""
+"""The factor by which a lag-1 autocorrelation of 0.9 raises the t statistic of up to seven steps."""
 LARGEST = 1e6
 """The excess that is reported if the noise is exactly 0."""
 SPIKE_SIZE = 9.5
-"""A single step is a finding only beyond this multiple of the root mean square of all others (20 sd of one run: 14)."""
+"""A single step is a finding only if it exceeds this multiple of the root mean square of all other steps."""
 SPIKE_CHANCE = 0.025
-"""It must also be so rare that the tail of the others reaches it with at most this chance and at most 0.5 / count."""
+"""A single step is a finding only if the tail of the others reaches it with at most this probability or 0.5 / count."""
 SPIKE_LINEAR = 3.0
 OPPOSED_CHANCE = 0.005
 """The probability of a false alarm of opposed moves; the other statistics share 4.5 %."""
 FEWER_MOVES = 1.5
-"""Neighbouring moves share a step: those of uncorrelated noise have a correlation of -1/2, so n moves carry as much
-information on a correlation as n / (1 + 2 / 4) independent ones (Bartlett 1935). For correlated noise it is nearer
-n."""
+"""The factor by which correlated moves count as fewer. Neighbouring moves share a step, so those of uncorrelated noise
+have a correlation of -1/2, and n moves are worth n / (1 + 2 / 4) independent ones (Bartlett 1935). With autocorrelated
+noise they are worth more."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
 """A late collapse is assumed to affect this fraction of the run, at its end."""
@@ -64,7 +64,7 @@ DEEP = 10
 ROOM_ALONE = 1.35
 """A safety margin if there are no repeats: a fault increases the noise that is estimated from the pair."""
 NO_NOISE = 1e-100
-"""Values below this count as no noise."""
+"""Noise below this value counts as 0."""
 MARGIN = 0.85
 """A safety margin for recommendations, because the noise is estimated from few runs."""
 MAX_REPEATS = 8
@@ -73,8 +73,7 @@ MAX_TIMES_LONGER = 16
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of the test. `repeats` counts usable ones. `spread` and `power` are None if there are too few
-    steps."""
+    """The result of the test. `repeats`: the usable ones. `spread` and `power` are None if there are too few steps."""
 
     steps: np.ndarray
     repeats: int

@@ -1,12 +1,12 @@
 """A model of the noise between runs of the same kind, estimated from repeats or from the difference of two runs.
 
-All functions accept leading axes (many comparisons at once) and work along the last axis, the steps. docs/compare.md
-contains the formulas.
+All functions accept leading axes (many comparisons at once) and work along the last axis, the steps. "Memory" is the
+lag-1 autocorrelation of the noise; the short-memory model is AR(1). docs/compare.md contains the formulas.
 
 Differences are compressed before they are averaged, so that heavy tails of the noise have little weight. Each pair of
 runs is compressed separately: the difference of two runs of the same kind has a symmetric distribution for any noise,
-so the mean of its compressed values is 0 too. The difference between one run and a mean of runs is skewed if the noise
-is.
+so the mean of its compressed values is also 0. The difference between a run and a mean of runs would be skewed if the
+noise is skewed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from statistics import NormalDist
 import numpy as np
 
 SHARES = {"drift": 0.025, "trend": 0.004, "end": 0.010, "window": 0.007, "scatter": 0.004}
-"""The probability of a false alarm that each statistic may use; together 5 %."""
+"""The false-alarm probability of each statistic; together they have 5 %."""
 END_PARTS = (0.025, 0.05, 0.1, 0.2, 0.4)
-"""The ends of the run that are tested, as fractions of its steps."""
+"""The tested ends of the run: the last steps, as fractions of all steps."""
 MIN_STEPS = 8
 """With fewer common steps noise and drift cannot be separated."""
 MAX_MEMORY = 0.97
 MODERATION = 3.0
-"""The weight of the short-memory (AR(1)) estimate for long windows, in degrees of freedom, relative to few repeats."""
+"""The weight of the short-memory estimate for long windows, in degrees of freedom, if there are few repeats."""
 CAUTION = 1.5
-"""Prior: the variance of long windows divided by the short-memory estimate."""
+"""Prior of the ratio of the variance of long windows to its short-memory estimate."""
 WANDER = 0.18
-"""Prior: the constant offset between runs, in noise standard deviations."""
+"""Prior of the constant offset between runs, in noise standard deviations."""
 CAUTION_ALONE = 25
-"""Without a repeat the short-memory estimate is multiplied by 1 + this / N, because memory is hard to estimate."""
+"""Without a repeat, the short-memory estimate is multiplied by 1 + CAUTION_ALONE / N, because memory is uncertain."""
 MEMORY_ALONE = 36
-"""(This / N)^4 is added to that factor, unless the estimated memory is below N / 50 - 0.45, because a long memory looks
-short in a short run."""
+"""(MEMORY_ALONE / N)^4 is added to that factor, unless the estimated memory is below N / 50 - 0.45, because a long
+memory looks short in a short run."""
 MAX_UNSEEN = 25.0
-"""The upper limit of that term; a memory of 0.9 needs no more."""
+"""The maximum of the term (MEMORY_ALONE / N)^4; a memory of 0.9 needs no more."""
 WANDER_ALONE = 0.5
 """The assumed constant offset if there is no repeat."""
 FREEDOM_ALONE = 10.0
@@ -47,7 +47,7 @@ MAX_TAILS = 3.0
 STAYS = 4
 """If the sides are equal at more than half of the steps, this many differences of one sign in a row are not noise."""
 CUT_MOVES = 4.0
-"""Moves are clipped at this many median moves when the shape of the noise is estimated."""
+"""When the shape of the noise is estimated, moves are clipped at this multiple of the median move."""
 TINY = 1e-300
 
 
@@ -70,11 +70,11 @@ class Spread:
     """The distribution of window means of each length under noise alone, in units of the scale."""
 
     scale: np.ndarray
-    """(..., N): the size of the noise over the run, with mean 1."""
+    """(..., N): the size of the noise at each step, with mean 1."""
     variance: np.ndarray
-    """(..., lengths)"""
+    """(..., lengths): the variance of window means."""
     freedom: np.ndarray
-    """(..., lengths)"""
+    """(..., lengths): the degrees of freedom of the variance."""
     tails: np.ndarray
     """(..., lengths): excess kurtosis, which raises the critical deviates."""
     likely: np.ndarray
@@ -83,16 +83,16 @@ class Spread:
     """(...): the variance of the trend."""
     trend_freedom: np.ndarray
     sd: np.ndarray
-    """(...): the standard deviation of a single step of one run, compressed."""
+    """(...): the standard deviation of a single step of one run, from compressed differences."""
     raw_sd: np.ndarray
-    """(...): the same, not compressed."""
+    """(...): the standard deviation of a single step of one run, from uncompressed differences."""
     level: np.ndarray
     """(...): the standard deviation of the difference of two runs at one step, without outliers."""
     gain: np.ndarray
     """(...): the factor by which the compression scales a small difference."""
 
     def raised(self, at: Windows) -> np.ndarray:
-        """(..., windows): the factor for the critical deviates."""
+        """Returns (..., windows): the factor for the critical deviates."""
         return 1 + self.tails[..., at.which] * (at.critical**2 - 3).clip(0) / 24
 
     def uncompressed(self, mean: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Compressed:
-    """The contrasts of compressed differences."""
+    """The difference of the sides and the residual curves of the repeats, from compressed differences."""
 
     difference: np.ndarray
     residuals: np.ndarray
@@ -157,7 +157,7 @@ def as_normal(t: np.ndarray, freedom: np.ndarray) -> np.ndarray:
 
 
 def as_t(deviate: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """The inverse of `as_normal`, for positive deviates."""
+    """Computes the inverse of `as_normal`, for positive deviates."""
     size = deviate * (8 * freedom + 3) / (8 * freedom + 1)
     return np.sqrt(freedom * np.expm1(size**2 / freedom))
 

@@ -137,7 +137,7 @@ def linear(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float, note: NotedValues) -> Array:
-    """Zhang and Sennrich, arXiv 1910.07467."""
+    """Computes RMSNorm (Zhang and Sennrich, arXiv 1910.07467)."""
     mean = note(note(x * x, "pow", "square", "mul").mean(-1, keepdims=True), "mean", "sum")
     scale = note(1 / np.sqrt(note(mean + epsilon, "add")), "rsqrt")
     return note(note(x * scale, "mul") * weight, "mul", "norm")
@@ -174,7 +174,7 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def erf(x: Array) -> Array:
-    """The error function; for complex numbers, to first order in the tiny imaginary part."""
+    """Computes the error function; for complex numbers, to first order in the tiny imaginary part."""
     real: Array = _erf(x.real)
     return real + 2j / math.sqrt(math.pi) * np.exp(-x.real * x.real) * x.imag if np.iscomplexobj(x) else real
 
@@ -200,7 +200,7 @@ def log_softmax(x: Array) -> Array:
 
 
 def causal_attention(q_HTD: Array, k_HTD: Array, v_HTD: Array, scale: float) -> Array:
-    """Grouped-query attention of one sequence."""
+    """Computes the grouped-query attention of one sequence."""
     times, tokens = len(q_HTD) // len(k_HTD), q_HTD.shape[1]
     hidden = np.triu(np.ones((tokens, tokens), dtype=bool), 1)
     found = [
@@ -247,7 +247,7 @@ def _attention(
 
 
 def _rotated(x: Array, cos: Array, sin: Array, note: NotedValues) -> Array:
-    """Su et al., arXiv 2104.09864, with the half-split layout of Hugging Face models."""
+    """Applies rotary embeddings (Su et al., arXiv 2104.09864) in the half-split layout of Hugging Face models."""
     one, two = np.split(x, 2, axis=-1)
     half = note(np.concatenate([-two, one], -1), "cat")
     return note(note(x * cos, "mul") + note(half * sin, "mul"), "add", "rotary")

@@ -49,7 +49,7 @@ class Evidence:
         return None if run.get("early_stopping") else run.get("steps")
 
     def recipe_at(self, step: int) -> dict[str, Any]:
-        """The recipe that trained this step."""
+        """Returns the recipe that trained this step."""
         return next((self.earlier[last] for last in sorted(self.earlier) if step <= last), self.recipe)
 
 
