@@ -378,7 +378,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path, blocks: bool, column: str
     """The last rank's values are the same in both files; those of rank 0 are 5 off in one."""
     a, b = (by_rank(tmp_path / f"{name}.csv", blocks, off, column) for name, off in (("a", 0.0), ("b", 5.0)))
     assert compare(read_log(a), read_log(a)).verdict == "in step"
-    with pytest.raises(Refusal, match=r"b.csv: loss: step 1 has 6.01.* and 1.01.*no resumed run explains it"):
+    with pytest.raises(Refusal, match=r"b.csv: loss: step 1 has 6.01.* and 1.01.*a resume does not explain it"):
         compare(read_log(a), read_log(b))
 
 

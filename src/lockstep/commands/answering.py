@@ -223,7 +223,7 @@ def pairs(
         str,
         typer.Option(
             metavar="pairs|sft|kto|conditional",
-            help="Best and worst, only the best, each with a label, or each with its reward in the prompt.",
+            help="pairs: best and worst; sft: the best; kto: each with a label; conditional: each with its reward.",
         ),
     ],
     per_prompt: Annotated[int | None, typer.Option(min=1, help="pairs, sft: maximum rows per question [1].")] = None,

@@ -134,7 +134,7 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
         measure = best_measure(recipe)
         found_best = checkpoints.best_step(folder.checkpoints, measure)
         if found_best is None:
-            why = f"no kept checkpoint has a {measure.name}"
+            why = f"none of the checkpoints has a {measure.name}"
             raise Refusal.at("--best", why, "set checkpoint.best and checkpoint.keep_best")
         step = found_best[0]
     step = steps[-1] if step is None else step

@@ -165,9 +165,7 @@ def read_zero3(folder: Path) -> Weights:
     models = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3.match(file.name))}
     optims = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3_OPTIM.match(file.name))}
     if set(models) != set(range(len(models))) or set(optims) != set(models):
-        raise Refusal.at(
-            folder, f"{len(models)} of the ranks have weights, {len(optims)} their optimizer", "copy all files"
-        )
+        raise Refusal.at(folder, f"{len(models)} ranks have weights, {len(optims)} have an optimizer", "copy all files")
     state = read_pickle(models[0])
     try:
         shapes = {name: tuple(map(int, shape)) for group in state["param_shapes"] for name, shape in group.items()}

@@ -11,7 +11,7 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.section import CACHE, GROUPS, SAMPLING, Effect, Field, Named, Section
 
 _WHERE = Effect("harmless", "changes only where the engine runs")
-_HOW = Effect("matters", "the engine starts with other settings: rounding or more; compare the log-probs")
+_HOW = Effect("matters", "the engine starts with other settings: rounding or larger differences; compare the log-probs")
 _LIMIT = Effect("harmless", "changes only when the run stops")
 
 

@@ -95,7 +95,7 @@ class RunSettings(Section):
     deterministic: bool = Field(
         False,
         description="Use the device's deterministic kernels. On an NVIDIA device in bf16 or fp16, generation and "
-        "training then compute a token with the same bits.",
+        "training then compute bit-identical values for a token.",
         effect=Effect("matters", "nondeterministic kernels add noise between runs"),
         resumable=True,
     )
@@ -192,7 +192,7 @@ class Model(Section):
         "auto",
         description="`auto` uses the device's packed attention kernel and its fused norm, feed-forward and rotary "
         "embedding kernels; `sdpa` uses plain PyTorch for all of them.",
-        effect=Effect("matters", "another kernel sums in another order: rounding"),
+        effect=Effect("matters", "another kernel sums in another order, which changes rounding"),
     )
 
     @model_validator(mode="before")

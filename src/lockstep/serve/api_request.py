@@ -300,7 +300,7 @@ def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served
         raise bad_value("messages", refusal.problems[0].why) from refusal
     for number, message in enumerate(messages):
         if message.get("name", "") not in text:
-            raise bad_value(f"messages[{number}].name", "the model's chat template does not write it")
+            raise bad_value(f"messages[{number}].name", "the model's chat template does not use it")
     ids = _tokens(valid_text(text, "messages"), "messages", served, special=False)
     _check_ids(ids, served)
     return ids

@@ -1,4 +1,4 @@
-"""Lists the runs of a folder with summaries, and reads a run's recipe and environment and the differences of two."""
+"""Lists the runs of a folder with summaries, reads their recipes and environments, and compares the set-ups of two."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def _kl_in_both(done: Conversion) -> None:
     """Converts a KL penalty in the reward in addition to the one in the loss."""
     coefficient, estimator, kind = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
     if done[kind] == "adaptive":
-        done.refuse(kind, "with a KL term in the loss too, the KL in the reward is fixed", f"{kind}=fixed")
+        done.refuse(kind, "if the loss has a KL term too, the KL coefficient in the reward is fixed", f"{kind}=fixed")
     ours = done.lookup(estimator)
     if ours is not None:
         done.write_number("algorithm.kl.reward_coefficient", coefficient, "algorithm.use_kl_in_reward")
@@ -266,7 +266,7 @@ def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> Non
         done.refuse(BOUND, "bypass_mode has no zero weights outside a band", "write one number, the largest weight")
     if kind is None:
         done.write("algorithm.rollout_correction.bypass", False, BYPASS)
-        done.decided[BYPASS] = ("mapped", "without weights no term reads old log-probs: the plain policy gradient")
+        done.decided[BYPASS] = ("mapped", "without weights the old log-probs are unused: the plain policy gradient")
     else:
         done.write("algorithm.ratio_of", kind, WEIGHT)
         done.write("algorithm.ratio_cap", cap, BOUND)

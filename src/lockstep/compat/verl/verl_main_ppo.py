@@ -32,7 +32,7 @@ def data_rule(done: Conversion) -> None:
     drops, cuts = "data.filter_overlong_prompts", "data.truncation"
     if done[drops]:
         done.write("data.overlong", "drop", drops)
-        done.ignore("overlong prompts are dropped before they are truncated", cuts)
+        done.ignore("overlong prompts are dropped, so none is truncated", cuts)
     else:
         done.write_lookup("data.overlong", cuts)
     group_rule(done, "data.template_arguments", "data.apply_chat_template_kwargs")

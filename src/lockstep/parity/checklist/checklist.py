@@ -198,7 +198,7 @@ def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout]
     measured += f"log-probabilities differ by {check.error:.2g} (allowed {check.allowed:.2g})"
     if check.passed:
         measured += "" if same == len(ours) else "; where responses diverge it was a tie"
-        return CheckItem("first tokens", True, measured, "the engines generate the same from the same weights")
+        return CheckItem("first tokens", True, measured, "the engines generate the same tokens from the same weights")
     means = (
         f"the engine generates something else from the same weights, and no tie explains it ({check.where}): see "
         "prefill and decode; if that passes, check sampling (seed, temperature, top-p, end tokens)"

@@ -215,7 +215,7 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
             if name in log.ambiguous:
                 return Refusal.at(
                     log.source,
-                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and no resumed run explains it",
+                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resume does not explain it",
                     "write a file for each rank or run, or keep the rows of one of them",
                 )
     return None
@@ -232,7 +232,7 @@ def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
     for metric in (each for each in compared if each.verdict is not None):
         whose = f"the noise of {metric.name}"
         if metric.noise is None:
-            yield f"{whose}: repeats and both sides share fewer than {MIN_NOISE_STEPS} steps with numbers"
+            yield f"{whose}: repeats and both sides share fewer than {MIN_NOISE_STEPS} steps with finite values"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
             verb = "lacks" if lacking == 1 else "lack"
             yield f"{whose} in {lacking} of its repeats, which {verb} too many steps in a row"

@@ -183,7 +183,7 @@ def _helmert(runs: np.ndarray) -> np.ndarray:
 
 
 def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
-    """Returns the contrasts of both sides. Differences of single runs are compressed by an inverse hyperbolic sine.
+    """Returns compressed `contrasts`. Differences of single runs are compressed by an inverse hyperbolic sine.
     Without a repeat there is no compression: a single difference is symmetric, and its critical value is cautious
     enough."""
     plain, noise = contrasts(a, b)
