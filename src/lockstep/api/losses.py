@@ -51,7 +51,7 @@ class Datum:
 
     @property
     def targets(self) -> int:
-        """Trained tokens."""
+        """The number of trained tokens."""
         return sum(sequence.targets for sequence in self.sequences)
 
     def having(self, **columns: Any) -> Datum:
@@ -141,7 +141,7 @@ LossFunction = Callable[..., "torch.Tensor | Sums"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """A loss with its settings, what it is divided by, and its name in messages."""
+    """A loss with its settings, the unit whose count it is divided by, and its name for messages."""
 
     function: LossFunction
     per: Per

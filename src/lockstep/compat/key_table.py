@@ -146,7 +146,7 @@ class Settings:
     peer: str
     """The trainer's name and version: `verl 0.4`."""
     program: str
-    """`main_ppo`, `train_dpo`."""
+    """The program, such as `main_ppo` or `train_dpo`."""
     given: Mapping[str, Setting]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
@@ -302,7 +302,7 @@ def convert(
             done.refuse(key, f"{settings.peer} has no such key", _nearest(key, rows))
     _apply_casts(done, rows)
     _apply_refusals(done, rows, by_key)
-    if not done.problems:  # rules rely on readable values
+    if not done.problems:  # because rules need readable values
         for rule in rules:
             try:
                 rule(done)
@@ -338,7 +338,7 @@ def _apply_refusals(done: Conversion, rows: Sequence[KeyRow], by_key: Mapping[st
         keys = [key for key, its_row in by_key.items() if its_row is row and not _is_off(done[key], row.off)]
         for key in keys[1:]:
             done.decided[key] = ("refused", row.note)
-        if keys:  # one problem for a pattern, for any number of its keys
+        if keys:  # a pattern gives one problem for all of its keys
             more = f" ({len(keys)} keys {row.key})" if len(keys) > 1 else ""
             done.refuse(keys[0], row.note + more, row.remedy)
 

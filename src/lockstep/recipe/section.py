@@ -44,7 +44,7 @@ SPREAD = Effect("harmless", "changes where parts of a model are stored; the sums
 
 
 class Section(BaseModel):
-    """A group of keys. Strict: a quoted number is not a number, and an undefined key is an error."""
+    """A group of keys. Types are strict: a quoted number is text, and an undefined key is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 

@@ -16,7 +16,7 @@ from lockstep.serve.http_api import ApiError, ServeLimits
 from lockstep.serve.text_stream import TextStream
 from lockstep.types import Sampling
 
-# The key of the first reply of `lockstep generate`: the same seed gives the same answer.
+# The random key of the first reply of `lockstep generate`, so that the same seed gives the same answer.
 NOISE_KEY = 1
 
 

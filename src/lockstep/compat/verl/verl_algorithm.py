@@ -39,7 +39,7 @@ _LOSS_PARAMETERS = {
     ],
     "kl_cov": [("cov_ratio", "policy_loss.kl_cov_ratio"), ("cov_kl", "policy_loss.ppo_kl_coef")],
 }
-# Metrics of filter_groups that are the score of a response.
+# Values of filter_groups.metric that mean the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 
 # For each of verl's rejection criteria: the unit and the statistic. Its k1 is the inverse of lockstep's ratio.
@@ -306,7 +306,7 @@ def _band(name: str, spec: str) -> dict[str, Any]:
         return {"over": over, "by": statistic, "high": _bound(spec)}
     low, separator, high = spec.partition("_")
     lower, upper = (_bound(low), _bound(high)) if separator else (1 / _bound(low), _bound(low))
-    # verl bounds -log r: the engine's probability over the trainer's.
+    # verl bounds -log r, so its ratio is the engine's probability over the trainer's.
     return {"over": over, "by": "ratio", "low": _rounded(1 / upper), "high": _rounded(1 / lower)}
 
 

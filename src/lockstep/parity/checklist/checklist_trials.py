@@ -137,7 +137,7 @@ class _Unjudged:
         return future
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """Does nothing."""
 
 
 def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAndTrainer:

@@ -90,7 +90,7 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
     """Shows the curves, then the stages and modules of all recorded updates; returns whether the updates are in
     step."""
-    # Only recordings need torch.
+    # Imported on use, because only recordings need torch.
     from lockstep.parity.replay.foreign_recording import compare_recordings
     from lockstep.parity.replay.replay_result import as_json as replayed_json
     from lockstep.parity.replay.replay_result import show as show_stages

@@ -57,7 +57,7 @@ class Finding:
     statistic: Literal["drift", "trend", "end", "window", "spike", "scatter", "opposed"]
     first: int
     last: int
-    """Steps."""
+    """The first and the last step of the finding."""
     difference: float
     """The mean of b - a over these steps. For a trend: the change from the first step to the last. For scatter: a
     ratio. For opposed moves: their correlation."""
@@ -82,7 +82,7 @@ class Power:
     latest_step: int | None
     """The last step at which a drop by ten noise standard deviations may begin so that the test still finds it."""
     drift_within: float = 0.0
-    """The 95 % upper limit of the real drift between the sides."""
+    """The 95 % upper confidence limit of the true drift between the sides."""
 
 
 @dataclass(frozen=True)

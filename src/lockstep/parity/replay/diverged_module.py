@@ -41,7 +41,7 @@ class DivergedModule:
     between: tuple[str | None, str | None] = (None, None)
     """The error appears in the module's computation outside its children, after this child and before that one."""
     parameter: str | None = None
-    """Backward: the parameter whose gradient differs, if the gradients that flow through the module agree."""
+    """In the backward pass: the parameter whose gradient differs although the gradients through the module agree."""
     systematic: str = ""
     """The systematic difference as text, if the distance alone could be rounding."""
 

@@ -20,7 +20,7 @@ from lockstep.parity.replay.operator_log import Operator
 def numpy_results(call: Operator) -> list[torch.Tensor] | None:
     """Returns the results of a call in float64; None if the operator is not implemented here."""
     library, _, name = call.name.partition(".")
-    # An in-place operator has the same result.
+    # An in-place operator has the same result as its other variant.
     operator = OPERATORS.get(name.split(".")[0].rstrip("_"))
     if operator is None or library != "aten":
         return None

@@ -136,7 +136,7 @@ class ModuleLog:
     children: set[str] = field(default_factory=set)
     """The modules that it called directly."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Backward: digests of its parameters' gradients."""
+    """In the backward pass: digests of its parameters' gradients."""
 
 
 def log_module(

@@ -69,7 +69,7 @@ class Limits:
     dominate their size, so rounding hardly averages out. The log-prob checks cover them in any case."""
 
 
-# Floors are 2 to 3 times the worst of 44 clean pairs of tiny models, bf16 against bf16 and against fp32.
+# Floors are 2 to 3 times the largest value of 44 clean pairs of tiny models, bf16 against bf16 and against fp32.
 BF16 = Limits(
     forward={
         "slope": Bound(3e-3, 1000),
@@ -191,7 +191,7 @@ NOTHING = Excess("", 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Systematic:
-    """How B differs from A, relative to A's size."""
+    """The systematic differences of B from A, relative to A's size."""
 
     noise: float
     """The total difference, including rounding."""
@@ -200,7 +200,7 @@ class Systematic:
     columns' means. columns, rows: difference of their sizes. The last three are root mean squares over columns or
     rows."""
     counts: Mapping[str, float]
-    """The number of elements behind each value."""
+    """The number of elements that each value was computed from."""
     spread_share: float = 1.0
     """The fraction of the squared size that is not due to the mean; the spread is relative to it."""
 

@@ -74,7 +74,7 @@ class PairLine:
     marker: str
     """A text that every such line contains; it is tested before the slower pattern."""
     pattern: re.Pattern[str]
-    """Groups: step, pairs."""
+    """A pattern with two groups: the step and the pairs."""
     between: str
     colon: str
     strict: bool
