@@ -183,7 +183,7 @@ class RolloutSettings(Section):
     )
     free_cache: bool | None = Field(
         None,
-        description="Native: free the KV cache after each generation phase. `false` keeps it and the CUDA graphs "
+        description="Native: free the KV cache after each generation phase. `false` keeps it and the graphs "
         "captured for it: faster if memory is plentiful. Default: keep it if graphs are captured and it takes at "
         "most a twentieth of the memory.",
         effect=CACHE,
