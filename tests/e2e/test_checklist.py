@@ -75,7 +75,7 @@ def test_every_item_passes_on_a_clean_online_replay(grpo: Path, capsys: pytest.C
     assert written["passed"] is True
     show(list(items.values()), Console.open(plain=True))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "checklist: 9 passed, 0 failed, 0 not judged"
+    assert lines[0] == "checklist: 9 passed, 0 failed, 0 without result"
     assert max(map(len, lines)) <= 80
 
 

@@ -209,7 +209,7 @@ def test_a_tape_without_weights_starts_from_the_model_folder(tiny_folder: Path, 
     weights["model.norm.weight"] = weights["model.norm.weight"] * 1.001
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     for mode in ("forced", "chained"):
-        with pytest.raises(Refusal, match="holds other weights"):
+        with pytest.raises(Refusal, match="contains other weights"):
             replay(run, mode, [f"model.path={other}"], Console.silent())
 
 

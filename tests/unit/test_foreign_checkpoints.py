@@ -161,5 +161,5 @@ def test_megatrons_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "actor" / "dist_ckpt").mkdir(parents=True)
     with pytest.raises(Refusal, match="Megatron"):
         convert_checkpoint(tmp_path, tmp_path / "out")
-    with pytest.raises(Refusal, match="holds no checkpoint"):
+    with pytest.raises(Refusal, match="contains no checkpoint"):
         convert_checkpoint(tmp_path / "actor" / "dist_ckpt", tmp_path / "out")

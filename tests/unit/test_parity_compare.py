@@ -289,7 +289,7 @@ def test_what_cannot_be_compared_says_why() -> None:
     assert got.verdict == "not comparable"
     assert re.match("train/loss .*A .*steps 1 to 3, B .*steps 7 to 8", got.reason)
     absent = compare(log(train__loss=[1.0]), log("b.csv", other=[1.0]))
-    assert absent.reason == "b.csv has no train/loss: name another with --metric"
+    assert absent.reason == "b.csv has no train/loss: choose another with --metric"
 
 
 def test_recipes_that_compute_different_things_are_not_comparable() -> None:

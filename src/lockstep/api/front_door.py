@@ -30,7 +30,7 @@ from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
-# Losses are sums, so gradients are larger than those of means by the number of tokens of an update.
+# Losses are sums, so gradients are larger than those of mean losses by a factor of the number of tokens of an update.
 _FIRST_SCALE = 2.0**7
 
 
@@ -50,7 +50,7 @@ def load(
     activation_offload: bool = False,
     seed: int = 0,
 ) -> Handle:
-    """A handle on the model of a Hugging Face folder (or of a run folder).
+    """Loads the model of a Hugging Face folder (or of a run folder) and returns a handle on it.
 
     `lora` is a rank, or the settings of a recipe; without it, all weights are trained. `clip` is the maximum gradient
     norm. `reference` keeps a frozen copy of the model, or of another folder, for log-probabilities; with `lora`, the

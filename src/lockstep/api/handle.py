@@ -1,11 +1,11 @@
-"""Handle of a model: sample, log-probabilities, gradients, optimizer steps. `lockstep.load` creates one.
+"""A handle on a model: sampling, log-probabilities, gradients, optimizer steps. `lockstep.load` creates one.
 
     model = lockstep.load("folder", lr=1e-4)
     responses = model.sample(["2+3="], n=8)
     model.forward_backward([r.datum(advantage=1.0) for r in responses], "policy_gradient")
     model.optim_step()
 
-One process and one device; runs on several are `lockstep.train`'s.
+A handle uses one process and one device. For several, use `lockstep.train`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Gathered:
-    """The count over which `forward_backward` has summed since the last step."""
+    """The number of tokens or examples that `forward_backward` has summed over since the last step."""
 
     count: int = 0
     per: Per | None = None
@@ -103,15 +103,15 @@ class Handle:
     # Examples ----------------------------------------------------------------------------------------------------
 
     def example(self, prompt: str | Sequence[Any], response: str, **columns: Any) -> Datum:
-        """A prompt and a trained response, tokenised as the rows of a recipe."""
+        """Returns a prompt and a trained response, tokenised like the rows of a recipe."""
         return self._datum(prompt, [response], columns)
 
     def pair(self, prompt: str | Sequence[Any], chosen: str, rejected: str, **columns: Any) -> Datum:
-        """Two responses to one prompt, the better one first."""
+        """Returns two responses to one prompt, the better one first."""
         return self._datum(prompt, [chosen, rejected], columns)
 
     def tokens(self, ids: Sequence[int], trained: Sequence[int], **columns: Any) -> Datum:
-        """Token ids with a loss mask: 1 for trained tokens, 0 for context."""
+        """Returns an example of token ids with a loss mask: 1 for trained tokens, 0 for context."""
         if len(ids) != len(trained) or not set(trained) <= {0, 1}:
             raise Refusal.at(
                 "trained",
@@ -122,7 +122,7 @@ class Handle:
         return Datum((Example(list(ids), [int(one) for one in trained], Origin("tokens of an example", 0)),), columns)
 
     def encode(self, prompt: PromptLike) -> list[int]:
-        """The token ids of a prompt."""
+        """Returns the token ids of a prompt."""
         origin = Origin("prompt", 0)
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
             ids = [token for token in prompt if isinstance(token, int)]
@@ -193,7 +193,7 @@ class Handle:
 
     @torch.no_grad()
     def _generate(self, prompt_ids: Sequence[list[int]], n: int, sampling: Sampling) -> list[Completion]:
-        """`n` completions per prompt, in order."""
+        """Returns `n` completions per prompt, in order."""
         requests = [Request(ids, self.sampled + number, n) for number, ids in enumerate(prompt_ids)]
         self.sampled += len(prompt_ids)
         if not self._engine_checked:
@@ -203,9 +203,9 @@ class Handle:
         return sorted(self._engine.generate(requests, sampling), key=lambda one: (one.request, one.sample))
 
     def logprobs(self, examples: Sequence[Datum | Response], *, reference: bool = False) -> list[torch.Tensor]:
-        """Log-probabilities of the trained tokens: one CPU vector per sequence (a pair has two).
+        """Returns the log-probabilities of the trained tokens: one CPU vector per sequence (a pair has two).
 
-        `reference` uses the frozen copy, or with LoRA the model without its adapter.
+        `reference` uses the frozen copy or, with LoRA, the model without its adapter.
         """
         data = as_data(examples)
         found: dict[int, list[torch.Tensor]] = {}
@@ -231,10 +231,11 @@ class Handle:
     ) -> dict[str, float]:
         """Adds the gradient of the summed losses and counts tokens or examples; `optim_step` divides by the count.
 
-        `loss` is one of ours by its name in a recipe (`settings` are its keys there), or a function that is called as
-        `loss(*logprobs, **columns)` for each example and returns a sum. `per` is what `optim_step` divides by: trained
-        tokens (ours of supervised and policy losses) or examples (ours of pairs, and functions). So the same examples
-        in one call or in several give the same step. Returns means over this call: `loss`, and what the loss counts.
+        `loss` is a built-in loss by its name in a recipe (`settings` are its recipe keys), or a function that is called
+        as `loss(*logprobs, **columns)` for each example and returns a sum. `per` is what `optim_step` divides by:
+        trained tokens (the default of supervised and policy losses) or examples (the default of pair losses and
+        functions). So the same examples in one call or in several give the same step. Returns means over this call:
+        `loss`, and the other values that the loss sums.
         """
         data = as_data(examples)
         chosen = chosen_loss(loss, per, settings)
@@ -262,7 +263,7 @@ class Handle:
         return {name: value / count for name, value in totals.items()}
 
     def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
-        """One AdamW step with the accumulated gradients divided by the count; `lr` defaults to the handle's."""
+        """Runs one AdamW step with the accumulated gradients divided by the count; `lr` defaults to the handle's."""
         if not self._gathered.count:
             raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first", code="missing-input")
         rate = self.lr if lr is None else lr
@@ -355,7 +356,7 @@ class Handle:
         self.forget()
 
     def export(self, folder: str | Path, *, adapter: bool = False) -> Path:
-        """Writes a Hugging Face folder with a merged adapter, or with `adapter` only a PEFT folder."""
+        """Writes a Hugging Face folder with the adapter merged, or, with `adapter`, only a PEFT folder."""
         out = Path(folder)
         weights = trained_weights(self._policy.stored)
         how: dict[str, Any] = {
@@ -379,7 +380,7 @@ class Handle:
 
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
         moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
-        # Packed sequences of a pair share their prefix, but in such models positions depend on the sequence length.
+        # Packed sequences of a pair share their prefix, but in some models positions depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
             for sequence in datum.sequences:
@@ -409,7 +410,7 @@ class Handle:
 
     @contextmanager
     def _scored_by(self, reference: bool) -> Iterator[Policy]:
-        """The model that computes log-probabilities."""
+        """Yields the model that computes log-probabilities."""
         if not reference:
             yield self._policy
         elif self._reference is not None:

@@ -1,4 +1,4 @@
-"""`lockstep export`: a checkpoint or a merged adapter as a Hugging Face folder, optionally pushed to the hub."""
+"""`lockstep export`: writes a checkpoint or a merged adapter as a Hugging Face folder, optionally pushed to the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMEDY = "push from a machine that can reach it; the exported folder can be copi
 
 
 def refuse_no_hub(name: str) -> None:
-    """Checks the conditions of a push before a model is written."""
+    """Checks that a push is possible before a model is written."""
     from huggingface_hub import get_token
 
     where = f"--push {name}"
@@ -56,7 +56,7 @@ def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: b
 
 @dataclass(frozen=True)
 class ExportOrder:
-    """Options of the export. `adapter` keeps an adapter separate; `merge` merges it into its base model."""
+    """The options of the export. `adapter` keeps an adapter separate; `merge` merges it into its base model."""
 
     step: int | None = None
     best: bool = False
@@ -146,7 +146,7 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
         measure = best_measure(recipe)
         found_best = checkpoints.best_step(folder.checkpoints, measure)
         if found_best is None:
-            why = f"no kept checkpoint has a {measure.name}"
+            why = f"none of the checkpoints has a {measure.name}"
             raise Refusal.at("--best", why, "set checkpoint.best and checkpoint.keep_best", code="no-checkpoint")
         step = found_best[0]
     step = steps[-1] if step is None else step

@@ -10,7 +10,7 @@ from lockstep.serve.viewer import RunViewer
 
 
 def view_runs(folder: Path, port: int = 0, open_browser: bool = False) -> None:
-    """Print the link and serve until Ctrl-C."""
+    """Prints the link and serves until Ctrl-C."""
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "does not exist"
         raise Refusal.at(

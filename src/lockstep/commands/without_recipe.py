@@ -1,4 +1,4 @@
-"""Generator, questions and rewards for commands that have options instead of a recipe, and checks of the options."""
+"""Generator, questions and rewards for commands that use options instead of a recipe, and checks of the options."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refuse_options(dtype: str, n: int, temperature: float) -> None:
 
 
 def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
-    """The refusal with recipe keys replaced by command options."""
+    """Returns the refusal with recipe keys replaced by command options."""
 
     def renamed(text: str) -> str:
         for key, option in options.items():
@@ -61,14 +61,14 @@ def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
 
 
 def refuse_judge(folder: str, model: str) -> None:
-    """Rejects a reward model, whose layers would generate noise."""
+    """Rejects a reward model, because its layers would generate noise."""
     if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
         why = "is a reward model: it scores answers and does not generate"
         raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
-    """Prompts that leave no room for an answer in the model's context."""
+    """Returns problems of prompts that leave no room for an answer in the model's context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     problems: list[Problem] = []
     for prompt in prompts:
@@ -81,7 +81,7 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
 
 
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Rejects, before loading the model, answers that exceed the context or would move cached positions."""
+    """Rejects, before the model is loaded, answers that exceed the context or would change cached positions."""
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
@@ -97,7 +97,7 @@ def load_generator(
     console: Console,
     settings: RolloutSettings | None = None,
 ) -> Generator:
-    """The built-in engine, or transformers for a model that the built-in engine cannot run."""
+    """Returns the built-in engine, or transformers for a model that the built-in engine cannot run."""
     wanted = settings or RolloutSettings()
     try:
         return Generator.load(folder, tokenizer, dtype, device, world, wanted)
@@ -114,7 +114,7 @@ QUESTION_OPTIONS = {"data.prompt_key": "--prompt-key", "data.label_key": "--labe
 
 @dataclass(frozen=True)
 class NamedColumns:
-    """Columns given by options; None means detected by name."""
+    """Column names given by options; None means that the column is detected by name."""
 
     prompt: str | None = None
     label: str | None = None
@@ -126,7 +126,7 @@ BY_NAME = NamedColumns()
 def read_option_questions(
     rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, required: frozenset[str] = REWARD_FIELDS
 ) -> list[Question]:
-    """Reads the questions; errors name options instead of recipe keys."""
+    """Reads the questions; errors mention options instead of recipe keys."""
     source = Source(path=rows.files[0].name, prompt_key=named.prompt, label_key=named.label)
     try:
         columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), required)
@@ -135,7 +135,7 @@ def read_option_questions(
         raise as_options(refusal, QUESTION_OPTIONS) from refusal
 
 
-# Recipe keys of rewards and the matching options.
+# Recipe keys of rewards and the corresponding options.
 REWARD_OPTIONS = {
     "reward.function": "--reward-function",
     "reward.model": "--reward-model",
@@ -147,12 +147,12 @@ REWARD_OPTIONS = {
 
 
 def identity_of(reward: Reward) -> dict[str, Any]:
-    """What the scores depend on, by option. Files are identified by content, so a changed function differs."""
+    """Returns what the scores depend on, by option. Files are identified by content, so a changed function differs."""
     model = model_folder(reward.model) if isinstance(reward.model, str) else None
     return {
         "--rule": reward.rules,
         "--reward-function": _function(reward.function) if reward.function else None,
-        # Loading the model rejects a path that is not a folder.
+        # A path that is not a folder is rejected when the model is loaded.
         "--reward-model": model_files(model) if model and Path(model).is_dir() else model,
         "--reward-remote": comparable(reward.remote),
         "--format": reward.format,
@@ -172,9 +172,9 @@ def opened_scorer(
     output: Path | None,
     options: Mapping[str, str] = REWARD_OPTIONS,
 ) -> Scorer:
-    """Opens the rewards and tries them on real rows; errors name options.
+    """Opens the rewards and tests them on real rows; errors mention options.
 
-    The last lines that a function prints are kept in files that start with `output`.
+    The last lines that a function prints are written to files that start with `output`.
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]

@@ -37,20 +37,20 @@ class PeerCheckpoint:
 
 
 def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
-    """Write the weights of a checkpoint to `out`, with the config and tokenizer of `model` or of the checkpoint."""
+    """Writes the weights of a checkpoint to `out`, with the config and tokenizer of `model` or of the checkpoint."""
     checkpoint = find_checkpoint(path)
     source = model or checkpoint.model
     if source is None or not (source / "config.json").is_file():
         raise Refusal.at(
             checkpoint.folder,
             "has weights but no config.json",
-            "name the trained model, for its config and tokenizer: --model DIR",
+            "give the trained model, for its config and tokenizer: --model DIR",
             code="missing-file",
         )
     weights = checkpoint.read(checkpoint.folder)
     check_weights(weights, source, checkpoint.folder)
     if out.exists() and any(out.iterdir()):
-        raise Refusal.at(out, "is not empty", "name a new folder", code="not-empty")
+        raise Refusal.at(out, "is not empty", "give a new folder", code="not-empty")
     out.mkdir(parents=True, exist_ok=True)
     for pattern in _COPIED:
         for file in sorted(source.glob(pattern)):
@@ -67,7 +67,7 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
 
 
 def find_checkpoint(path: Path) -> PeerCheckpoint:
-    """The checkpoint in a folder, or in the subfolders where the trainers save it."""
+    """Returns the checkpoint in a folder, or in the subfolders where the trainers save it."""
     for folder in (path, path / "actor", path / "_actor", *_tagged(path), *_tagged(path / "_actor")):
         names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         if any(_SHARD.match(name) for name in names):
@@ -81,19 +81,19 @@ def find_checkpoint(path: Path) -> PeerCheckpoint:
             raise Refusal.at(
                 folder,
                 "is a checkpoint of Megatron, which lockstep does not read",
-                "export it there: verl's model_merger",
+                "export it with verl's model_merger",
                 code="unsupported-format",
             )
     raise Refusal.at(
         path,
-        "holds no checkpoint of verl (model_world_size_N_rank_R.pt) or DeepSpeed (mp_rank_00_model_states.pt)",
-        "name the folder of one step, such as global_step_100",
+        "contains no checkpoint of verl (model_world_size_N_rank_R.pt) or DeepSpeed (mp_rank_00_model_states.pt)",
+        "give the folder of one step, such as global_step_100",
         code="no-checkpoint",
     )
 
 
 def _tagged(path: Path) -> list[Path]:
-    """The folder that DeepSpeed's file `latest` names."""
+    """Returns the folder that DeepSpeed's file `latest` names."""
     latest = path / "latest"
     if not latest.is_file():
         return []
@@ -102,7 +102,7 @@ def _tagged(path: Path) -> list[Path]:
         raise Refusal.at(
             latest,
             f"names {name[:80]!r}, which is not a folder here",
-            "name the folder of one step",
+            "give the folder of one step",
             code="damaged-checkpoint",
         )
     return [path / name]
@@ -115,13 +115,16 @@ def read_fsdp(folder: Path) -> Weights:
     if len(world) != 1 or set(files) != set(range(next(iter(world)))):
         have = ", ".join(file.name for file in files.values())
         raise Refusal.at(
-            folder, f"does not hold every shard of one run: {have}", "copy the missing ones here", code="missing-shard"
+            folder,
+            f"does not contain every shard of one run: {have}",
+            "copy the missing ones here",
+            code="missing-shard",
         )
     shards = [read_sharded(files[rank]) for rank in sorted(files)]
     names = list(shards[0])
     refuse_all(
         [
-            Problem(str(folder), f"rank {i} holds other weights than rank 0", code="missing-shard")
+            Problem(str(folder), f"rank {i} has other weights than rank 0", code="missing-shard")
             for i, s in enumerate(shards)
             if list(s) != names
         ]
@@ -131,25 +134,25 @@ def read_fsdp(folder: Path) -> Weights:
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise Refusal.at(
             folder,
-            f"its shards cannot be put together: {first_line(error)}",
+            f"its shards cannot be joined: {first_line(error)}",
             "copy them again",
             code="damaged-checkpoint",
         ) from error
 
 
 def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
-    """One tensor from the shards of all ranks."""
+    """Joins the shards of all ranks to one tensor."""
     first = parts[0]
     placements = getattr(first, "placements", None)
     if placements is None:
         return torch.as_tensor(first)
     if len(placements) == 2 and placements[0].is_replicate():
-        # Replicated groups: the first one is enough.
+        # All replicated groups are equal, so the first one is used.
         parts, placements = parts[: first.device_mesh.shape[1]], placements[1:]
     if len(placements) != 1:
         raise Refusal.at(
             folder,
-            f"{name} is laid out over {len(placements)} axes of devices",
+            f"{name} is sharded over {len(placements)} device mesh axes",
             "export it with verl",
             code="unsupported-format",
         )
@@ -164,7 +167,7 @@ def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
 
 
 def read_deepspeed(folder: Path) -> Weights:
-    """ZeRO 0, 1 and 2: one file has all weights."""
+    """Reads ZeRO 0, 1 and 2, where one file has all weights."""
     files = [file for file in folder.iterdir() if _MP.match(file.name)]
     if len(files) != 1:
         raise Refusal.at(
@@ -179,7 +182,7 @@ def read_deepspeed(folder: Path) -> Weights:
 def _module(state: Any, file: Path) -> Weights:
     module = state.get("module") if isinstance(state, dict) else None
     if not isinstance(module, dict):
-        raise Refusal.at(file, "holds no module", "is it a checkpoint of DeepSpeed's?", code="damaged-checkpoint")
+        raise Refusal.at(file, "contains no module", "check that DeepSpeed wrote it", code="damaged-checkpoint")
     return {name: tensor for name, tensor in module.items() if _is_weight(name, tensor)}
 
 
@@ -188,13 +191,13 @@ def _is_weight(name: Any, value: Any) -> bool:
 
 
 def read_zero3(folder: Path) -> Weights:
-    """ZeRO 3: each rank has an equal slice of every weight, the last one padded."""
+    """Reads ZeRO 3, where each rank has an equal slice of every weight; the last slice is padded."""
     models = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3.match(file.name))}
     optims = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3_OPTIM.match(file.name))}
     if set(models) != set(range(len(models))) or set(optims) != set(models):
         raise Refusal.at(
             folder,
-            f"{len(models)} of the ranks have weights, {len(optims)} their optimizer",
+            f"{len(models)} ranks have weights, {len(optims)} have an optimizer",
             "copy all files",
             code="missing-shard",
         )
@@ -202,7 +205,9 @@ def read_zero3(folder: Path) -> Weights:
     try:
         shapes = {name: tuple(map(int, shape)) for group in state["param_shapes"] for name, shape in group.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refusal.at(models[0], "holds no param_shapes", "is it of ZeRO 3?", code="damaged-checkpoint") from error
+        raise Refusal.at(
+            models[0], "contains no param_shapes", "check that it is a ZeRO 3 checkpoint", code="damaged-checkpoint"
+        ) from error
     flat = [_flat(read_pickle(optims[rank]), optims[rank]) for rank in sorted(optims)]
     weights: Weights = {}
     at = 0
@@ -212,7 +217,7 @@ def read_zero3(folder: Path) -> Weights:
         if at + run > len(flat[0]):
             raise Refusal.at(
                 folder,
-                f"{name}: the ranks hold fewer numbers than the shapes say",
+                f"{name}: the ranks have fewer values than the shapes require",
                 "check that the checkpoint is complete",
                 code="damaged-checkpoint",
             )
@@ -225,7 +230,7 @@ def read_zero3(folder: Path) -> Weights:
         shared = {pair[0]: weights[pair[1]] for pair in state.get("shared_params") or () if pair[1] in weights}
     except (KeyError, TypeError) as error:
         raise Refusal.at(
-            models[0], "names buffers or shared weights that it does not hold", code="damaged-checkpoint"
+            models[0], "refers to buffers or shared weights that it does not contain", code="damaged-checkpoint"
         ) from error
     return {**weights, **buffers, **shared}
 
@@ -234,16 +239,18 @@ def _flat(state: Any, file: Path) -> torch.Tensor:
     try:
         return torch.cat([group.flatten() for group in state["optimizer_state_dict"]["fp32_flat_groups"]])
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise Refusal.at(file, "holds no fp32_flat_groups", "is it of ZeRO 3?", code="damaged-checkpoint") from error
+        raise Refusal.at(
+            file, "contains no fp32_flat_groups", "check that it is a ZeRO 3 checkpoint", code="damaged-checkpoint"
+        ) from error
 
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
-    """Refuse weights whose names or shapes differ from the model's, with all differences."""
+    """Refuses weights whose names or shapes differ from the model's, and lists all differences."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if any("lora_" in name for name in weights):
         raise Refusal.at(
-            where, "holds an adapter", "merge it there, and convert the merged model", code="wrong-model-kind"
+            where, "contains an adapter", "merge it first, and convert the merged model", code="wrong-model-kind"
         )
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
@@ -271,7 +278,7 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _stored_dtype(model: Path) -> torch.dtype | None:
-    """The dtype of the config, in which the weights are stored."""
+    """Returns the dtype in the config, in which the weights are stored."""
     config = json.loads((model / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
     return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,4 +1,4 @@
-"""The grammars of the command lines: Hydra's overrides (verl) and argparse's flags (OpenRLHF).
+"""Parses command lines: Hydra's overrides (verl) and argparse's flags (OpenRLHF).
 
 Hydra: `key=value` sets, `+key=value` adds, `++key=value` does either, `~key` removes an earlier setting. The last one
 wins. A value is a number, a boolean, `null`, a list `[a,b]`, a group `{a:1}`, or quoted or plain text; `${other.key}`
@@ -41,7 +41,7 @@ class ParsedOverrides:
 def parse_overrides(
     words: Sequence[str], locations: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> ParsedOverrides:
-    """`locations` has the place of each word. References to keys that are not set read `defaults`."""
+    """Parses the overrides. `locations`: the location of each word. References to unset keys read `defaults`."""
     parsed = ParsedOverrides()
     position = 0
     while position < len(words):
@@ -63,7 +63,7 @@ def parse_overrides(
 
 
 def _option(word: str, rest: Sequence[str], where: str, parsed: ParsedOverrides) -> int:
-    """One of Hydra's options; returns the number of further words that it uses."""
+    """Reads one of Hydra's options; returns the number of further words that it uses."""
     name, equals, value = word.partition("=")
     used = 0
     if not equals and rest:
@@ -103,7 +103,7 @@ def _override(word: str, where: str, parsed: ParsedOverrides) -> None:
             for name, inner in value.items():
                 parsed.given[f"{key}.{name}"] = Setting(inner, where)
         else:
-            parsed.given.pop(key, None)  # the last one wins, also in the order of the keys
+            parsed.given.pop(key, None)  # the last setting of a key wins and determines its position
             parsed.given[key] = Setting(value, where)
 
 
@@ -112,7 +112,7 @@ def _place(where: str, word: str) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """A value of Hydra's grammar."""
+    """Parses a value of Hydra's grammar."""
     value, rest = _value(text.strip(), stops="")
     if rest.strip():
         raise ValueError(f"{rest.strip()!r} follows the value")
@@ -229,7 +229,7 @@ FLAG_TYPES: dict[str, tuple[type, Count]] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag: its name in the table, the type of a value, and the number of values."""
+    """A flag: its name in the table, the type of its values, and how many it takes."""
 
     name: str
     kind: type = str
@@ -245,7 +245,7 @@ class ParsedFlags:
 
 
 def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequence[str] = ()) -> ParsedFlags:
-    """`flags` has the flags by their written name, `locations` the place of each word."""
+    """Parses the flags. `flags`: the flags by their written name. `locations`: the location of each word."""
     parsed = ParsedFlags()
     position = 0
     while position < len(words):
@@ -279,12 +279,12 @@ def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequ
 
 
 def is_flag(word: str) -> bool:
-    """A lone minus and a negative number are values."""
+    """Returns whether the word is a flag. A lone minus and a negative number are values."""
     return word.startswith("-") and len(word) > 1 and not _NEGATIVE.match(word)
 
 
 def is_dotted(words: Sequence[str]) -> bool:
-    """Whether the flags are of OpenRLHF 0.11. Flags of 0.7 have no dot."""
+    """Returns whether the flags are in the style of OpenRLHF 0.11. Flags of 0.7 have no dot."""
     return any(is_flag(word) and "." in word.partition("=")[0] for word in words)
 
 

@@ -20,9 +20,9 @@ CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str]], Conversion]]
     "verl": convert_verl,
     "openrlhf": convert_openrlhf,
 }
-# Variables of the user's shell that scripts rely on. The script or the caller must set all others.
+# Variables of the user's shell that scripts use. The script or the caller must set all others.
 _ENVIRONMENT = ("HOME", "PWD", "USER")
-# Module, file and flags of a launcher, as in `torchrun --nproc-per-node 8 -m verl.trainer.main_ppo`.
+# The module, file and flags of a launcher, as in `torchrun --nproc-per-node 8 -m verl.trainer.main_ppo`.
 _MODULE = re.compile(r"^(verl|openrlhf|recipe)(\.[\w]+)+$")
 _FILE = re.compile(r"(?:^|/)(verl|openrlhf|recipe)/(?:[\w/]+/)?(\w+)\.py$")
 _OURS = re.compile(r"^lockstep\.compat\.(verl|openrlhf)$")
@@ -33,14 +33,14 @@ _VARIABLE = re.compile(r"^[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Migrated:
-    """One training command of a script, converted."""
+    """A converted training command of a script."""
 
     training: TrainingCommand
     done: Conversion
 
 
 def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
-    """Write a recipe and a report for each training command of the script.
+    """Writes a recipe and a report for each training command of the script.
 
     `words` of the form `NAME=VALUE` set variables of the script; the others are its arguments.
     """
@@ -70,7 +70,7 @@ def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
 
 
 def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list[Problem], list[str]]:
-    """The conversions of a script's training commands, its problems, and remarks."""
+    """Returns the conversions of a script's training commands, its problems, and remarks."""
     given = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     given |= {word.partition("=")[0]: word.partition("=")[2] for word in words if _VARIABLE.match(word)}
     script = read_script(text, given, [word for word in words if not _VARIABLE.match(word)])
@@ -95,7 +95,7 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
             Problem(
                 "the script",
                 "has no training command of verl or OpenRLHF",
-                "name the script that trains",
+                "give the script that trains",
                 code="not-training",
             )
         )
@@ -148,7 +148,7 @@ def _cut_off(script: Script, text: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A training command: the peer, the program, its words, and the launcher's devices and nodes."""
+    """A training command: the peer, the program, its words, and the launcher's number of devices and nodes."""
 
     peer: str
     program: str
@@ -162,7 +162,7 @@ class TrainingCommand:
 
 
 def training_of(words: Sequence[Word]) -> TrainingCommand | None:
-    """The training command in a command of a script, or None."""
+    """Returns the training command in a command of a script, or None."""
     inner = _string_command(words)
     if inner is not None:
         trainings = [training for command in inner.commands if (training := training_of(command)) is not None]
@@ -189,7 +189,7 @@ def _peer(module: str) -> str:
 
 
 def _string_command(words: Sequence[Word]) -> Script | None:
-    """The script in `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
+    """Returns the script in `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
     texts = [word.text for word in words]
     if texts[:1] == ["eval"] and len(texts) > 1:
         inner = read_script(" ".join(texts[1:]))
@@ -214,6 +214,6 @@ def _number(words: Sequence[Word], names: Sequence[str]) -> int | None:
 
 
 def looks_cut_off(words: Sequence[Word]) -> bool:
-    """Whether a command starts with an override or a flag: the line before it lacks a backslash."""
+    """Returns whether a command starts with an override or a flag, because the line before it lacks a backslash."""
     first = words[0].text
     return bool(re.match(r"^--?[A-Za-z]", first)) or bool(re.match(r"^[+~]{0,2}[a-z_]\w*(\.\w+)+=", first))

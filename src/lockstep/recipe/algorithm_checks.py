@@ -9,12 +9,12 @@ from lockstep.functions import is_function_path
 from lockstep.recipe.registry import estimator_row, loss_row
 from lockstep.recipe.schema import Recipe
 
-# Keyword arguments that every reward function gets.
+# The keyword arguments that every reward function gets.
 REWARD_CALL = {"prompt", "data_source", "solution_str", "ground_truth", "extra_info"}
 
 
 def algorithm_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Algorithm keys that contradict each other or have no effect."""
+    """Yields problems of algorithm keys that contradict each other or have no effect."""
     batch, algorithm = recipe.batch, recipe.algorithm
     per_update = batch.prompts_per_update or batch.prompts
     if not loss_row(algorithm.loss).ratio and (per_update < batch.prompts or algorithm.epochs > 1):
@@ -81,7 +81,7 @@ def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
     reward = recipe.reward
     models, weights = reward.model, reward.model_weights
     if isinstance(models, list) and not models:
-        yield Problem("reward.model", "must not be an empty list", "name a folder, or remove it", code="empty-value")
+        yield Problem("reward.model", "must not be an empty list", "give a folder, or remove it", code="empty-value")
     if weights and (not isinstance(models, list) or len(models) != len(weights)):
         yield Problem(
             "reward.model_weights",
@@ -118,7 +118,7 @@ def _critic_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Rollout correction that would apply twice or not at all."""
+    """Yields problems of a rollout correction that would apply twice or not at all."""
     algorithm, settings = recipe.algorithm, recipe.algorithm.rollout_correction
     if settings.low > settings.high:
         yield Problem(
@@ -148,7 +148,7 @@ def _correction_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _gdpo_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Keys that change the total score but not the separate rewards that gdpo compares."""
+    """Yields problems of keys that change the total score but not the separate rewards that gdpo compares."""
     algorithm = recipe.algorithm
     if not estimator_row(algorithm.advantage).parts:
         if algorithm.gdpo_rewards:

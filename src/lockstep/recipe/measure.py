@@ -1,4 +1,4 @@
-"""Metrics named in a recipe (`checkpoint.best`, early stopping), and the declared properties of a key."""
+"""The metrics named in a recipe (`checkpoint.best`, early stopping), and the declared properties of a key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Facts:
 
 @cache
 def facts_of(key: str) -> Facts:
-    """Properties of a dotted key, inherited from its groups. Numbers in the key are list indices and are skipped."""
+    """Returns the properties of a dotted key, which inherits from its groups. List indices in the key are skipped."""
     facts = Facts()
     for field in _fields_along(key):
         declared: Any = field.json_schema_extra or {}
@@ -49,16 +49,16 @@ def _fields_along(key: str) -> Iterator[FieldInfo]:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    """The section class in an annotation, also inside `| None`, `list[...]` or `Annotated[...]`."""
+    """Returns the section class in an annotation, also inside `| None`, `list[...]` or `Annotated[...]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((found for inner in get_args(annotation) if (found := _section(inner)) is not None), None)
 
 
 DEFAULT = "val/loss"
-# Short names, as in the columns of the console.
+# Short names of metrics, as in the columns of the console.
 _SHORT = {"reward": "critic/score/mean"}
-# Parts of a metric name that imply whether lower or higher is better.
+# Substrings of a metric name that imply whether lower or higher is better.
 _LOW = ("loss", "nll", "perplexity", "kl", "ppo_kl", "grad_norm", "failed")
 _HIGH = ("accuracy", "step_accuracy", "reward", "rewards", "score", "margin", "margins", "answered")
 _VALIDATION = ("val/", "val-core/")
@@ -73,16 +73,16 @@ class Measure:
 
     @property
     def validated(self) -> bool:
-        """Whether validations measure it, and not every step."""
+        """Whether the metric is measured at validations instead of at every step."""
         return self.name.startswith(_VALIDATION)
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """The measured value; None if it is missing or not finite, so it is never the best."""
+        """Returns the measured value; None if it is missing or not finite, so it is never the best."""
         value = metrics.get(self.name)
         return value if value is not None and math.isfinite(value) else None
 
     def rank(self, value: float) -> float:
-        """Sort key: lower is better."""
+        """Returns a sort key: lower is better."""
         return -value if self.highest else value
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def best_measure(recipe: Recipe) -> Measure:
 
 
 def measure_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Metrics that the run will not have, or whose direction is undefined."""
+    """Yields problems of metrics that the run will not have, or whose direction is undefined."""
     stop, settings = recipe.run.early_stopping, recipe.checkpoint
     if settings.best is not None and settings.keep_best == 0 and "keep_best" in settings.model_fields_set:
         yield conflict("checkpoint.best", "checkpoint.keep_best=0 keeps no best checkpoint", "remove one of the two")
@@ -128,7 +128,7 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
     if not words.split():
-        yield Problem(key, "is empty", "name a metric: reward, val/accuracy, val/loss", code="empty-value")
+        yield Problem(key, "is empty", "give a metric: reward, val/accuracy, val/loss", code="empty-value")
         return
     try:
         measure = measure_of(words)
@@ -140,7 +140,7 @@ def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
     name, online = measure.name, recipe.method in ONLINE
     if name == "val/loss" and online:
         why = "val/loss is measured on rows, and online runs have none"
-        remedy = "name reward, or val/accuracy with val.questions"
+        remedy = "use reward, or val/accuracy with val.questions"
         yield Problem(
             key,
             why,

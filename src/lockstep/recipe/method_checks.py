@@ -1,4 +1,4 @@
-"""What a method makes of a recipe: invalid combinations of its keys, and which reference model it uses."""
+"""Checks the keys of a method: invalid combinations, and which reference model it uses."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ METHOD_CHECKS: dict[str, Callable[[Recipe], Iterator[Problem]]] = {
 
 
 def method_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Problems of the keys that only this offline method reads."""
+    """Yields problems of the keys that only this offline method reads."""
     check = METHOD_CHECKS.get(recipe.method)
     return iter(()) if check is None else check(recipe)
 
 
 def preference_reads(recipe: Recipe) -> tuple[str, ...]:
-    """The keys of `preference` that the recipe's method reads."""
+    """Returns the keys of `preference` that the recipe's method reads."""
     return PREFERENCE_READS[OFFLINE[recipe.method].preference or recipe.preference.loss]
 
 
 def reference_kind(recipe: Recipe) -> str:
-    """Kind of reference: `none`, `adapter` (the policy without its adapter), `model` (a separate model) or `disk`."""
+    """Returns the kind of reference: `none`, `adapter` (policy without its adapter), `model` (separate) or `disk`."""
     if recipe.method in ONLINE:
         used, folder, precompute = recipe.algorithm.kl.where != "none", recipe.algorithm.kl.reference, False
     elif "preference" in sections_read(recipe.method):
@@ -80,6 +80,6 @@ def reference_kind(recipe: Recipe) -> str:
 
 
 def reference_folder(recipe: Recipe) -> str:
-    """The folder of the reference; default: the folder of the policy."""
+    """Returns the folder of the reference; by default, the folder of the policy."""
     named = recipe.algorithm.kl.reference if recipe.method in ONLINE else recipe.preference.reference
     return named or recipe.model.path

@@ -1,4 +1,4 @@
-"""Invalid combinations of keys, and defaults that depend on other keys."""
+"""Checks for invalid combinations of keys, and defaults that depend on other keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.recipe.section import Section
 
 
 def _tensor_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Keys that do not work with tensor parallelism."""
+    """Yields problems of keys that do not work with tensor parallelism."""
     parallel = recipe.parallel
     if parallel.tensor_parallel == 1:
         return
@@ -104,7 +104,7 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
-    """The load-balancing loss needs full micro-batches and full layers on one rank."""
+    """Yields problems of the load-balancing loss, which needs full micro-batches and full layers on one rank."""
     for key in ("context_parallel", "tensor_parallel"):
         ranks = getattr(recipe.parallel, key)
         if recipe.model.aux_loss_coef and ranks > 1:
@@ -227,7 +227,7 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
 
 
 def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Offloading needs the model that it names, and a tape reads the optimizer on the device."""
+    """Yields problems of offloading a model that the run does not have, or together with a tape."""
     parallel = recipe.parallel
     if recipe.tape.record and {parallel.offload, parallel.offload_critic} != {"none"}:
         yield unfit("parallel.offload", "a tape cannot record offloaded state", "set it to none for a tape")
@@ -248,7 +248,7 @@ def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unread_sections(recipe: Recipe) -> Iterator[Problem]:
-    """Keys that the method would silently ignore."""
+    """Yields problems of keys that the method would silently ignore."""
     for section in OPTIONAL_SECTIONS:
         if section not in sections_read(recipe.method):
             for key in getattr(recipe, section).model_fields_set:
@@ -287,7 +287,7 @@ def _unread_row_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _preference_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Preference keys that the loss does not read. Values are compared: a stored recipe contains all defaults."""
+    """Yields problems of keys that the loss does not read. A stored recipe has all keys, so values are compared."""
     settings, fields = recipe.preference, type(recipe.preference).model_fields
     chosen = OFFLINE[recipe.method].preference or f"loss {settings.loss}"
     for key in fields:
@@ -335,7 +335,7 @@ def _online_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _offline_row_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Data keys that an online method ignores. Values are compared because a stored recipe contains all defaults."""
+    """Yields problems of keys that an online method ignores. A stored recipe has all keys, so values are compared."""
     sources = {f"data.train.{i}": source for i, source in enumerate(recipe.data.train)}
     groups: dict[str, Section] = {"data": recipe.data, **sources}
     for where, group in groups.items():
@@ -376,11 +376,11 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
 
 
 def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
-    """Default rollout correction for stale responses and for serving engines.
+    """Returns the default rollout correction for stale responses and for serving engines.
 
-    Stale responses: the loss clips against the policy that generated them. An importance weight alone lets the policy
-    drift away (numbers in docs/online.md), so it is used only if the loss does not clip. A serving engine has the
-    current weights, so the mismatch is rounding and the weight is sufficient.
+    For stale responses, the loss clips against the policy that generated them. An importance weight alone lets the
+    policy drift away (measured in docs/online.md), so it is used only if the loss does not clip. A serving engine has
+    the current weights, so the mismatch is only rounding and the weight is sufficient.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction
     if not (stale or ENGINES[recipe.rollout.engine].served) or correction.bypass:

@@ -1,4 +1,4 @@
-"""Invalid combinations of generation keys: prompts and samples, engines and servers, weight sync."""
+"""Checks for invalid combinations of generation keys: prompts and samples, engines and servers, weight sync."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rollout_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Problems of prompts per update, samples per prompt and sampling."""
+    """Yields problems of prompts per update, samples per prompt and sampling."""
     batch, rollout, algorithm = recipe.batch, recipe.rollout, recipe.algorithm
     if "rows_per_update" in batch.model_fields_set:
         yield unused("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
@@ -73,7 +73,8 @@ def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
-    """The weight sync must match the engine: a server, an asynchronous process, or none."""
+    """Yields problems of a weight sync that does not match the engine (a server, an asynchronous process or
+    neither)."""
     rollout, served = recipe.rollout, ENGINES[recipe.rollout.engine].served
     mode, key = rollout.weight_sync, "rollout.weight_sync"
     if mode == "auto":
@@ -92,7 +93,7 @@ def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _server_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Server keys without a serving engine, and keys that a serving engine does not support."""
+    """Yields problems of server keys without a serving engine, and of keys that a serving engine does not support."""
     rollout = recipe.rollout
     if not ENGINES[rollout.engine].served:
         for key in ("url", "server", "sleep"):
@@ -104,7 +105,7 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
                 )
         return
     if rollout.url is not None:
-        # The other keys of the section apply to a server that already runs too.
+        # The other keys of the section also apply to a server that is already running.
         for key in ("devices", "tensor_parallel", "args", "env", "python"):
             field = type(rollout.server).model_fields[key]
             if getattr(rollout.server, key) != field.get_default(call_default_factory=True):
@@ -119,7 +120,7 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Truncated sampling for which the engine's log-probs would not match the trainer's."""
+    """Yields problems of truncated sampling for which the engine's log-probs would not match the trainer's."""
     rollout, row = recipe.rollout, ENGINES[recipe.rollout.engine]
     if rollout.truncated_sampling not in ("refuse", *row.scored):
         yield Problem(

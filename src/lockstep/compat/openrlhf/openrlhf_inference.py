@@ -1,4 +1,4 @@
-"""Command lines of OpenRLHF's `batch_inference` and `serve_rm`: flags, defaults and checks.
+"""Parses command lines of OpenRLHF's `batch_inference` and `serve_rm`: flags, defaults and checks.
 
 `batch_inference` exists only in 0.7, `serve_rm` in 0.7 and 0.11.
 """
@@ -41,7 +41,7 @@ _SERVED_FLAT = {
         for name in ("normalize_reward", "load_in_4bit", "bf16", "flash_attn", "disable_fast_tokenizer", "use_ms")
     },
 }
-# Dotted flags with the names of the flat dialect.
+# Dotted flags with their names in the flat style.
 _SERVED_DOTTED = {
     "reward.model_name_or_path": Flag("reward_pretrain"),
     "reward.normalize_enable": Flag("normalize_reward", bool, "switch"),
@@ -58,7 +58,7 @@ _SERVED_DOTTED = {
     "batch_size": Flag("batch_size", int),
     "use_ms": Flag("use_ms", bool, "switch"),
 }
-# They affect memory and speed, not results.
+# Flags that affect memory and speed, not results.
 _IDLE = {
     *("zero_stage", "local_rank", "flash_attn", "disable_fast_tokenizer", "micro_batch_size", "tp_size"),
     *("max_num_seqs", "enable_prefix_caching", "full_determinism", "batch_size", "packing_samples"),
@@ -109,14 +109,14 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def refuse_training(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> None:
-    """Refuse to convert the command to a recipe, and name the command that runs it."""
+    """Refuses to convert the command to a recipe, and names the command that runs it."""
     parsed = parse_flags(words, _flags(program, words), locations)
     remedy = f"run the command itself: python -m lockstep.compat.openrlhf {program} ..."
     raise Refusal([*parsed.problems, Problem(f"openrlhf {program}", "does not train", remedy, code="not-training")])
 
 
 def batch_order(words: Sequence[str]) -> BatchOrder:
-    """The parsed command, or a refusal with all its problems."""
+    """Returns the parsed command, or refuses it with all its problems."""
     given, problems = _given("batch_inference", words)
     task = given.get("eval_task", "")
     if task not in TASKS:
@@ -133,7 +133,7 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
             Problem(
                 "--dataset",
                 "lockstep does not read a folder inside a data set (NAME@FOLDER)",
-                "name the files",
+                "give file paths",
                 code="unsupported-setting",
             )
         )
@@ -162,7 +162,7 @@ def batch_order(words: Sequence[str]) -> BatchOrder:
 
 
 def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
-    """The arguments of `serve` for a `serve_rm` command."""
+    """Returns the arguments of `serve` for a `serve_rm` command."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits, is_loopback
     from lockstep.serve.model_server import ServeRmOptions, ServeSettings
 

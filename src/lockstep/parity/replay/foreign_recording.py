@@ -1,4 +1,4 @@
-"""Recordings of other frameworks' training loops (`lockstep_record.py`): compares two, or replays one on this machine.
+"""Compares recordings of other frameworks' training loops (`lockstep_record.py`), or replays one on this machine.
 
 A recording has the model's calls and the slopes of the loss at every log-probability, but not the trainer's loss and
 data. So a replay makes the same calls with the same weights, runs backward from the recorded slopes, and steps with the
@@ -33,14 +33,14 @@ from lockstep_record import LEARNER, MicroBatch, digest, logprobs, record
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KEYS = ("device", "model.dtype", "model.attention")
-# Weights of two dtypes differ by the rounding of the coarser one.
+# If the dtypes of the weights differ, the weights may differ by the rounding of the coarser dtype.
 ROUNDED = 1e-2
-# Call arguments that do not change the judged outputs, or that a replay sets itself.
+# Call arguments that do not change the compared outputs, or that a replay sets itself.
 NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_batch"}
 
 
 def compare_recordings(a: Path, b: Path) -> Replayed:
-    """Compare every rank that both have. The first rank that diverges gives the verdict."""
+    """Compares every rank that both recordings have. The first rank that diverges gives the verdict."""
     ours, theirs = recording_ranks(a), recording_ranks(b)
     shared = [rank for rank in ours if rank in theirs]
     if not shared:
@@ -82,7 +82,7 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
 
 
 def _refuse_dropout(folder: str, manifest: Mapping[str, Any]) -> None:
-    """No other run has the same dropout masks, so every comparison would fail."""
+    """Refuses a recording with dropout: no other run has the same dropout masks, so every comparison would fail."""
     if "dropout" in manifest["recorder"]["notes"]:
         raise Refusal.at(
             folder,
@@ -97,7 +97,7 @@ def _weights_dtypes(manifests: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
-    """Both sides must start with the same weights. If not, later comparisons mean nothing."""
+    """Checks that both sides start with the same weights; otherwise later comparisons mean nothing."""
     errors = relative_errors(one.tensors, other.tensors, f"{LEARNER}/0/start/")
     if not errors:
         return []
@@ -108,7 +108,7 @@ def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
 
 
 def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]:
-    """A's optimizer by AdamW's formula; `judge` checks B's."""
+    """Checks A's optimizer by AdamW's formula; `judge` checks B's."""
     info = record.info["updates"][0]
     if "lr" not in info or "grad_norm" not in info:
         return []
@@ -118,7 +118,7 @@ def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]
 
 
 def _remarks(side: str, manifest: Mapping[str, Any]) -> list[str]:
-    """Notes of the recorder about missing parts."""
+    """Returns the recorder's notes about missing parts."""
     recorder = manifest["recorder"]
     found = [f"{side}: {key}: {text}." for key, text in recorder["notes"].items()]
     if recorder["sharded"]:
@@ -130,7 +130,7 @@ def _remarks(side: str, manifest: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Limits:
-    """The stages that a replay of this recording cannot judge, and why."""
+    """The stages that a replay of this recording cannot check, and why."""
 
     skip: frozenset[str]
     phases: tuple[str, ...]
@@ -138,7 +138,7 @@ class _Limits:
 
 
 def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], only: Sequence[int] = ()) -> Replayed:
-    """Repeat the recorded calls on this machine from the recorded weights, and judge the results."""
+    """Repeats the recorded calls on this machine from the recorded weights, and compares the results."""
     tape = TapeFolder(folder)
     manifest = tape.manifest()
     _refuse_dropout(str(folder), manifest)
@@ -191,7 +191,7 @@ def _keys(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -> list[int]:
-    """The steps with recorded weights, or the first step, which starts from the model folder."""
+    """Returns the steps with recorded weights, or the first step, which starts from the model folder."""
     complete = set(tape.steps())
     able = [step for step in tape.weighed() if step in complete] or [manifest["recorder"]["first_step"]]
     steps = [step for step in able if step in complete and (not only or step in only)]
@@ -203,9 +203,7 @@ def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -
 
 
 def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int]) -> _Limits:
-    why = [
-        "The loss is not judged: the trainer computes it. The replay uses its recorded slopes at the log-probabilities."
-    ]
+    why = ["The loss is not checked: the trainer computes it. The replay uses its recorded slopes at the log-probs."]
     skip = {"loss"}
     phases: tuple[str, ...] = (FORWARD, BACKWARD)
     updates = [tape.read_step(step).info["updates"][0] for step in steps]
@@ -213,21 +211,21 @@ def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int])
         skip |= {"gradient", "optimizer", "weights"}
         phases = (FORWARD,)
         why.append(
-            "Gradients are not judged: the gradient at the logits is not one of log-probabilities alone (an entropy "
+            "Gradients are not checked: the gradient at the logits is not that of log-probabilities alone (an entropy "
             "bonus, an auxiliary loss, or a temperature other than that of `record(temperature=...)`)."
         )
     elif manifest["world_size"] > 1 or manifest["recorder"]["sharded"]:
         skip |= {"gradient", "optimizer", "weights"}
-        why.append("Parameter gradients are not judged: they are sums over ranks, and this is the tape of one rank.")
+        why.append("Parameter gradients are not checked: they are sums over ranks, and this is the tape of one rank.")
     elif not manifest["recipe"]["optim"]["by_formula"]:
         skip |= {"optimizer", "weights"}
         kind = manifest["recipe"]["optim"]["kind"]
-        why.append(f"The update is not judged: only AdamW is repeated here, not {kind} with these settings.")
+        why.append(f"The update is not checked: only AdamW is repeated here, not {kind} with these settings.")
     return _Limits(frozenset(skip), phases, tuple(why))
 
 
 def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> torch.nn.Module:
-    """The recorded transformers class, so that modules have the recorded names."""
+    """Loads the recorded transformers class, so that modules have the recorded names."""
     import transformers
 
     cls = getattr(transformers, kind, None)
@@ -246,7 +244,7 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
 def _restore(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any], *, alike: bool
 ) -> None:
-    """Restore the recorded weights. If they were not recorded, the model folder must have the same ones."""
+    """Restores the recorded weights. If they were not recorded, the model folder must contain the same ones."""
     parameters = dict(network.named_parameters())
     kept = tape.read_weights(step) if step in tape.weighed() else {}
     strange = [name for name in manifest["parameters"][LEARNER] if name not in parameters]
@@ -323,7 +321,7 @@ def _inputs(taken: StepRecord, number: int) -> dict[str, torch.Tensor]:
 def _optimizer(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """AdamW with the recorded groups and state."""
+    """Returns AdamW with the recorded groups and state."""
     optim, update = manifest["recipe"]["optim"], tape.read_step(step).info["updates"][0]
     trained = {n: p for n, p in network.named_parameters() if n in manifest["parameters"][LEARNER]}
     for name, parameter in network.named_parameters():

@@ -1,4 +1,4 @@
-"""Readers of binary logs: wandb's and SwanLab's files of an offline run, and tensorboard's event files.
+"""Readers of binary logs: wandb's and SwanLab's files of offline runs, and tensorboard's event files.
 
 wandb and SwanLab write LevelDB log blocks of 32 KiB that contain records. Neither package has a public reader.
 """
@@ -24,7 +24,7 @@ _EXPORT = "export its metrics as csv"
 
 
 def _records(file: str, content: bytes) -> Iterator[bytes]:
-    """The records of LevelDB's log blocks. A last record that is cut short is left out."""
+    """Yields the records of LevelDB's log blocks. An incomplete last record is left out."""
     offset, parts = _FILE_HEADER, b""
     while offset + _HEADER.size <= len(content):
         left = _BLOCK - offset % _BLOCK
@@ -47,7 +47,7 @@ def _records(file: str, content: bytes) -> Iterator[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes | int | float]]:
-    """The fields of a protobuf message: number and value."""
+    """Yields number and value of each field of a protobuf message."""
     offset = 0
     while offset < len(message):
         tag, offset = _varint(message, offset)
@@ -92,7 +92,7 @@ _ITEM_KEY, _ITEM_NESTED_KEY, _ITEM_INTEGER, _ITEM_NUMBER, _ITEM_JSON = 1, 2, 5, 
 
 
 def wandb_rows(file: str, content: bytes) -> Iterator[LogRow]:
-    """The rows of the run's history; other records are skipped."""
+    """Yields the rows of the run's history; other records are skipped."""
     for index, record in enumerate(_records(file, content), start=1):
         try:
             for number, history in _fields(record):
@@ -134,7 +134,8 @@ Scalar = tuple[str, int, float]
 
 
 def swanlab_points(file: str, content: bytes) -> Points:
-    """Every scalar of `run-ID.swanlab` (before 0.7 `backup.swanlab`); media, texts and machine metrics are skipped.
+    """Reads every scalar of `run-ID.swanlab` (before 0.7 `backup.swanlab`); media, texts and machine metrics are
+    skipped.
 
     Format 1 contains JSON records, format 2 protobuf records. Steps are those of the user; SwanLab counts from 0.
     """
@@ -167,7 +168,7 @@ def _json_scalar(record: bytes) -> Scalar | None:
 def _protobuf_scalar(record: bytes) -> Scalar | None:
     for number, scalar in _fields(record):
         if number == _RECORD_SCALAR and isinstance(scalar, bytes):
-            # A field with the value 0 is not written.
+            # Protobuf omits a field with the value 0.
             fields: dict[int, Any] = dict(_fields(scalar))
             value = dict(_fields(fields.get(_VALUE, b""))).get(_NUMBER, 0.0)
             return fields[_KEY].decode(), int(fields.get(_STEP, 0)), float(value)
@@ -178,21 +179,21 @@ def _protobuf_scalar(record: bytes) -> Scalar | None:
 
 
 def tensorboard_points(path: Path) -> Points:
-    """Every scalar of an event file or of all event files in a folder: a resumed run has several."""
+    """Reads every scalar of an event file, or of all event files in a folder: a resumed run has several."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise missing_extra("tensorboard", "track", f"reading {path}") from None
-    # 0 keeps every event; the default keeps a sample.
+    # 0 keeps every event; by default the package keeps only a sample.
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
-    # It warns about repeated steps, which are normal in a resumed run.
+    # The package warns about repeated steps, which are normal in a resumed run.
     logger = logging.getLogger("tensorboard")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         events.Reload()
-    except Exception as error:  # on a damaged file the package raises whatever its parser raised
+    except Exception as error:  # on a damaged file the package raises arbitrary parser errors
         raise Refusal.at(path, f"tensorboard cannot read it: {error}", "restore the file", code="unreadable") from error
     finally:
         logger.setLevel(level)
