@@ -269,7 +269,7 @@ def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_
             "unexpected reason: stop",
         ),
         (lambda answer: answer.pop("logprobs"), "malformed answer"),
-        (lambda answer: answer.update(prompt="fedcba9876543210"), "an answer to another prompt"),
+        (lambda answer: answer.update(prompt="fedcba9876543210"), "the answer belongs to another prompt"),
         (lambda answer: answer.pop("prompt"), "malformed answer: KeyError\\('prompt'\\)"),
         (
             lambda answer: answer.update(token_ids=[1] * 36, logprobs=[-1.0] * 36),

@@ -248,7 +248,8 @@ class FunctionEngine:
         return Completion(response.number, response.sample, ids, logprobs, stop, trained)
 
     def _raised(self, error: BaseException, origin: Origin) -> Refusal:
-        """Returns a `Refusal` for an exception of the function, naming the data row; `UserFunction` adds file and line."""
+        """Returns a `Refusal` for an exception of the function, naming the data row; `UserFunction` adds file and
+        line."""
         if not isinstance(error, Refusal):
             return self.function.refuse(f"raised {type(error).__name__}: {error}, for {origin}", "fix the function")
         problem = error.problems[0]

@@ -211,8 +211,8 @@ class NativeEngine(SharedWeights):
                 return
 
     def _runner(self, sequences: Sequence[SequenceState], longest: int, sampling: Sampling) -> Runner:
-        """Returns the previous runner with its CUDA graphs if its KV cache is large enough and the weights have the same
-        addresses; else a new runner."""
+        """Returns the previous runner with its CUDA graphs if its KV cache is large enough and the weights have the
+        same addresses; else a new runner."""
         layers = self.ready_layers()
         # With tensor parallelism a new cache is created for each call, of the same size on all ranks.
         addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())

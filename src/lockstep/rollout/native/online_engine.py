@@ -1,7 +1,7 @@
 """The online engine of `lockstep serve`. Requests can be added and cancelled between rounds; each has its own sampling.
 
-One KV cache serves all requests. If all decoding sequences have the same sampling and need no log-probs, CUDA graphs are
-used; otherwise an eager pass decodes one token per sequence. Call all methods from one thread.
+One KV cache serves all requests. If all decoding sequences have the same sampling and need no log-probs, CUDA graphs
+are used; otherwise an eager pass decodes one token per sequence. Call all methods from one thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_RUNNERS = 4
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A sampled token. If requested, it has its log-prob and the likeliest tokens with their log-probs, at temperature 1
-    without truncation."""
+    """A sampled token. If requested, it has its log-prob and the likeliest tokens with their log-probs, at temperature
+    1 without truncation."""
 
     token: int
     logprob: float | None = None

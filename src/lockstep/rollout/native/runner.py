@@ -198,7 +198,8 @@ class Runner:
         return seen
 
     def _captured_width(self, batch: int) -> int | None:
-        """Returns the row count of the CUDA graph for this batch, capturing it if needed; None if that is impossible."""
+        """Returns the row count of the CUDA graph for this batch, capturing it if needed; None if that is
+        impossible."""
         if self.batch is None:
             return None
         exact = _bucket(batch)

@@ -198,7 +198,8 @@ class Scheduler:
         return work
 
     def finish(self, sequence: SequenceState) -> None:
-        """Frees the blocks of a finished sequence, and also those of its prompt if it was the prompt's last sequence."""
+        """Frees the blocks of a finished sequence, and also those of its prompt if it was the prompt's last
+        sequence."""
         self.running.remove(sequence)
         self._release(sequence)
         self.prefixes[sequence.request].running -= 1
@@ -294,7 +295,8 @@ class Scheduler:
     # -- room in the cache
 
     def _stop_after(self, sequence: SequenceState, tokens: int) -> int:
-        """Returns the number of cached tokens after a round of `tokens` passes; the last new token is not cached yet."""
+        """Returns the number of cached tokens after a round of `tokens` passes; the last new token is not cached
+        yet."""
         return min(len(sequence.tokens) + tokens - 1, sequence.limit - 1)
 
     def _grow(self, part: CachedSpan, stop: int) -> None:

@@ -1,7 +1,7 @@
-"""Weights by shared memory, both sides: the run sends the location of each tensor, and the workers of a server on the
-same machine map it. Device memory is copied only into the server's weights.
+"""Weight transfer by shared memory, for both sides: the run sends the location of each tensor, and the workers of a
+server on the same machine map it. Device memory is copied once, into the server's weights.
 
-The run imports this file from lockstep, the server from this folder without lockstep: it imports torch only.
+The run imports this file as part of lockstep. The server imports it without lockstep, so it may only import torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _CLASSES = {kind.__name__: kind for kind in (torch.Tensor, torch.storage.TypedSt
 
 
 def device_place(tensor: torch.Tensor) -> TensorPlace:
-    """The location of a device tensor (torch's IPC handle). Call it once per tensor: each call adds a reference in
-    torch."""
+    """Returns the location of a device tensor (torch's IPC handle). Call it once per tensor, because each call makes
+    torch keep another reference."""
     rebuild, arguments = reductions.reduce_tensor(tensor.detach())
     properties = torch.get_device_module(tensor.device.type).get_device_properties(tensor.device)
     return {"device": str(properties.uuid), "rebuild": rebuild.__name__, "said": [_to_json(each) for each in arguments]}
@@ -48,7 +48,7 @@ def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype)
 
 
 def opened(place: TensorPlace, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Maps the tensor."""
+    """Maps the tensor at a location; raises ValueError if its dtype or shape differs."""
     if "file" in place:
         mapped = torch.from_file(place["file"], shared=True, size=place["size"], dtype=torch.uint8)
         return _part(mapped, place["start"], dtype, shape)
