@@ -13,15 +13,15 @@ from lockstep.kernels.sampling import LEFT_OUT, left_out_below
 from lockstep.kernels.triton_math import tanh
 
 BLOCK = 4096
-# Lanes per row: as many as keep all of a lane's values in registers.
+# Lanes per row, chosen so that all values of a lane stay in registers.
 LANES = 2048
-# Replaces a logit of -inf where it is multiplied by its probability of 0.
+# Replaces a logit of -inf when it is multiplied by its probability of 0, which would give NaN.
 LEAST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _capped(logits, softcap, low, FILL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Soft cap, except for truncated tokens, which stay at FILL."""
+    """Applies the soft cap, except to truncated tokens, which keep FILL."""
     return tl.where(logits <= low, FILL, softcap * tanh(logits / softcap))
 
 
@@ -55,8 +55,8 @@ def _stats(  # type: ignore[no-untyped-def]
         if CAPPED:
             values = _capped(values, softcap, low, FILL)
         values = tl.maximum(values * sharpness, LEAST)
-        # Logits are weighted relative to the running maximum, so that large values do not cancel in the entropy. One
-        # exponential serves both cases: the old sum is rescaled, or the new term is small.
+        # Logits are weighted relative to the running maximum, so that large values do not cancel in the entropy. The
+        # same exponential either rescales the old sum (new maximum) or weights the new term (old maximum).
         diff = values - m_i
         alpha = tl.exp(-tl.abs(diff))
         is_new_max = in_row & (diff > 0)
