@@ -379,7 +379,7 @@ def test_npu_reason_version_mismatch(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Seen from the metadata alone: importing the wrong one could end the process."""
     _fake_torch_npu(tmp_path, version, "raise AssertionError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(Refusal, match=f"torch_npu {version} needs torch .* and torch {RELEASE}.* is installed"):
+    with pytest.raises(Refusal, match=f"torch_npu {version} needs torch .*, but torch {RELEASE}.* is installed"):
         select("npu")
 
 
@@ -389,7 +389,7 @@ def test_npu_reason_version_mismatch(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     [
         ("libhccl.so: cannot open shared object file: No such file or directory", "CANN toolkit.*set_env.sh"),
         ("libascend_hal.so: cannot open shared object file: No such file or directory", "Ascend driver"),
-        ("torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c10", "do not belong together"),
+        ("torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c10", "are not compatible"),
         ("Two accelerators cannot be used at the same time in PyTorch: npu and cuda. Install", "npu and cuda$"),
     ],
 )
@@ -508,7 +508,7 @@ def test_an_absent_device_is_refused_and_not_replaced(monkeypatch: pytest.Monkey
         select(name)
     [problem] = caught.value.problems
     assert problem.where == "device"
-    assert problem.why == f"{name} was requested and is not available: gone"
+    assert problem.why == f"{name} was requested but is not available: gone"
     assert problem.remedy.endswith("available here: cpu (or auto)")
 
 
@@ -563,4 +563,4 @@ def test_a_patch_release_of_torch_npu_is_another_release(
     monkeypatch.setattr(npu, "installed_version", lambda: torch_npu)
     monkeypatch.setattr(torch, "__version__", torch_version)
     problem = npu._package_problem()
-    assert (problem is not None and "must be of the same version" in problem) == wrong
+    assert (problem is not None and "must have the same version" in problem) == wrong
