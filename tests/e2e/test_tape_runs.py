@@ -123,7 +123,7 @@ def test_a_disk_too_small_for_the_weights_is_refused_first(
     small = type(usage)(usage.total, usage.total - 2**28, 2**28)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
     words = ["run.steps=1000", "tape=true", "tape.steps=1000", "tape.every=1"]
-    with pytest.raises(Refusal, match=r"the tape with weights needs [\d,]+ MiB and the disk has 256 MiB free"):
+    with pytest.raises(Refusal, match=r"the tape with weights needs [\d,]+ MiB, but the disk has 256 MiB free"):
         train(recipe_file, *words)
     assert not (tmp_path / "runs" / "run" / "tape").exists()
     train(recipe_file, "run.steps=3", "tape=true", "run.export=false")

@@ -66,7 +66,7 @@ def test_a_torn_last_line_is_passed_over_wherever_it_was_cut(log: MetricsLog) ->
 
 def test_damage_elsewhere_is_refused_with_the_line(log: MetricsLog) -> None:
     log.path.write_bytes(log.path.read_bytes().replace(b'{"step": 2', b'{"stp": 2'))
-    with pytest.raises(Refusal, match=r"metrics.jsonl line 2: not a line of this log"):
+    with pytest.raises(Refusal, match=r"metrics.jsonl line 2: cannot parse this line of the log"):
         read_metrics(log.path)
 
 

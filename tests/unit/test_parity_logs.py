@@ -90,7 +90,7 @@ def test_a_damaged_run_folder_is_refused(tmp_path: Path) -> None:
         read_log(str(folder))
     write(folder / "env.json", "{}")
     write(folder / "metrics.jsonl", '{"step": 1, "data": {"a": null}}\n')
-    with pytest.raises(Refusal, match=r"metrics\.jsonl line 1: not a line of this log"):
+    with pytest.raises(Refusal, match=r"metrics\.jsonl line 1: cannot parse this line of the log"):
         read_log(str(folder))
 
 
