@@ -56,7 +56,7 @@ def _step(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of one tensor."""
+    """Updates one block of one tensor; each program has one block."""
     block = tl.program_id(0)
     entry = tl.load(owners + block)
     row = table + entry * COLUMNS

@@ -20,7 +20,7 @@ BLOCK_N = 1024
 
 @triton.jit
 def _add_norm(stream, more, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program per token."""
+    """Implements `add_norm_` for one token per program."""
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -75,7 +75,7 @@ def _place_heads(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """One program per token."""
+    """Implements `place_heads_` for one token per program."""
     kind: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, PLACES)

@@ -203,8 +203,9 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PAGED: tl.constexpr,
 ):
-    """One program per span of a sequence's tokens and key/value head. The SHARED query heads of a token take PLACES
-    rows. Keys are read tile by tile, from the first one on. A fully masked tile does not change the result of a row."""
+    """Computes attention of a span of a sequence's tokens for one key/value head per program. The SHARED query heads of
+    a token take PLACES rows. Keys are read tile by tile, from the first one on. A fully masked tile does not change the
+    result of a row."""
     sequence = tl.program_id(1)
     group = tl.program_id(2)
     count = tl.load(counts + sequence)

@@ -41,8 +41,9 @@ def _stats(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Online softmax, one program per row. Every lane keeps its running maximum (m_i), sum of exponentials (l_i) and
-    weighted sum of logits; lanes are merged after the loop, so that the loop has no reductions."""
+    """Computes log-sum-exp, log-prob and entropy of one row per program by online softmax. Every lane keeps its running
+    maximum (m_i), sum of exponentials (l_i) and weighted sum of logits; lanes are merged after the loop, so that the
+    loop has no reductions."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     m_i = tl.full((BLOCK,), LEAST, dtype=tl.float32)
@@ -97,7 +98,7 @@ def _gradients(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a row: writes the gradient of log-prob and, with SPREAD, entropy over the logits."""
+    """Overwrites one block of a row of logits with the gradient of log-prob and, with SPREAD, of entropy."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     address = logits + row * stride + columns

@@ -52,7 +52,7 @@ def _backward(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One program per every PARTS-th tile of rows."""
+    """Computes the gradients of every PARTS-th tile of rows in one program."""
     columns = tl.arange(0, BLOCK)
     weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)

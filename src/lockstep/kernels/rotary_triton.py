@@ -80,7 +80,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """One program per token."""
+    """Rotates queries and keys of one token per program."""
     token = tl.program_id(0).to(tl.int64)
     row, position = token // width, token % width
     half = tl.arange(0, PLACES)

@@ -101,7 +101,7 @@ def _merge(  # type: ignore[no-untyped-def]
     sharpness,
     PARTS: tl.constexpr,
 ):
-    """Merge the parts of a row."""
+    """Merges the parts of a row into the sampled token and its log-prob."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PARTS)
     places = row * parts + columns

@@ -118,7 +118,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Called at the end of the run."""
+        """Releases the engine's resources at the end of the run."""
         ...
 
 

@@ -128,7 +128,7 @@ def _queries(window: int | None) -> torch.Tensor:
 
 
 def register_probe() -> None:
-    """Register the probe with transformers as an attention and as a mask function."""
+    """Registers the probe with transformers as an attention and as a mask function."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

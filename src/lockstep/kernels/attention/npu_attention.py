@@ -30,7 +30,7 @@ def corner(device: torch.device) -> torch.Tensor:
 
 
 def wait() -> None:
-    """Wait until the device has finished all queued work."""
+    """Waits until the device has finished all queued work."""
     import torch_npu
 
     torch_npu.npu.synchronize()

@@ -68,7 +68,8 @@ def _decode(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One program per sequence and key/value head. The SHARED query heads of that head are the rows of a tile.
+    """Computes decode attention for one sequence and key/value head per program. The rows of a tile are the SHARED
+    query heads of that key/value head.
 
     With SPLITS > 1 a program reads one split of the sequence, and `_merge` combines the splits.
     """
@@ -159,7 +160,7 @@ def _decode(  # type: ignore[no-untyped-def]
 def _merge(  # type: ignore[no-untyped-def]
     acc, m_parts, l_parts, out, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Combine the splits of one head of one sequence. An empty split has m_i = -inf."""
+    """Combines the splits of one head of one sequence. An empty split has m_i = -inf."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, PADDED)

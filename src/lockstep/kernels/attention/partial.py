@@ -86,7 +86,7 @@ def _fusion_serves(query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sect
 
 @cache
 def _warn_once(problem: str) -> None:
-    """Warn once per problem."""
+    """Warns once per problem."""
     warnings.warn(
         f"attention over parallel.context_parallel is plain torch: npu_fusion_attention has no {problem}", stacklevel=4
     )

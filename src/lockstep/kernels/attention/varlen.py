@@ -116,7 +116,7 @@ def _fused(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> Callable[..., torch.Tensor] | None:
-    """The device's kernel if it supports these inputs, else None."""
+    """Returns the device's kernel if it supports these inputs, else None."""
     fused = KERNELS[layout.kernel]
     # In latent attention (MLA) keys and values differ in size; the kernels support one size.
     if fused is None or query_THD.shape[-1] != value_TGD.shape[-1]:
@@ -130,7 +130,7 @@ def _fused(
 
 
 def _shared(layout: Layout) -> Callable[..., torch.Tensor] | None:
-    """The device's kernel for shared prefixes if it supports these, else None."""
+    """Returns the device's kernel for shared prefixes if it supports this layout, else None."""
     fused = KERNELS[layout.kernel]
     if fused is None or fused.shared is None or layout.cascade is None:
         return None

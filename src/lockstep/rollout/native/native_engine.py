@@ -244,7 +244,7 @@ class NativeEngine(SharedWeights):
         return self._layers if self._layers is not None and self._layers.ready else None
 
     def _blocks(self, sequences: Sequence[SequenceState], longest: int) -> int:
-        """The number of cache blocks: as many as the sequences can use at once, within the memory limit."""
+        """Returns the number of cache blocks: as many as the sequences can use at once, within the memory limit."""
         block = self.settings.block_tokens
         like = self.policy.causal_lm.get_input_embeddings().weight
         block_bytes, room, configured = self.block_bytes(), self.cache_room(), self.settings.cache_gb
@@ -268,13 +268,13 @@ class NativeEngine(SharedWeights):
         return blocks
 
     def block_bytes(self) -> int:
-        """Bytes of one cache block."""
+        """Returns the bytes of one KV-cache block."""
         layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
         return int(2 * layers * self.settings.block_tokens * heads * size * like.element_size())
 
     def cache_room(self) -> float:
-        """Bytes available for the cache."""
+        """Returns the bytes available for the KV cache."""
         if self.settings.cache_gb is not None:
             return self.settings.cache_gb * 1e9
         cache_bytes = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0

@@ -76,7 +76,7 @@ class Runner:
         self._wanted: Counter[int] = Counter()
 
     def fits(self, rows: int, longest: int) -> bool:
-        """Whether batches of this size and length fit the graphs."""
+        """Returns whether batches of this size and length fit the CUDA graphs."""
         return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
 
     @torch.inference_mode()

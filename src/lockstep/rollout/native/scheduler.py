@@ -150,7 +150,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def left(self) -> list[SequenceState]:
-        """The unfinished sequences in order."""
+        """Returns the unfinished sequences in order."""
         return sorted([*self.running, *self.waiting], key=lambda sequence: sequence.order)
 
     def next(self, tokens: int) -> Work:

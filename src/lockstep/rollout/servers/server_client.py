@@ -364,7 +364,7 @@ class ServerClient:
 
 
 def is_address(text: str) -> bool:
-    """Whether the text is http://host:port, optionally with a path that all routes share."""
+    """Returns whether the text is http://host:port, optionally with a path prefix for all routes."""
     try:
         parts = urlsplit(comparable(text))
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query

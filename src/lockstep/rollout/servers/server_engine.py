@@ -189,7 +189,7 @@ class ServerEngine:
     # -- memory and end
 
     def release_memory(self) -> None:
-        """With `rollout.sleep`: puts the servers to sleep while the run trains."""
+        """Puts the servers to sleep while the run trains, if `rollout.sleep` is set."""
 
         def sleep_all() -> None:
             put_to_sleep = partial(self.server_adapter.sleep, discard_weights=self.manager.lora_rank is None)

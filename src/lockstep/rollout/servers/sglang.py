@@ -63,7 +63,7 @@ class Sglang:
         return [*words, *serving_on(device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
-        """Flags that every server needs, whether lockstep or the user starts it."""
+        """Returns the flags that every server needs, whether lockstep or the user starts it."""
         # SGLang ignores seeds without this flag.
         words = ["--enable-deterministic-inference"]
         return [*words, *(word for flag in self.settings(needs) for word in flag.split())]

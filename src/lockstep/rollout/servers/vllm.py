@@ -63,7 +63,7 @@ class Vllm:
         return [*words, *serving_on(start.needs.device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
-        """Flags that every server needs, whether lockstep or the user starts it."""
+        """Returns the flags that every server needs, whether lockstep or the user starts it."""
         words = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
         # Ignore the sampling defaults of the model folder.
         words += ["--generation-config", "vllm"]

@@ -152,7 +152,7 @@ async def _generated(
 
 
 def prompt_digest(ids: list[int]) -> str:
-    """The same digest as `prompt_digest` of `adapter.py`."""
+    """Returns the same digest as `prompt_digest` of `adapter.py`."""
     return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
