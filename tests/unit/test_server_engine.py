@@ -156,7 +156,10 @@ def test_what_a_server_says_of_itself(
 
 @pytest.mark.parametrize(
     ("lora_rank", "why"),
-    [(None, "it takes no adapters, and the run's has rank 8"), (4, "it takes adapters of rank 4 at most")],
+    [
+        (None, "it accepts no LoRA adapters, but the run has one of rank 8"),
+        (4, "it accepts LoRA adapters of rank 4 at most"),
+    ],
 )
 def test_a_server_without_room_for_the_adapter_is_refused_with_the_flags(
     embedded: Path, tmp_path: Path, lora_rank: int | None, why: str

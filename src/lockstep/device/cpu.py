@@ -56,7 +56,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
 def reset_host_peak(proc: Path = PROC) -> bool:
     """Resets the peak memory of this process; returns False if the kernel does not support it."""
     try:
-        # 5 resets only the peak resident size (proc(5)).
+        # Writing 5 resets only the peak resident size (see proc(5)).
         (proc / "self" / "clear_refs").write_text("5")
     except OSError:
         return False
@@ -238,7 +238,7 @@ class Cpu(Device):
 
     @property
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        # float16 is complete (forward and backward) but only saves memory: most CPUs have no arithmetic for it.
+        # float16 works in forward and backward, but only saves memory, because most CPUs have no arithmetic for it.
         return (torch.bfloat16, torch.float16)
 
     def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:

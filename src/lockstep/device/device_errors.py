@@ -27,8 +27,8 @@ NPU_ERRORS: tuple[KnownError, ...] = (
     KnownError(
         _code("EI0006"),
         "HCCL could not connect the processes: a socket to another rank timed out",
-        "check that every rank started and none died first (look at the other logs), that HCCL_SOCKET_IFNAME names the "
-        "right network card, that the ports from HCCL_IF_BASE_PORT (60000) on are free, and raise HCCL_CONNECT_TIMEOUT",
+        "check that all ranks started and none died earlier (see their logs), that HCCL_SOCKET_IFNAME names the right "
+        "network card, and that the ports from HCCL_IF_BASE_PORT (60000) on are free; or raise HCCL_CONNECT_TIMEOUT",
     ),
     KnownError(
         _code("EI0002"),

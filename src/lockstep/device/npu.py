@@ -46,7 +46,7 @@ def has_kernel(name: str) -> bool:
 WIDE = (torch.float64, torch.complex128)
 SORTS = ("aten::sort", "aten::argsort", "aten::msort")
 INTEGERS = (torch.int32, torch.int64)
-# Operators that compute nothing.
+# Operators that do no computation.
 MOVES = ("aten::empty", "aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach")
 
 
@@ -60,7 +60,7 @@ def on_ai_cpu(name: str, views: bool, dtypes: Sequence[torch.dtype]) -> bool:
 
 
 class FallbackWatch(TorchDispatchMode):
-    """Counts operators on device tensors, while entered, that do not run on the AI Cores."""
+    """Counts the operators on device tensors that do not run on the AI Cores, while the context is entered."""
 
     def __init__(self, device: str, *, allow: bool):
         super().__init__()

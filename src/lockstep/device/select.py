@@ -1,5 +1,4 @@
-"""Selects the device that the recipe's `device` names. If it is not available, that is an error; there is no
-fallback."""
+"""Selects the device that the recipe's `device` names. An unavailable device is an error; there is no fallback."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Layer:
 
 
 class FusedLayers:
-    """The decoder's forward over the packed tokens of an engine pass."""
+    """Runs the decoder's fused forward over the packed tokens of an engine's forward pass."""
 
     def __init__(self, decoder: Any):
         self.decoder = decoder

@@ -216,7 +216,7 @@ def row_gradients_(
     1 - tanh^2 with a soft cap. The result has the dtype of the logits, which may be overwritten.
     """
     gradient = _capped(logits_RV, softcap)
-    # Truncated tokens have zero slope, as at the cap.
+    # Truncated tokens get a zero gradient, as logits at the cap do.
     slope = None if softcap is None else 1 - (gradient / softcap).clamp_(min=-1).square_()
     if temperature != 1.0:
         gradient.div_(temperature)
@@ -340,7 +340,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs) if entropy else None
-        # One row for log-probabilities, one for entropies.
+        # The first row is for log-probs, the second for entropies.
         predicted = torch.zeros(2, len(targets), dtype=torch.float32, device=hidden.device)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -378,7 +378,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
             sums = predicted.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
-            # Converted to the weight's dtype in one pass, without another fp32 tensor.
+            # The product is written in the weight's dtype directly, without another fp32 tensor.
             None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 7,

@@ -1,4 +1,4 @@
-"""Log-softmax of logits in Triton: forward reads the logits once, backward writes the gradient over them.
+"""Log-softmax of logits in Triton. The forward reads the logits once; the backward overwrites them with the gradient.
 
 The plain-torch references are `row_logprobs` and `row_gradients_` in `logprob.py`. R rows, V vocabulary.
 """

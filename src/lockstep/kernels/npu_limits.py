@@ -16,10 +16,10 @@ FLOATING = (*HALF, torch.float32)
 
 MOST_HEADS = 256
 
-# npu_fusion_attention, packed (TND): sequences and tokens of one call, size of a head.
+# npu_fusion_attention, packed (TND): maximum sequences and tokens of one call, and maximum head size.
 MOST_SEQUENCES, MOST_TOKENS, LARGEST_HEAD = 1024, 2**20, 768
 
-# npu_fused_infer_attention_score: one query per sequence over pages.
+# npu_fused_infer_attention_score with one query per sequence over a paged cache.
 MOST_ROWS, MOST_KEYS, LARGEST_DECODE_HEAD = 2**16, 2**18, 512
 BLOCK_STEP, LARGEST_BLOCK = 16, 512
 WIDEST, MOST_SHARED, MOST_ELEMENTS = 2**16 - 1, 64, 2**31 - 1

@@ -20,7 +20,7 @@ DYNAMIC, LONGROPE = "dynamic", "longrope"
 def fixed_length(config: Any) -> int | None:
     """Returns the length up to which embeddings do not depend on the sequence length; None if they never do."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    # One set of parameters for all layers, or one per layer type.
+    # There is one set of parameters for all layers, or one per layer type.
     lengths = [
         _fixed(rope, config) for rope in (parameters, *parameters.values()) if isinstance(rope, dict) and _moves(rope)
     ]
@@ -142,5 +142,7 @@ def _lengths(
     packed_E = packed_index_E.cpu()
     lengths_T = torch.zeros(shape[-1], dtype=torch.long).scatter_(0, packed_E, lengths_E)
     if not torch.equal(lengths_T[packed_E], lengths_E):
-        raise NotImplementedError("sequences of different lengths share a prefix whose positions depend on the length")
+        raise NotImplementedError(
+            "sequences of different lengths cannot share a prefix with length-dependent positions"
+        )
     return lengths_T[None].to(device)

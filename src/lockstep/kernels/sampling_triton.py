@@ -1,8 +1,8 @@
 """Sampling in Triton: the next token and its log-prob in one pass over the logits.
 
 The plain-torch reference is the engine's `choose`. The noise equals that of `sampling.py` bit for bit, so both draw the
-same tokens. B rows, V vocabulary. A row is split into parts of a fixed size, so neither a token nor its log-prob
-depends on the batch.
+same tokens. B rows, V vocabulary. A row is split into parts of a fixed size, so tokens and log-probs do not depend on
+the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.kernels.triton_math import log, log1p
 # Entries per part, and the number of warps of the program that reads it.
 PART, WARPS = 4096, 8
 _FIRST, _SECOND, _STRIDE = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(STRIDE)
-# An index that no entry has.
+# An index larger than that of any entry.
 _NONE = tl.constexpr(2**31 - 1)
 
 

@@ -48,7 +48,7 @@ def refuse_other_count(devices: int | None) -> None:
         remedy = "remove the key, or start as many"
         if not is_rank():
             remedy = "from Python start the processes with torchrun, or use the command `lockstep train`"
-        raise Refusal.at("parallel.devices", f"is {devices}, and there are {ranks} processes", remedy)
+        raise Refusal.at("parallel.devices", f"is {devices}, but there are {ranks} processes", remedy)
 
 
 def refuse_unread(settings: Parallel) -> None:
@@ -162,7 +162,7 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
         job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment["SLURM_STEP_ID"])
     except (KeyError, ValueError) as error:
         raise Refusal.at(
-            "SLURM", f"its variables are not those of an srun step: {error}", "start with srun, or with torchrun"
+            "SLURM", f"its variables do not describe an srun step: {error}", "start with srun, or with torchrun"
         ) from error
     environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"] = rank, local_rank, tasks
     tasks_per_node = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))

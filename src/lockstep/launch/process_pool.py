@@ -69,7 +69,7 @@ class SupervisedProcess:
                 stdout=subprocess.DEVNULL,
                 # In a new session the process does not receive the terminal's Ctrl-C.
                 start_new_session=True,
-                # The order of a set must be the same in every process.
+                # The hash seed is fixed, so that the order of sets is the same in every process.
                 env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
             )
         except BaseException:
@@ -341,7 +341,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
         return reply
 
     def _ready(self, index: int) -> str | None:
-        """Ensures a running process at this index; returns the reason if there is none."""
+        """Starts a process at this index if none is running; returns the reason if that fails, else None."""
         if self._closing.is_set():
             return "the pool is closed"
         worker = self._workers[index]

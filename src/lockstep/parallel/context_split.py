@@ -22,7 +22,7 @@ from lockstep.types import MicroBatch
 # scores the targets of its tokens. `together` all-gathers the scores, and all ranks compute the same loss. Each rank
 # backpropagates only through its tokens, so the sum over ranks counts every gradient once.
 
-# Token assignment and attention of each split.
+# The token assignment and the attention of each split, by name.
 PLACES = {"zigzag": zigzag, "gather": contiguous, "ulysses": contiguous}
 LAYOUTS: dict[str, type[RingLayout | GatheredLayout | UlyssesLayout]] = {
     "zigzag": RingLayout,

@@ -77,7 +77,7 @@ class _Block:
 
     def take(self, size: int) -> torch.Tensor:
         chunk = self._memory[self._used : self._used + size]
-        # Aligned for every dtype.
+        # The memory is aligned for every dtype.
         self._used = min(len(self._memory), -(-(self._used + size) // ALIGNED) * ALIGNED)
         return chunk
 
@@ -122,7 +122,7 @@ LEAST = 2**16
 
 
 class ActivationOffload:
-    """Activation offload for a model with these layers on `device`."""
+    """Offloads the activations of a model with these layers on `device`."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device):
         self.layers, self.device = len(layers), device

@@ -107,7 +107,7 @@ def gathered(root: nn.Module) -> Iterator[None]:
         for module in modules:
             module.reshard()
         for module in modules:
-            # The root keeps its parameters between forward and backward, as `fully_shard` sets it up.
+            # Restores the setting of `fully_shard`: only the root keeps its parameters between forward and backward.
             module.set_reshard_after_forward(module is not root, recurse=False)
 
 
@@ -190,7 +190,7 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class Grid(NamedTuple):
-    """`replicate` copies of a model, each in `shard` shards, each of which is split over `tensor` ranks."""
+    """The mesh sizes: `replicate` copies of a model, each in `shard` shards, each split over `tensor` ranks."""
 
     replicate: int
     shard: int
@@ -212,7 +212,7 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
         if shard * replicate != ranks:
             raise Refusal.at(
                 "parallel.shard",
-                f"{shard} x parallel.replicate={replicate} is {shard * replicate}, and there are {ranks} {groups}",
+                f"{shard} x parallel.replicate={replicate} is {shard * replicate}, but there are {ranks} {groups}",
                 "remove one of the two, which is then derived from the other, or start as many processes",
             )
         return Grid(replicate, shard, tensor)

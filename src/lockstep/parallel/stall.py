@@ -109,7 +109,7 @@ class Activity:
             with suppress(OSError, ValueError, IndexError):  # the process has ended
                 fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(folder.name))
-                # Includes its reaped children.
+                # The value includes reaped children.
                 ticks[int(folder.name)] = sum(map(int, fields[11:15]))
         tree = [self._number]
         for number in tree:

@@ -200,7 +200,7 @@ class Watch:
 
     def _listen(self) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
-        # `get` of a missing key would block.
+        # Only existing keys are read, because `get` of a missing key would block.
         present = others if self._store.check([str(r) for r in others]) else [r for r in others if self._has(r)]
         for rank, value in zip(present, self._store.multi_get([str(r) for r in present]), strict=True):
             raw, now, last = value.decode(), time.monotonic(), self._heard.get(rank)

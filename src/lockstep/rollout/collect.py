@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 # Prompts are divided over the ranks by expected response length. An idle rank takes prompts that another rank has not
-# started. Responses do not depend on the rank, because each has separate noise.
+# started. A response does not depend on the rank that generates it, because its noise depends only on the prompt.
 
 # Seconds between checks of the other ranks' shares; each check is a request to the distributed store.
 LOOK_SECONDS = 0.05
@@ -111,7 +111,7 @@ class ShareCounter(Protocol):
     """A counter, shared by all ranks, of the prompts of one rank's share that are started (`parallel/world.py`)."""
 
     def take(self, count: int) -> int:
-        """Adds `count`; returns the previous value."""
+        """Adds `count` to the counter; returns the previous value."""
         ...
 
 
@@ -171,7 +171,7 @@ class Shares:
 
 
 class Judge(Protocol):
-    """Scores responses asynchronously, such as `reward/scorer.py`."""
+    """Scores responses asynchronously; implemented by `reward/scorer.py`."""
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]: ...
 
@@ -290,7 +290,7 @@ class _OwnShare:
         return self.engine.generate(self._requests(self.shares.own()), sampling)
 
     def answered(self, index: int, sample: int) -> None:
-        """Marks a sample as finished and logs the oldest pending one as progress."""
+        """Marks a sample as finished and reports the oldest unfinished sample as progress."""
         del self._pending[index, sample]
         self._log_progress()
 

@@ -35,8 +35,8 @@ LONGEST = ORIGINAL_LENGTH + LIMIT
 
 
 def check_engine_architecture(config: Any, kernel: str, device: Device, torch_device: torch.device) -> None:
-    """Raises `Unfit` if the native engine generates differently from transformers. Needs no weights; the result is
-    cached."""
+    """Raises `Unfit` if the native engine does not generate the same as transformers. It needs no weights, and the
+    result is cached."""
 
     def attempt() -> None:
         try_engine(build_miniature(config, kernel, torch_device), device)

@@ -166,7 +166,7 @@ class Generator:
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Gathers the full weights on every rank, so that each can generate."""
-        # A sharded model must be called through its root once; the engines call submodules.
+        # A sharded model must be called through its root once before the engines can call its submodules.
         self._enter()
         with gathered(self.policy):
             yield

@@ -1,4 +1,4 @@
-"""Entry points of child processes: the rollout worker and inference servers. They import little."""
+"""Entry points of child processes (the rollout worker and inference servers), with few imports."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class _Turn:
 
 @dataclass
 class _Done:
-    """A function that has returned, or failed."""
+    """A message that a function has returned or failed."""
 
     response: _Response
     returned: Any = None
@@ -264,7 +264,7 @@ class FunctionEngine:
 
 
 def _stalled(running: Sequence[_Response], turns: Sequence[_Turn]) -> list[_Response]:
-    """Responses whose function neither waits for the policy nor has returned."""
+    """Returns the responses whose function neither waits for the policy nor has returned."""
     asking = {turn.response.order for turn in turns}
     return [response for response in running if response.order not in asking]
 

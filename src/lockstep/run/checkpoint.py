@@ -125,7 +125,7 @@ def unwritten_checkpoint(target: Path, why: str) -> Refusal:
 
 
 def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
-    """Raises before anything is written if the disk is too full. `keys` is a remedy that saves space."""
+    """Raises `Refusal`, before anything is written, if the disk is too full. `keys` is a remedy that saves space."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed + SPARE_BYTES:

@@ -14,7 +14,7 @@ from lockstep.kernels.attention.varlen import varlen_attention
 
 
 class DividedLayout(ABC):
-    """Base class of context-parallel layouts (see `parallel/`): this rank's tokens of a packed row."""
+    """Base class of context-parallel layouts (see `parallel/`), in which this rank has some tokens of a packed row."""
 
     @abstractmethod
     def attend(
@@ -104,7 +104,7 @@ def _refuse_more(
     if unknown:
         raise BeyondCausal(f"{name} passes unsupported arguments to its attention: {', '.join(unknown)}")
     if not hasattr(module, WINDOW):
-        raise BeyondCausal(f"{name} was not called when the model's masks were read")
+        raise BeyondCausal(f"{name} was not called in the probe pass that reads the model's masks")
 
 
 def register_attention() -> None:

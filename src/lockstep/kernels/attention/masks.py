@@ -1,8 +1,8 @@
 """Reads the attention window of each layer from the model's masks: causal, or causal within a window.
 
 In transformers a window may be passed to attention as a keyword, as a mask, or as both. lockstep builds no masks.
-Instead, a probe pass at load sets the window on each attention module. Other masks than causal and sliding-window ones
-are rejected.
+Instead, a probe pass at load sets the window on each attention module. Only causal and sliding-window masks are
+accepted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PROBE = "lockstep_probe"
 # Attributes set on an attention module: its window (None: all earlier tokens), and the shape of its keys and values
 # (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
-# Number of query heads, and the soft cap of its scores or None.
+# Further attributes: the number of query heads, and the soft cap of the scores or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
 # A token position far from the start, at which every limited window can be detected.
 FAR = 10_000_019
 
 
 class BeyondCausal(NotImplementedError):
-    """The attention is neither causal nor causal within a window."""
+    """Raised if attention is neither causal nor causal within a window."""
 
 
 @dataclass(frozen=True)

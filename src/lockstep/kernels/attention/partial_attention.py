@@ -57,7 +57,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class PartialKernel(NamedTuple):
-    """`forward(q, k, v, sections, scale, window) -> out_THE, lse_HT` and
+    """A kernel for partial attention: `forward(q, k, v, sections, scale, window) -> out_THE, lse_HT` and
     `backward(dout, q, k, v, out, lse, sections, scale, window) -> dq, dk, dv`, with the merged `out` and `lse`."""
 
     forward: Callable[..., Tensors]

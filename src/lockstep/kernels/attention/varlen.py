@@ -144,7 +144,7 @@ def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Gather rows by index, with a gather as backward.
+    """Gathers rows by index; the backward is a gather too.
 
     Every token has exactly one slot, and the output of padding slots is never read. So the gradient is the inverse
     gather (zeros where the inverse points at padding) and needs no scatter-add.
@@ -167,7 +167,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Gather rows by index where rows repeat (shared prefixes); the backward adds up their gradients.
+    """Gathers rows by index, where rows may repeat (shared prefixes); the backward sums their gradients.
 
     `slots_E` are the slots that are not padding, `packed_index_E` the source row of each.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Limits: prompt tokens per prefill pass, and the longest cacheable sequence.
+# Limits of prompt tokens per prefill pass and of the length of a cached sequence.
 
 
 def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "rollout.max_tokens") -> None:
@@ -101,7 +101,7 @@ class NativeEngine(SharedWeights):
         self.pause: Callable[[], bool] = lambda: False
         """Called between rounds. If it returns True, `generate` yields the unfinished sequences and ends."""
         self.further: Further | None = None
-        """A source of more requests, used between rounds while rows are free. They are numbered after the others."""
+        """A source of more requests, used between rounds while rows are free. They get the next request numbers."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
@@ -157,7 +157,8 @@ class NativeEngine(SharedWeights):
         ahead: Round | None = None
         while self._filled(scheduler, sampling):
             if self.pause():
-                # Tokens that the device sampled ahead are sampled again: the noise depends on the position only.
+                # Tokens that the device sampled ahead are sampled again with the same result, because the noise depends
+                # only on the position.
                 yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
                 return
             now = ahead or self._next(scheduler, runner)

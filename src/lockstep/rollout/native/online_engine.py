@@ -66,7 +66,7 @@ class LiveEngine:
 
     @property
     def free(self) -> int:
-        """Free blocks of the cache."""
+        """The number of free blocks of the KV cache."""
         return self.scheduler.pool.free
 
     def add(
@@ -241,7 +241,7 @@ def blocks_for(engine: NativeEngine, longest: int) -> int:
             "--max-length",
             f"a sequence of {longest} tokens needs {least * size / 1e9:.3g} GB of key/value cache; "
             f"{room / 1e9:.3g} GB are available",
-            "lower it, or raise --cache-gb",
+            "lower the sequence length, or raise --cache-gb",
         )
     return blocks
 

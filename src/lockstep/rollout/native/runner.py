@@ -1,4 +1,4 @@
-"""Forward passes of the engine: the policy modules on packed tokens with a paged KV cache, eager or as CUDA graphs."""
+"""Runs the engine's forward passes: policy modules on packed tokens with a paged KV cache, eager or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Runner:
         """Captures the graph for `width` rows. Returns False if the model cannot be captured, for example because an
         operator synchronizes with the host."""
         state = batch.state.first(width)
-        # Use idle rows: the warm-up passes sample tokens and write to the cache.
+        # Idle rows are used, because the warm-up passes sample tokens and write to the cache.
         kept = state.clone()
         state.copy_(batch.idle(width))
         others = next(iter(self._graphs.values()), None)
@@ -226,7 +226,7 @@ class Runner:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            warnings.warn(f"decoding runs without captured graphs and is slower: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"decoding runs without CUDA graphs, which is slower: {first_line(error)}", stacklevel=2)
             return False
         state.copy_(kept)
         return True

@@ -1,4 +1,4 @@
-"""Samples the next token from logits on the device, with its log-prob."""
+"""Samples the next token from logits on the device, and computes its log-prob."""
 
 from __future__ import annotations
 

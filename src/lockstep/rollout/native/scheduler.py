@@ -19,7 +19,7 @@ class CachedSpan:
 
 @dataclass(eq=False)
 class SharedPrompt(CachedSpan):
-    """A prompt without its last token: prefilled once, shared by all samples of the prompt."""
+    """A prompt without its last token, which is prefilled once and shared by all samples of the prompt."""
 
     waiting: int = 0
     running: int = 0
@@ -31,7 +31,7 @@ class SharedPrompt(CachedSpan):
 
 @dataclass(eq=False)
 class SequenceState(CachedSpan):
-    """One sample in generation. Its last token is the input of the next pass, so it is not cached yet."""
+    """A sample that is being generated. Its last token is the input of the next pass, so it is not cached yet."""
 
     request: int = 0
     number: int = 0
@@ -84,10 +84,10 @@ class BlockPool:
 # Continuous batching over a cache of limited size.
 #
 # A prompt prefix (all but the last token) is prefilled once, in chunks under a token budget. Its sequences join the
-# running batch as rows become free, first come first served; each starts with the last prompt token. If a round decodes
-# several tokens per sequence, free rows are filled first: small and large batches take about the same time. When blocks
-# run out, later sequences give way: first unused prefixes are evicted, then the youngest running sequence is preempted
-# and recomputed later. The oldest sequence always progresses, so every request finishes.
+# running batch in order of arrival, as rows become free; each starts with the last prompt token. If a round decodes
+# several tokens per sequence, free rows are filled first, because small and large batches take about the same time.
+# When blocks run out, unused prefixes are evicted first; then the youngest running sequence is preempted and recomputed
+# later. The oldest sequence always makes progress, so every request finishes.
 
 
 @dataclass
@@ -292,7 +292,7 @@ class Scheduler:
             pass
         return self.pool.free >= blocks + len(self.running)
 
-    # -- room in the cache
+    # -- space in the KV cache
 
     def _stop_after(self, sequence: SequenceState, tokens: int) -> int:
         """Returns the number of cached tokens after a round of `tokens` passes; the last new token is not cached

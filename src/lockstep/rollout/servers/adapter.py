@@ -74,7 +74,7 @@ def refuse_other_prompt(wanted: WantedSample, answered: object) -> None:
 
 
 def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Answer:
-    """Validates an answer against its request; raises `ServerFailed` if it cannot belong to it."""
+    """Validates an answer; raises `ServerFailed` if it cannot be an answer to the request `wanted`."""
     ids, logprobs, stops = answer.ids, answer.logprobs, wanted.sampling.stop_ids
     if answer.ended == "aborted":
         return answer  # an aborted answer is dropped and requested again
@@ -162,7 +162,7 @@ class ServerStart:
     python: str
     model: str
     dtype: str
-    """fp32, bf16 or fp16."""
+    """Precision of the weights: fp32, bf16 or fp16."""
     host: str
     port: int
     tensor_parallel: int

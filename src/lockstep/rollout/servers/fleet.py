@@ -32,7 +32,7 @@ class Server:
     asleep: bool = False
     busy: int = 0
     why: str = ""
-    """Why it is not up."""
+    """Why the server is not up."""
     since: float = 0.0
     """Time at which the server was lost or started."""
     starts: int = 0
@@ -61,7 +61,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Back:
-    """A lost or restarted server responds."""
+    """Reports that a lost or restarted server responds."""
 
     server: Server
 

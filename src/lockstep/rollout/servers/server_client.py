@@ -174,7 +174,7 @@ class HealthCheck:
     gone_statuses: tuple[int, ...] = ()
     """HTTP statuses of `/health` that mean a dead engine, or a dead server behind a proxy."""
     ended: Callable[[], str | None] = lambda: None
-    """Returns how the process ended, for a server that lockstep started; None while it runs."""
+    """A function that returns how the process of a server that lockstep started has ended; None while it runs."""
     why: str = ""
     """Why the last check failed; empty if it succeeded."""
     _since: float = 0.0
@@ -220,7 +220,7 @@ class HealthCheck:
 
 
 class ClientThread:
-    """The thread with the event loop of all requests of a run."""
+    """A thread whose event loop sends all requests of a run."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -327,7 +327,7 @@ class ClientThread:
 
 @dataclass(frozen=True)
 class ServerClient:
-    """Requests to one server; `seconds` is `rollout.server.request_timeout`, the limit of slow requests."""
+    """Sends requests to one server; `seconds` is `rollout.server.request_timeout`, the limit of slow requests."""
 
     thread: ClientThread
     address: str

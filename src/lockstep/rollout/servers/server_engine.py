@@ -31,7 +31,8 @@ _SEED_BITS = 2**63 - 1
 
 
 class ServerEngine:
-    """Rank 0 starts the servers and sends them weights; every rank sends requests. Use it from one thread."""
+    """An engine that generates on servers. Rank 0 starts the servers and sends them weights; every rank sends requests.
+    Use it from one thread."""
 
     instead = "use rollout.engine=native, which generates with the trained modules"
 

@@ -297,11 +297,11 @@ class Sglang:
         if not info.get("enable_deterministic_inference"):
             wrong.append("seeds have no effect on it: start it with --enable-deterministic-inference")
         if info.get("quantization") is not None:
-            wrong.append(f"its weights are quantized ({info['quantization']}): start it without")
+            wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
         if info.get("speculative_algorithm") is not None:
-            wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without")
+            wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without one")
         if needs.lora_rank is not None and not info.get("enable_lora"):
-            wrong.append(f"it takes no adapters, and the run's has rank {needs.lora_rank}")
+            wrong.append(f"it does not accept LoRA adapters, but the run has one of rank {needs.lora_rank}")
         if needs.sleep and (kept := _keeps_memory(info, discard_weights=needs.lora_rank is None)):
             wrong.append(kept)
         dtype, longest = info.get("dtype"), info.get("context_length")

@@ -236,13 +236,13 @@ class Vllm:
         if info["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"--logprobs-mode is {info['logprobs_mode']}: set processed_logprobs")
         if info["quantization"] is not None:
-            wrong.append(f"its weights are quantized ({info['quantization']}): start it without")
+            wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
         if needs.sleep and not info["sleep"] and info["device"] != "cpu":
             # /sleep succeeds even without the flag.
             wrong.append("it cannot release memory (rollout.sleep): start it with --enable-sleep-mode")
         if needs.lora_rank is not None and (info["lora_rank"] or 0) < needs.lora_rank:
-            takes = f"adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no adapters"
-            wrong.append(f"it takes {takes}, and the run's has rank {needs.lora_rank}")
+            takes = f"LoRA adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no LoRA adapters"
+            wrong.append(f"it accepts {takes}, but the run has one of rank {needs.lora_rank}")
         return ServerMetadata(f"vllm {info['version']}", info["vocabulary"], info["longest"], info["dtype"], wrong)
 
 

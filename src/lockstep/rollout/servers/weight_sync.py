@@ -295,7 +295,7 @@ class WeightSync:
         for server in self.fleet.servers:
             link = self._links.pop(server.client.address, None)
             if link is not None:
-                # A server that lockstep started is killed next.
+                # A server that lockstep started is not notified, because it is killed next.
                 link.close(notify=server.process is None)
 
     def _push_refusal(self, server: Server, error: ServerFailed) -> Refusal:

@@ -265,7 +265,7 @@ def own_address(server: str) -> str:
             probe.connect(where)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ServerFailed(f"{server}: no route from it to this machine ({error}): {REMEDY}") from error
+        raise ServerFailed(f"{server}: the server cannot reach this machine ({error}): {REMEDY}") from error
 
 
 def by_collective(settings: RolloutSettings) -> bool:
@@ -285,7 +285,7 @@ def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
             KEY,
             f"{device.collective} cannot connect two processes on one {device.name} device; run and engine share "
             f"device {run_device}",
-            f"{REMEDY}, or name other devices by rollout.server.devices",
+            f"{REMEDY}, or choose other devices with rollout.server.devices",
         )
 
 
@@ -300,7 +300,7 @@ def first_visible(device: Device) -> int | None:
 
 
 class Unopened(ServerFailed):
-    """The server cannot map the run's memory, and its weights are unchanged."""
+    """Raised if the server cannot map the run's memory; its weights are then unchanged."""
 
 
 @dataclass

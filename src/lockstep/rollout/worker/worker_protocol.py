@@ -41,7 +41,7 @@ class WeightGroup:
         self._seconds = seconds
         self._joined: dist.ProcessGroup | None = None
         self.ended: Callable[[], bool] = lambda: False
-        """Returns whether the worker has ended; set by the run."""
+        """A function that returns whether the worker has ended; the run sets it."""
 
     @classmethod
     def opened(cls, backend: str, seconds: float) -> WeightGroup:
@@ -232,7 +232,7 @@ def refuse_other_weights(
     raise Refusal.at(
         "rollout.max_staleness",
         f"the rollout worker does not have the weights after {version} updates: its result of the weight check {why}",
-        "the last checkpoint is untouched; without the key, generation and training share one model",
+        "the last checkpoint is untouched; remove the key to generate with the trained model itself",
     )
 
 
@@ -250,8 +250,8 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Opening:
-    """The first message. `end_tokens` as in `Generator`; `device` is the worker's device index; both processes use the
-    same number of `threads`, so that sums have the same order."""
+    """The first message. `end_tokens` are those of `Generator`; `device` is the worker's device index. Both processes
+    use the same number of `threads`, so that sums have the same order."""
 
     recipe: Recipe
     end_tokens: Sequence[int]
@@ -272,8 +272,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class HandOver:
-    """Weights of `version` are in the shared memory or follow through the group. The requests of `ask` use these
-    weights or later ones."""
+    """Announces weights of `version`, which are in the shared memory or follow by broadcast. The requests of `ask` use
+    these weights or later ones."""
 
     version: int
     ask: Ask | None
@@ -297,7 +297,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Idle:
-    """All requests are finished."""
+    """Reports that all requests are finished."""
 
 
 @dataclass(frozen=True)

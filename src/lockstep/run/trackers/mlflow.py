@@ -56,7 +56,7 @@ class MlflowSink:
     def _uri(self) -> str:
         if uri := os.environ.get("MLFLOW_TRACKING_URI"):
             return uri
-        # The small mlflow package has no database, and mlflow 3 requires an explicit choice of files.
+        # The mlflow-skinny package has no database, and mlflow 3 uses files only if that is requested explicitly.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         store = (self._folder.path / "mlflow").resolve()
         self._console.say(

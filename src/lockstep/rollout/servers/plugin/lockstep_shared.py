@@ -36,7 +36,7 @@ def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype)
     """Copies tensors into one file that both sides map; returns their locations."""
     starts = [0]
     for tensor in tensors:
-        # Aligned for every dtype.
+        # Each tensor is aligned for every dtype.
         starts.append(starts[-1] + -(-tensor.numel() * dtype.itemsize // 64) * 64)
     mapped = torch.from_file(str(file), shared=True, size=max(starts[-1], 1), dtype=torch.uint8)
     for start, tensor in zip(starts, tensors, strict=False):
@@ -54,7 +54,7 @@ def opened(place: TensorPlace, dtype: torch.dtype, shape: Sequence[int]) -> torc
         return _part(mapped, place["start"], dtype, shape)
     rebuild, arguments = place["rebuild"], [_from_json(each) for each in place["said"]]
     if not (rebuild.startswith("rebuild_") and rebuild.endswith("_tensor") and hasattr(reductions, rebuild)):
-        raise ValueError(f"this torch ({torch.__version__}) has no {rebuild}")
+        raise ValueError(f"the server's torch ({torch.__version__}) has no function {rebuild}")
     arguments[_DEVICE] = _index_of(place["device"])
     tensor: torch.Tensor = getattr(reductions, rebuild)(*arguments)
     if (tensor.shape, tensor.dtype) != (torch.Size(shape), dtype):

@@ -127,7 +127,7 @@ class WeightExtension:
 
 
 def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    # Partly loaded weights must not keep the previous version.
+    # The version is reset first, so that partly loaded weights do not have the previous version.
     worker._lockstep_version = "incomplete"
     model = worker.model_runner.get_model()
     try:
