@@ -197,7 +197,7 @@ def returning(value: Any) -> Callable[..., Any]:
         (lambda ids: (ids + [50] * 30, [1] * len(ids) + [0] * 30), "over rollout.max_tokens=24"),
         (lambda ids: ([*ids[:1], 300], [1, 0]), "token id 300, but the model's vocabulary has 259"),
         (lambda ids: ([*ids[:1], -1], [1, 0]), "token id -1, but the model's vocabulary has 259"),
-        (lambda ids: ("text", [1] * 4), "returned ids that contain 't'"),
+        (lambda ids: ("text", [1] * 4), "returned ids with 't' among them"),
         (lambda ids: (3, [1]), "returned ids as a int, not a list"),
         (lambda ids: ([50, *ids], [1] * (len(ids) + 1)), "marks token 0 of the response as the policy's"),
         (lambda ids: ([50, *ids], [0] + [1] * len(ids)), "marks token 1 of the response as the policy's"),

@@ -54,7 +54,7 @@ class RingLayout(DividedLayout):
         """Returns the hop for the keys of rank `source`; None if no query sees them, as in sequences too short to fill
         all chunks."""
         rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
-        # Each pair says whether the first and the second chunk are used.
+        # Each pair has two flags: whether the first chunk is used, and whether the second is.
         query_chunks, key_chunks = (True, True), (True, True)
         if source < rank:
             key_chunks = (True, False)

@@ -306,7 +306,7 @@ def _whole_numbers(part: Any, name: str) -> list[int]:
         raise ValueError(f"returned {name} as a {type(part).__name__}, not a list") from None
     wrong = [number for number in numbers if not isinstance(number, int)]
     if wrong:
-        raise ValueError(f"returned {name} that contain {wrong[0]!r}, which is not an integer")
+        raise ValueError(f"returned {name} with {wrong[0]!r} among them, which is not an integer")
     return [int(number) for number in numbers]
 
 

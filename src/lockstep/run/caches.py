@@ -132,7 +132,7 @@ def make_room(new: MadeFolder) -> list[str]:
             left -= sizes[one.path]
             messages.append(f"removed the model folder of {made_of} (last used {day}) from the cache to free space")
     if left > bound:
-        messages.append(f"the model folders in {new.path.parent} take {gib(left)}, more than {BOUND}={bound / 2**30:g}")
+        messages.append(f"the model folders in {new.path.parent} use {gib(left)}, more than {BOUND}={bound / 2**30:g}")
     return messages
 
 

@@ -265,7 +265,7 @@ def read(path: Path) -> Checkpoint:
         version = values.get("version")
         if version not in (VERSION, SHARDED_VERSION):
             raise Refusal.at(
-                str(path), f"was written in format {version}, this version reads {VERSION} and {SHARDED_VERSION}"
+                str(path), f"was written in format {version}, but this version reads {VERSION} and {SHARDED_VERSION}"
             )
         _refuse_paths(values.get("files", {}), path / STATE)
         stored = _shards(path) if version == SHARDED_VERSION else _files(path)
@@ -309,7 +309,8 @@ def _measured(path: Path, measure: Measure) -> float | None:
 
 
 def _current(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts a state.json of an earlier version: old names of recipe keys, and `val_loss` as the only metric."""
+    """Converts a state.json of an earlier version: renames recipe keys, and converts `val_loss`, once the only
+    metric."""
     if "recipe" in values:
         values = {**values, "recipe": stored_recipe(values["recipe"])}
     if "val_loss" not in values:

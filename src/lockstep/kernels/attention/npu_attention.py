@@ -17,7 +17,7 @@ from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 # Limits of the operators are in `npu_limits.py`, plain-torch references in `varlen.py`, `paged.py` and `partial.py`.
 # Contract-tested on an emulated CANN, not yet run on Ascend hardware.
 
-# The operator takes this top-left corner instead of a causal mask of any size; True means masked out.
+# The operator takes this fixed-size causal mask for sequences of any length; True means masked out.
 CORNER = 2048
 NO_MASK, RIGHT_DOWN_CAUSAL, BAND = 0, 3, 4
 UNBOUNDED = 2**31 - 1

@@ -275,7 +275,7 @@ def by_collective(settings: RolloutSettings) -> bool:
 
 def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
     """Raises `Refusal` for a server on rank 0's device if the backend cannot connect two processes on one device. With
-    `rollout.url` this cannot be checked before; the broadcast itself fails."""
+    `rollout.url` this cannot be checked in advance; then the broadcast itself fails."""
     if not by_collective(settings) or settings.url is not None or device.meets_itself:
         return
     run_device = first_visible(device)

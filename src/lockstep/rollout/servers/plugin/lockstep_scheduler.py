@@ -16,7 +16,7 @@ import numpy as np
 SAMPLE = "lockstep-sample-"
 """Prefix of the request ids whose output is buffered."""
 LOGPROBS = "lockstep_logprobs"
-"""Key under which their log-probs are sent, as little-endian float64."""
+"""Key under which the log-probs of such requests are sent, as little-endian float64."""
 
 
 def scheduler(vllm_config: Any, **given: Any) -> Any:
