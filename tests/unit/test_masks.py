@@ -99,7 +99,7 @@ def test_a_model_with_a_window_on_its_last_head_is_refused(
     monkeypatch.setattr(
         modeling_llama, "create_causal_mask", lambda **how: right(**how, and_mask_function=of_head(3, 6))
     )
-    with pytest.raises(Refusal, match=r"LlamaForCausalLM: its heads see different tokens \(head 3 others"):
+    with pytest.raises(Refusal, match=r"LlamaForCausalLM: its heads see different tokens \(head 3 and head 0"):
         load(folder)
 
 

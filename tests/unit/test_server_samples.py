@@ -247,7 +247,7 @@ def test_log_probs_of_other_tokens_are_no_answer() -> None:
     steps = [[output(f"{SAMPLE}1", 1, -0.25)], [output(f"{SAMPLE}1", 2, -0.25, "length", scored=5)]]
     scheduler = Scheduler(steps, {f"{SAMPLE}1": None})
     scheduler.update_from_output()
-    with pytest.raises(RuntimeError, match="log-probs of other tokens"):
+    with pytest.raises(RuntimeError, match="log-probs of tokens that were not sampled"):
         scheduler.update_from_output()
 
 

@@ -334,7 +334,7 @@ def test_an_engine_that_no_device_here_can_have_is_refused_with_what_to_take_ins
     place = RunPlace(World(), str(folder), folder)
     with pytest.raises(Refusal, match="has no package sglang") as refusal:
         ServerEngine(Sglang(), policy, Cpu(), settings, load_tokenizer(str(folder)), place)
-    assert "no build for CPUs" in str(refusal.value)
+    assert "no package for CPUs" in str(refusal.value)
 
 
 # Weights.
