@@ -23,10 +23,10 @@ def divisor_of_micro_batch(scene: Scene) -> None:
 
 def policy_loss(**keys: float) -> Inject:
     def inject(scene: Scene) -> None:
-        def loss_of(original: Any, algorithm: Any) -> Any:
+        def make_policy_loss(original: Any, algorithm: Any) -> Any:
             return original(algorithm.model_copy(update=keys))
 
-        patched(scene, "lockstep.train.update", "loss_of", loss_of)
+        patched(scene, "lockstep.train.update", "make_policy_loss", make_policy_loss)
 
     return inject
 
@@ -84,8 +84,8 @@ def lost_token(scene: Scene) -> None:
 
 def put_gradient(optimizer: Any, name: str, gradient: torch.Tensor) -> None:
     """In the place of the one that the next step would take, wherever the optimizer has it."""
-    if name in optimizer._held:
-        optimizer._held[name] = gradient
+    if name in optimizer._grads:
+        optimizer._grads[name] = gradient
     else:
         optimizer.trained[name].grad = gradient
 

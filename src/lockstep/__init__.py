@@ -4,7 +4,7 @@
     lockstep.train("recipe.yaml", run={"steps": 5}) a complete run
     lockstep.compare("runs/a", "runs/b")            do two runs train alike?
 
-The import is cheap: it does not import torch. Each name is loaded on first use.
+Importing lockstep is fast, because it does not import torch. Each name is loaded on first use.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_the_live_engine_answers_as_the_batch_engine(tiny_folder: Path, tmp_path
     assert made[2] == alone[2][: len(made[2])]
     assert made[:2] + made[3:] == alone[:2] + alone[3:]
     assert live.free == before
-    assert mixed or any(runner._graphs for runner in live._recorded.values())
+    assert mixed or any(runner._graphs for runner in live._captured.values())
     # A request for log-probabilities among them changes nothing for the others.
     short = replace(GREEDY, max_tokens=20)
     asked = [sample for n in range(3) for sample in live.add(prompts[n], 1, short, key=1, likeliest=None if n else 3)]

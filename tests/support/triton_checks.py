@@ -239,7 +239,7 @@ def models(device: str) -> None:
             assert any(line.startswith(f"{norms} x {name}RMSNorm") for line in lines), lines
             assert any(line.startswith(f"{feeds} x {name}MLP") for line in lines), lines
         assert not replaced(plain)
-        ids = torch.randint(100, (2, 9), device=device)
+        ids = torch.randint(100, (2, 4 if device == "cpu" else 9), device=device)  # the interpreter is slow
         ours, theirs = model(ids).logits, plain(ids).logits
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
         ours.square().mean().backward()

@@ -39,7 +39,7 @@ from lockstep.run import checkpoint as checkpoints
 from lockstep.serve.viewer_log import Missing
 from lockstep.serve.viewer_runs import loaded
 from lockstep.tape.tape_format import TapeFolder
-from lockstep.train.logprob_cache import Shape, _is_whole
+from lockstep.train.logprob_cache import Shape, _is_complete
 from lockstep.types import Origin
 
 
@@ -336,7 +336,7 @@ def test_caches_take_nothing_that_runs(tmp_path: Path) -> None:
     for kind, content in payloads(marker).items():
         marker.unlink(missing_ok=True)
         (tmp_path / "logprobs.npy").write_bytes(content)
-        assert not _is_whole(tmp_path, {"logprobs": Shape("float32")}, 1), kind
+        assert not _is_complete(tmp_path, {"logprobs": Shape("float32")}, 1), kind
         assert kept(tmp_path / "logprobs.npy", "key") is None
         assert not marker.exists(), kind
 

@@ -165,10 +165,9 @@ def test_a_rejected_request_need_not_send_its_body(server: tuple[Handlers, int])
 def test_the_connection_is_closed_after_a_framing_error(headers: tuple[str, ...], status: int) -> None:
     """Otherwise the rest of the bad request could be read as the next one."""
     with served(ServeLimits(idle_seconds=20)) as (_, port):
-        start = time.monotonic()
         reply = reply_to(port, request("POST /echo HTTP/1.1", *headers, close=False))
         assert status_of(reply) == status
-        assert time.monotonic() - start < 10
+        assert b"connection: close" in reply.lower()
 
 
 def test_unknown_paths_and_methods(server: tuple[Handlers, int]) -> None:

@@ -241,7 +241,7 @@ def logits(folder: Path, examples: Sequence[Example]) -> list[torch.Tensor]:
 
 def stored(recipe: Any, tmp_path: Path) -> tuple[Path, list[Example]]:
     train_offline(recipe, Console.silent())
-    prepared = offline.prepare(recipe, explain("cpu")[0], 1, Console.silent())
+    prepared = offline.prepare_offline(recipe, explain("cpu")[0], 1, Console.silent())
     assert prepared.val is not None
     (folder,) = (tmp_path / "runs" / "tables").iterdir()
     return folder, [*prepared.train.examples, *prepared.val.examples]

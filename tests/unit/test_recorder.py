@@ -250,7 +250,7 @@ def test_replay_refuses_another_model(model: str, tape: Path, tmp_path: Path) ->
     other = AutoModelForCausalLM.from_pretrained(model)
     other_weights(other)
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(Refusal, match=r"--model: its .*up_proj\.weight .*update 1"):
+    with pytest.raises(Refusal, match=r"--model \[other-weights\]: .*up_proj\.weight .*update 1"):
         replay_recording(tmp_path / "tape", str(tmp_path / "other"), ["device=cpu"])
     with pytest.raises(Refusal, match="is not a model folder"):
         replay_recording(tape, str(tmp_path / "nothing"), ["device=cpu"])

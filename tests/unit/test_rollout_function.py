@@ -214,7 +214,7 @@ def test_what_a_function_returns_is_held_to_what_was_drawn(
     with pytest.raises(Refusal, match=said) as caught:
         run(by(function, engine, tolerant=False), requests[1:2], SAMPLING)
     (problem,) = caught.value.problems
-    assert problem.where == f"rollout.function {__file__}:mine"
+    assert (problem.where, problem.code) == (f"rollout.function {__file__}:mine", "invalid-return")
     assert "rows.jsonl row 1" in problem.why
     assert "return (ids, trained)" in problem.remedy
 

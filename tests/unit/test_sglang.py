@@ -509,7 +509,7 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
         (
             ("--enable-memory-saver", "--enable-lora"),
             4,
-            "its weights would be lost: start it with --enable-weights-cpu",
+            "start it with --enable-weights-cpu",
         ),
     ],
 )

@@ -229,7 +229,9 @@ def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     So a reward of small spread counts as much as one of large spread. KL in the reward is not included.
     """
     if not signals.rewards:
-        raise Refusal.at("algorithm.advantage", "gdpo needs the separate rewards, and the step has none")
+        raise Refusal.at(
+            "algorithm.advantage", "gdpo needs the separate rewards, and the step has none", code="missing-input"
+        )
     groups = _Groups(signals)
     total_P = torch.zeros_like(groups.scores_P)
     for weight, scores_S in signals.rewards:
@@ -373,5 +375,7 @@ def _estimate(
 
 def _needed(values: torch.Tensor | None, estimator: str, what: str) -> torch.Tensor:
     if values is None:
-        raise Refusal.at("algorithm.advantage", f"{estimator} needs {what}, and the step has none")
+        raise Refusal.at(
+            "algorithm.advantage", f"{estimator} needs {what}, and the step has none", code="missing-input"
+        )
     return values

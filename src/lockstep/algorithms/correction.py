@@ -73,7 +73,12 @@ def correct(
     counts in them with weight `zero`.
     """
     if rejected not in ("left_out", "zero"):
-        raise Refusal.at("algorithm.rollout_correction.rejected", f"{rejected!r} is not known", "left_out or zero")
+        raise Refusal.at(
+            "algorithm.rollout_correction.rejected",
+            f"{rejected!r} is not known",
+            "left_out or zero",
+            code="unknown-name",
+        )
     log_ratio_K = _log_ratio(trainer_K, rollout_logprobs_K, reduce)
     is_weights_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     most = math.inf if cap is None or weight == "none" else cap
@@ -117,6 +122,7 @@ def _log_ratio(trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce
             "rollout log-probabilities",
             f"{unknown:,} of {tokens:,} tokens have none that can be compared with the trainer's",
             "check that the engine returns the log-probability of every token it drew",
+            code="missing-logprobs",
         )
     return difference_K.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -181,7 +187,12 @@ def _statistic(
         return p_K * (p_K / q_K).log() + (1 - p_K) * ((1 - p_K) / (1 - q_K)).log()
     if by == "tv":
         return (p_K - q_K).abs()
-    raise Refusal.at("algorithm.rollout_correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...")
+    raise Refusal.at(
+        "algorithm.rollout_correction.reject",
+        f"the statistic {by!r} is not known",
+        "ratio, k2, k3, ...",
+        code="unknown-name",
+    )
 
 
 def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -194,7 +205,9 @@ def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequen
             0, sequence_K, statistic_K, "amax", include_self=False
         )
         return largest_S[sequence_K]
-    raise Refusal.at("algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max")
+    raise Refusal.at(
+        "algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max", code="unknown-name"
+    )
 
 
 def _disagreement(log_ratio_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
@@ -222,4 +235,4 @@ def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences:
 
 
 def _unknown(key: str, name: str) -> Refusal:
-    return Refusal.at(key, f"{name!r} is not known", f"one of {', '.join(CHOICES)}")
+    return Refusal.at(key, f"{name!r} is not known", f"one of {', '.join(CHOICES)}", code="unknown-name")

@@ -177,7 +177,7 @@ def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
         totals_S = sum_by(torch.where(tokens.counted_K, d_K, 0.0), tokens.sequence_K, count)
         d_K = totals_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[tokens.sequence_K]
     elif of != "token":
-        raise Refusal.at("algorithm.ratio_of", f"{of!r} is not known", "token or sequence")
+        raise Refusal.at("algorithm.ratio_of", f"{of!r} is not known", "token or sequence", code="unknown-name")
     ratio_K = d_K.exp()
     loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
     return _sums(tokens, loss_K, pg_clipfrac=ratio_K > cap)
@@ -257,7 +257,7 @@ def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
 
 def _selected(tokens: PolicyTokens) -> torch.Tensor:
     if tokens.selected_K is None:
-        raise Refusal.at("algorithm.loss", "a covariance loss needs selected tokens, and the update has none")
+        raise Refusal.at("algorithm.loss", "a covariance loss needs selected tokens", code="missing-input")
     return tokens.selected_K > 0
 
 

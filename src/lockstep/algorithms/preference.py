@@ -281,7 +281,9 @@ def preference_loss(
     chosen_P, rejected_P = _scores(pairs, kind, average, divergence, alpha)
     if kind in RANKED:
         if partners is None:
-            raise Refusal.at("preference.loss", f"{kind} sorts the pairs of an update, and got no order")
+            raise Refusal.at(
+                "preference.loss", f"{kind} sorts the pairs of an update, and got no order", code="missing-input"
+            )
         loss_P = RANKED[kind](chosen_P, rejected_P, partners, **settings)
     else:
         loss_P = LOSSES[kind](chosen_P, rejected_P, **settings)
@@ -317,24 +319,37 @@ def _settings(
 ) -> dict[str, float]:
     """The settings of the loss. Settings that the loss does not use are an error."""
     if kind not in LOSSES and kind not in RANKED:
-        raise Refusal.at("preference.loss", f"{kind!r} is not known", f"one of {', '.join([*LOSSES, *RANKED])}")
+        raise Refusal.at(
+            "preference.loss", f"{kind!r} is not known", f"one of {', '.join([*LOSSES, *RANKED])}", code="unknown-name"
+        )
     settings = {"beta": beta}
     if kind in SMOOTHED:
         settings["label_smoothing"] = label_smoothing
     elif label_smoothing:
         remedy = f"set it to 0, or choose one of {', '.join(SMOOTHED)}"
-        raise Refusal.at("preference.label_smoothing", f"the loss {kind} has no label smoothing", remedy)
+        raise Refusal.at(
+            "preference.label_smoothing", f"the loss {kind} has no label smoothing", remedy, code="unused-key"
+        )
     if kind == "exo_pair" and not label_smoothing:
-        raise Refusal.at("preference.label_smoothing", "exo_pair takes its logarithm", "set it, for example to 0.001")
+        raise Refusal.at(
+            "preference.label_smoothing",
+            "exo_pair takes its logarithm",
+            "set it, for example to 0.001",
+            code="out-of-range",
+        )
     if kind == "simpo":
         settings["gamma"] = gamma
     elif gamma:
-        raise Refusal.at("preference.gamma", f"the loss {kind} has no margin", "set it to 0, or choose simpo")
+        raise Refusal.at(
+            "preference.gamma", f"the loss {kind} has no margin", "set it to 0, or choose simpo", code="unused-key"
+        )
     if kind == "discopop":
         settings["discopop_tau"] = discopop_tau
     if divergence != "reverse_kl" and kind not in DIVERGENT:
         remedy = f"set it to reverse_kl, or choose one of {', '.join(DIVERGENT)}"
-        raise Refusal.at("preference.divergence", f"the loss {kind} is made for the reverse KL", remedy)
+        raise Refusal.at(
+            "preference.divergence", f"the loss {kind} is made for the reverse KL", remedy, code="unused-key"
+        )
     return settings
 
 
@@ -343,7 +358,9 @@ def _scores(pairs: Pairs, kind: str, average: bool, divergence: str, alpha: floa
     if kind not in REFERENCE_FREE:
         if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
             remedy = f"choose one of {', '.join(REFERENCE_FREE)}, or give the reference's log-probabilities"
-            raise Refusal.at("preference.loss", f"{kind} compares with a reference, and there is none", remedy)
+            raise Refusal.at(
+                "preference.loss", f"{kind} compares with a reference, and there is none", remedy, code="missing-input"
+            )
         ratios = (
             log_ratio(chosen_P, pairs.reference_chosen_P, LEAST_SUM),
             log_ratio(rejected_P, pairs.reference_rejected_P, LEAST_SUM),

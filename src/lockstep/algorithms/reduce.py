@@ -133,4 +133,6 @@ def aggregation_weights(
         return weights_K / lengths_S.clamp(min=1)[sequence_K], counted
     if kind == "seq_mean_token_sum_norm":
         return weights_K, counted * max_tokens
-    raise Refusal.at("algorithm.aggregation", f"{kind!r} is not known", f"one of {', '.join(AGGREGATIONS)}")
+    raise Refusal.at(
+        "algorithm.aggregation", f"{kind!r} is not known", f"one of {', '.join(AGGREGATIONS)}", code="unknown-name"
+    )

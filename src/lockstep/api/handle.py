@@ -117,6 +117,7 @@ class Handle:
                 "trained",
                 f"{len(trained)} entries for {len(ids)} tokens, or values other than 0 and 1",
                 "give one per token",
+                code="wrong-count",
             )
         return Datum((Example(list(ids), [int(one) for one in trained], Origin("tokens of an example", 0)),), columns)
 
@@ -133,7 +134,9 @@ class Handle:
             check_messages([*messages, {"role": "assistant", "content": "?"}], origin)
             ids = self._encoding.ids(render_prompt(self.tokenizer, messages, origin))
         if not ids:
-            raise Refusal.at("prompt", f"{prompt!r} has no tokens", "give a prompt that is not empty")
+            raise Refusal.at(
+                "prompt", f"{prompt!r} has no tokens", "give a prompt that is not empty", code="empty-prompt"
+            )
         return ids
 
     # Sampling and training ---------------------------------------------------------------------------------------
@@ -156,7 +159,9 @@ class Handle:
         Log-probabilities are those of the sampling distribution (greedy: of the unmodified model).
         """
         if n > 1 and not temperature:
-            raise Refusal.at("n", f"{n} greedy responses would be identical", "set a temperature")
+            raise Refusal.at(
+                "n", f"{n} greedy responses would be identical", "set a temperature", code="identical-samples"
+            )
         # Temperature 0 is valid here but not in a recipe.
         kinds = {"n": n, "max_tokens": max_tokens, "temperature": 1.0 if temperature == 0 else temperature}
         stops = [stop] if isinstance(stop, str) else list(stop)
@@ -238,6 +243,7 @@ class Handle:
                 "per",
                 f"this step has sums over {self._gathered.per}s, and loss {chosen.name} counts {chosen.per}s",
                 "set per= in both calls, or call optim_step between them",
+                code="mixed-units",
             )
         count = len(data) if chosen.per == "example" else sum(datum.targets for datum in data)
         totals: dict[str, float] = {"loss": 0.0}
@@ -258,10 +264,10 @@ class Handle:
     def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
         """One AdamW step with the accumulated gradients divided by the count; `lr` defaults to the handle's."""
         if not self._gathered.count:
-            raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first")
+            raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first", code="missing-input")
         rate = self.lr if lr is None else lr
         if not (math.isfinite(rate) and rate >= 0):
-            raise Refusal.at("lr", f"{rate} is not a valid learning rate", "give 0 or more")
+            raise Refusal.at("lr", f"{rate} is not a valid learning rate", "give 0 or more", code="out-of-range")
         try:
             metrics = self._learner.optim_step(rate, divisor=float(self._gathered.count))
         except BaseException:
@@ -281,12 +287,19 @@ class Handle:
     def save(self, folder: str | Path) -> Path:
         """Writes a checkpoint `folder/step_N` atomically. See `restore`."""
         if self._gathered.count:
-            raise Refusal.at("save", "accumulated gradients would not be saved", "call optim_step, or forget()")
+            raise Refusal.at(
+                "save",
+                "accumulated gradients would not be saved",
+                "call optim_step, or forget()",
+                code="unsaved-gradients",
+            )
         if not self.steps:
-            raise Refusal.at("save", "nothing was trained yet", "call optim_step, or export the model")
+            raise Refusal.at(
+                "save", "nothing was trained yet", "call optim_step, or export the model", code="nothing-trained"
+            )
         target = checkpoints.folder_of(Path(folder), self.steps)
         if target.exists():
-            raise Refusal.at(str(target), "already exists", "choose another folder")
+            raise Refusal.at(str(target), "already exists", "choose another folder", code="already-exists")
         scale = self._learner.scale
         state = checkpoints.State(
             step=self.steps,
@@ -316,7 +329,12 @@ class Handle:
         path = checkpoints.folder_of(Path(folder), steps[-1]) if steps else Path(folder)
         damage = checkpoints.damage_of(path)
         if damage is not None:
-            raise Refusal.at(str(path), f"is not a complete checkpoint: {damage}", "give a folder that save() wrote")
+            raise Refusal.at(
+                str(path),
+                f"is not a complete checkpoint: {damage}",
+                "give a folder that save() wrote",
+                code="damaged-checkpoint",
+            )
         found = checkpoints.read(path)
         saved, current = found.state.recipe["model"], self.settings.model_dump(mode="json")
         for key in ("dtype", "lora"):
@@ -325,6 +343,7 @@ class Handle:
                     str(path),
                     f"was saved with {key}={saved[key]!r}, and the handle has {current[key]!r}",
                     "load it with the same settings",
+                    code="changed-setting",
                 )
         restore_weights(self._policy.stored, found.weights, str(path))
         self._learner.optimizer.restore(found.optimizer)
@@ -370,12 +389,14 @@ class Handle:
                         str(datum.origin),
                         f"has {len(sequence)} tokens, more than the model's context of {self._context}",
                         "shorten it",
+                        code="over-context",
                     )
             if packed and row_size(datum, packed=True) > self._batch_tokens:
                 raise Refusal.at(
                     str(datum.origin),
                     f"has {row_size(datum, packed=True)} tokens, more than batch_tokens={self._batch_tokens}",
                     "give lockstep.load a larger batch_tokens",
+                    code="over-batch-tokens",
                 )
         pad = self.tokenizer.pad_token_id
         return arrange(
@@ -397,7 +418,12 @@ class Handle:
             with self._policy.without_adapter():
                 yield self._policy
         else:
-            raise Refusal.at("reference", "the handle has no reference", "use lockstep.load(..., reference=True)")
+            raise Refusal.at(
+                "reference",
+                "the handle has no reference",
+                "use lockstep.load(..., reference=True)",
+                code="missing-input",
+            )
 
     @property
     def _context(self) -> int | None:
@@ -408,7 +434,7 @@ class Handle:
         for position, token in enumerate(ids):
             if not 0 <= token < vocabulary:
                 why = f"token {token} at position {position} is not one of the model's {vocabulary:,} tokens"
-                raise Refusal.at(where, why, "encode it with this model's tokenizer")
+                raise Refusal.at(where, why, "encode it with this model's tokenizer", code="unknown-token")
 
     def _refuse_too_long(self, prompt_ids: Sequence[Sequence[int]], max_tokens: int) -> None:
         context = self._context
@@ -418,6 +444,7 @@ class Handle:
                     f"prompt {number}",
                     f"{len(ids)} tokens plus a response of {max_tokens} exceed the model's context of {context}",
                     "lower max_tokens, or shorten the prompt",
+                    code="over-context",
                 )
 
 

@@ -94,13 +94,19 @@ def as_data(examples: Sequence[Datum | Response]) -> list[Datum]:
                 f"example {number}",
                 f"is a {type(example).__name__}, not an example",
                 "use a response of sample(), or model.example(prompt, response), model.pair(...), model.tokens(...)",
+                code="wrong-type",
             )
         for sequence in example.sequences:
             if not sequence.targets:
-                raise Refusal.at(f"example {number} ({sequence.origin})", "has no trained token", "remove it")
+                raise Refusal.at(
+                    f"example {number} ({sequence.origin})",
+                    "has no trained token",
+                    "remove it",
+                    code="no-trained-token",
+                )
         data.append(example)
     if not data:
-        raise Refusal.at("examples", "must not be empty", "give at least one")
+        raise Refusal.at("examples", "must not be empty", "give at least one", code="empty-value")
     return data
 
 
@@ -126,6 +132,7 @@ def checked(section: type[SectionT], **arguments: Any) -> SectionT:
                     ".".join(map(str, error["loc"])),
                     f"{invalid_reason(error)} (given: {error['input']!r})",
                     "see docs/recipe.md",
+                    code="invalid-value",
                 )
                 for error in failure.errors()
             ]
@@ -157,6 +164,7 @@ class Chosen:
                 f"cannot be called for {datum.origin}, which has {len(logprobs)} sequence(s) and the columns "
                 f"{columns}: {error}",
                 "add the missing columns: example.having(name=value)",
+                code="missing-column",
             ) from error
         result = self.function(*logprobs, **datum.columns)
         sums = result if isinstance(result, Sums) else Sums(result)
@@ -167,7 +175,9 @@ class Chosen:
 def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str, Any]) -> Chosen:
     """The requested loss, ready to be called for each example."""
     if per is not None and per not in get_args(Per):
-        raise Refusal.at("per", f"{per!r} is not supported", f"use one of {', '.join(get_args(Per))}")
+        raise Refusal.at(
+            "per", f"{per!r} is not supported", f"use one of {', '.join(get_args(Per))}", code="unknown-name"
+        )
     if callable(loss):
         name = getattr(loss, "__name__", type(loss).__name__)
         if settings:
@@ -175,6 +185,7 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
                 f"loss {name}",
                 f"is your function, and {', '.join(settings)} are settings of built-in losses",
                 "bind them with functools.partial, or put them into the examples' columns",
+                code="unused-key",
             )
         return Chosen(loss, per or "example", name)
     if loss == "nll":
@@ -185,11 +196,23 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
     if loss in pair_losses.LOSSES:
         return Chosen(_of_pair(loss, settings), per or "example", loss)
     if loss in pair_losses.RANKED:
-        raise Refusal.at(f"loss {loss}", "sorts the pairs of an update", "use lockstep.train with preference.loss")
+        raise Refusal.at(
+            f"loss {loss}",
+            "sorts the pairs of an update",
+            "use lockstep.train with preference.loss",
+            code="unsupported-combination",
+        )
     if loss in LOSSES:  # it selects tokens over a full update, which a single call does not have
-        raise Refusal.at(f"loss {loss}", "selects tokens over a full update", "use lockstep.train with algorithm.loss")
+        raise Refusal.at(
+            f"loss {loss}",
+            "selects tokens over a full update",
+            "use lockstep.train with algorithm.loss",
+            code="unsupported-combination",
+        )
     names = ["nll", *(name for name, row in LOSSES.items() if row.selection_keys is None), *pair_losses.LOSSES]
-    raise Refusal.at(f"loss {loss!r}", "does not exist", f"give a function, or one of {', '.join(names)}")
+    raise Refusal.at(
+        f"loss {loss!r}", "does not exist", f"give a function, or one of {', '.join(names)}", code="unknown-name"
+    )
 
 
 def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
@@ -239,6 +262,7 @@ def _vector(value: Any, like: torch.Tensor, column: str, *, spread: bool = False
             if vector.shape != like.shape
             else "has non-finite numbers",
             f"give {what}one finite number for each trained token",
+            code="wrong-shape",
         )
     return vector
 
@@ -248,7 +272,10 @@ def _checked(kind: type[Section], values: Mapping[str, Any], section: str) -> An
         return kind(**values)
     except ValidationError as failure:
         raise Refusal(
-            [Problem(f"{section}.{'.'.join(map(str, e['loc']))}", invalid_reason(e)) for e in failure.errors()]
+            [
+                Problem(f"{section}.{'.'.join(map(str, e['loc']))}", invalid_reason(e), code="invalid-value")
+                for e in failure.errors()
+            ]
         ) from failure
 
 
@@ -257,7 +284,10 @@ def _refuse_unread(name: str, settings: Mapping[str, Any], read: Sequence[str]) 
     unread = [key for key in settings if key not in read]
     if unread:
         raise Refusal.at(
-            f"loss {name}", f"does not read {', '.join(unread)}", f"its settings: {', '.join(read) or 'none'}"
+            f"loss {name}",
+            f"does not read {', '.join(unread)}",
+            f"its settings: {', '.join(read) or 'none'}",
+            code="unused-key",
         )
 
 
@@ -271,7 +301,10 @@ def _refuse_no_number(loss: Any, name: str, datum: Datum) -> None:
         what = "returned a number that does not depend on the log-probabilities: nothing would be trained"
     if what is not None:
         raise Refusal.at(
-            f"loss {name}", f"{what}, for {datum.origin}", "return the sum over the example's tokens, a tensor"
+            f"loss {name}",
+            f"{what}, for {datum.origin}",
+            "return the sum over the example's tokens, a tensor",
+            code="invalid-return",
         )
 
 

@@ -71,7 +71,9 @@ def rows_recipe(folder: str, data: str, rows: RowSet, dtype: str, reference: str
     values |= {"model": {"path": folder, "dtype": dtype}, "data": {"train": data, "require_end": False}}
     recipe = Recipe.model_validate(values)
     if reference is not None and reference_kind(recipe) == "none":
-        raise Refusal.at("--reference", "applies only to the preference of a language model", "remove it")
+        raise Refusal.at(
+            "--reference", "applies only to the preference of a language model", "remove it", code="unused-key"
+        )
     return recipe
 
 
@@ -123,7 +125,9 @@ def score_rows(
 def _without_keys(refusal: Refusal) -> Refusal:
     """Replaces remedies that name recipe keys, because there is no recipe."""
     rename = "rename its columns: docs/data.md lists the detected names"
-    return Refusal([Problem(p.where, p.why, rename if "data." in p.remedy else p.remedy) for p in refusal.problems])
+    return Refusal(
+        [Problem(p.where, p.why, rename if "data." in p.remedy else p.remedy, code=p.code) for p in refusal.problems]
+    )
 
 
 def _load(recipe: Recipe, folder: str, device: Device, torch_device: torch.device) -> nn.Module:
@@ -168,7 +172,10 @@ def score_model(
         recipe = rows_recipe(folder, data, rowset, dtype, compared)
         if recipe is not None and (rules or reward):
             raise Refusal.at(
-                "--rule" if rules else "--reward", f"{data} has labeled rows, which need no rule or reward", "remove it"
+                "--rule" if rules else "--reward",
+                f"{data} has labeled rows, which need no rule or reward",
+                "remove it",
+                code="unused-key",
             )
         if recipe is not None:
             metrics = score_rows(
@@ -178,7 +185,7 @@ def score_model(
                 _show(model, data, metrics)
             return metrics
         if reference is not None:
-            raise Refusal.at("--reference", f"{data} has no pairs to compare", "remove it")
+            raise Refusal.at("--reference", f"{data} has no pairs to compare", "remove it", code="unused-key")
         required = REWARD_FIELDS if rules or reward is None else read_by_rewards(Reward(function=reward))
         questions = read_option_questions(rowset, rows, columns, required=required)
         named = _rules(rules, {question.data_source for question in questions}, judged=reward is not None)
@@ -206,12 +213,17 @@ def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str
         rule_named(rule, f"--rule {word}")
         if sign and source not in sources:
             raise Refusal.at(
-                f"--rule {word}", f"no row has data source {source!r}", f"data sources: {', '.join(sorted(sources))}"
+                f"--rule {word}",
+                f"no row has data source {source!r}",
+                f"data sources: {', '.join(sorted(sources))}",
+                code="unknown-source",
             )
         key = source if sign else ""
         if chosen.setdefault(key, rule) != rule:
             why = f"{chosen[key]} is already the rule {f'of {source!r}' if sign else 'of all sources'}"
-            raise Refusal.at(f"--rule {word}", why, "give one of them, or SOURCE=RULE for each source")
+            raise Refusal.at(
+                f"--rule {word}", why, "give one of them, or SOURCE=RULE for each source", code="conflicting-keys"
+            )
     general = chosen.pop("", None)
     named = {**(dict.fromkeys(sources, general) if general else {}), **chosen}
     if not judged:

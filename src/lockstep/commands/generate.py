@@ -81,24 +81,28 @@ class Conversation:
         """The reply to one user message; `hear` receives the streamed text."""
         if not self.tokenizer.chat_template:
             if self.opening:
-                raise Refusal.at("--system", "the model has no chat template", "remove it")
+                raise Refusal.at("--system", "the model has no chat template", "remove it", code="no-chat-template")
             return self.continue_text(prompt, hear)
         return self.reply([*self.opening, {"role": "user", "content": prompt}], hear)
 
     def reply(self, messages: list[Message], hear: Hear = silent) -> str:
         if not self.tokenizer.chat_template:
-            raise Refusal.at("--chat", "the model has no chat template", "give a prompt with --raw")
+            raise Refusal.at(
+                "--chat", "the model has no chat template", "give a prompt with --raw", code="no-chat-template"
+            )
         text = render_prompt(self.tokenizer, messages, _HERE)
         try:
             refuse_dropped_by_template(text, messages, (), _HERE)
         except Refusal as refusal:
-            raise Refusal.at("the prompt", refusal.problems[0].why, "put it into the user message") from refusal
+            raise Refusal.at(
+                "the prompt", refusal.problems[0].why, "put it into the user message", code=refusal.problems[0].code
+            ) from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)
 
     def continue_text(self, prompt: str, hear: Hear = silent) -> str:
         ids = self.tokenizer(prompt)["input_ids"]
         if not ids:
-            raise Refusal.at("prompt", "is empty")
+            raise Refusal.at("prompt", "is empty", code="empty-prompt")
         return self._generate(ids, hear)
 
     def _generate(self, ids: list[int], hear: Hear) -> str:
@@ -107,7 +111,7 @@ class Conversation:
             left = self.context - len(ids)
             if left < 1:
                 why = f"has {len(ids)} tokens, and the model's context is {self.context}"
-                raise Refusal.at("the prompt", why, "shorten it; in a chat, use /undo or /reset")
+                raise Refusal.at("the prompt", why, "shorten it; in a chat, use /undo or /reset", code="over-context")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
         # Each reply has a separate random stream.
         self.replies += 1

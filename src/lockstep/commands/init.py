@@ -80,7 +80,9 @@ def check_method(method: str) -> str:
     if method not in methods:
         near = get_close_matches(method, methods, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise Refusal.at("--method", f"no such method: {method}", f"{hint}methods: {', '.join(methods)}")
+        raise Refusal.at(
+            "--method", f"no such method: {method}", f"{hint}methods: {', '.join(methods)}", code="unknown-name"
+        )
     return method
 
 
@@ -99,7 +101,11 @@ def choose(
     if not sys.stdin.isatty():
         given = {"--method": method, "--model": model, "--data": train}
         refuse_all(
-            [Problem(name, "must be set if stdin is not a terminal") for name, value in given.items() if value is None]
+            [
+                Problem(name, "must be set if stdin is not a terminal", code="not-set")
+                for name, value in given.items()
+                if value is None
+            ]
         )
     if method is None:
         write("Which method? (any method of `lockstep recipes`)")
@@ -131,16 +137,18 @@ def rewarded(method: str) -> bool:
 
 def _refuse_existing(file: Path) -> None:
     if file.exists():
-        raise Refusal.at(file, "already exists", "give another file: lockstep init FILE.yaml")
+        raise Refusal.at(file, "already exists", "give another file: lockstep init FILE.yaml", code="already-exists")
 
 
 def write_recipe(file: Path, choices: Choices) -> list[str]:
     """Checks the recipe and writes it to a new file; returns lines with the next steps."""
     check_method(choices.method)
     if choices.teacher is None and needs_teacher(choices.method):
-        raise Refusal.at("--teacher", f"method {choices.method} needs a teacher", "give the folder of a model")
+        raise Refusal.at(
+            "--teacher", f"method {choices.method} needs a teacher", "give the folder of a model", code="not-set"
+        )
     if choices.reward is not None and not rewarded(choices.method):
-        raise Refusal.at("--reward", f"method {choices.method} uses no reward", "remove it")
+        raise Refusal.at("--reward", f"method {choices.method} uses no reward", "remove it", code="unused-key")
     keys = _keys(choices, _run_name(file))
     for name, value in map(override_of, choices.words):
         keys = _with(keys, Key(name, value))

@@ -95,7 +95,7 @@ def _refuse_other_kind(recipe: Recipe, path: str, rows: RowSet) -> None:
         others = [kind for kind in others if kind not in ONLINE] or others
         such = f"these rows fit --method {' or '.join(others)}; or " if others else ""
         remedy = f"{such}{problem.remedy}: lockstep init FILE ... KEY=COLUMN"
-        raise Refusal.at(problem.where, problem.why, remedy) from refusal
+        raise Refusal.at(problem.where, problem.why, remedy, code=problem.code) from refusal
 
 
 def _readable(kind: str, finder: ColumnFinder) -> bool:
@@ -200,6 +200,7 @@ def _rule_of(source: str, truths: list[str]) -> str:
         f"data_source {source!r}",
         f"has no rule, and its ground truths are not all numbers ({odd[:40]!r})",
         f"--reward FILE.py:NAME, or reward.rules='{{{source}: RULE}}', RULE being {', '.join(RULES)}",
+        code="no-rule",
     )
 
 
@@ -207,7 +208,12 @@ def _with_reward(refusal: Refusal) -> Refusal:
     option = "use your reward function: --reward FILE.py:NAME"
     return Refusal(
         [
-            Problem(one.where, one.why, f"{one.remedy}; or {option}" if "ground truth" in one.why else one.remedy)
+            Problem(
+                one.where,
+                one.why,
+                f"{one.remedy}; or {option}" if "ground truth" in one.why else one.remedy,
+                code=one.code,
+            )
             for one in refusal.problems
         ]
     )

@@ -19,10 +19,11 @@ from lockstep.doctor.machine_facts import installed_packages
 from lockstep.errors import Refusal
 from lockstep.preflight.async_worker import handed_lines, refuse_beside
 from lockstep.preflight.batch_plan import make_loader
+from lockstep.preflight.checks import refuse_full_disk
 from lockstep.preflight.cluster import OfflineSteps, OnlineSteps, StepSource, StepWork, TargetCluster, cluster_named
 from lockstep.preflight.cluster_plan import Outlook, fitting, refuse_over, refuse_uncounted
 from lockstep.preflight.memory_plan import MemoryPlan, Phase, refuse_misfit
-from lockstep.preflight.prepared import Prepared, PreparedOnline
+from lockstep.preflight.prepared import Prepared, PreparedOnline, problems_of, refuse_each_once
 from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.preflight.step_time import PhaseTime
 from lockstep.preflight.user_trials import try_rewards
@@ -254,6 +255,7 @@ def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
             "parallel.devices",
             f"is {devices}, and {cluster} has {cluster.devices} devices",
             f"plan with parallel.devices={cluster.devices}",
+            code="wrong-process-count",
         )
 
 
@@ -261,12 +263,15 @@ def _refuse_response_tokens(recipe: Recipe, response_tokens: int | None, online:
     if response_tokens is None:
         return
     if not online:
-        raise Refusal.at("--response-tokens", f"method {recipe.method} generates nothing", "remove it")
+        raise Refusal.at(
+            "--response-tokens", f"method {recipe.method} generates nothing", "remove it", code="unused-key"
+        )
     if response_tokens > recipe.rollout.max_tokens:
         raise Refusal.at(
             "--response-tokens",
             f"{response_tokens} exceeds rollout.max_tokens={recipe.rollout.max_tokens}",
             "give the expected mean length",
+            code="out-of-range",
         )
 
 
@@ -300,7 +305,12 @@ def show_plan(recipe: Recipe, devices: int) -> None:
     for line in (*(freed.line() for freed in prepared.memory.freed), *handed_lines(prepared.memory, devices)):
         console.say(line)
     available = device.memory().total
-    refuse_misfit(prepared.memory, available, device.name)
+    refuse_each_once(
+        [
+            *problems_of(refuse_misfit, prepared.memory, available, device.name),
+            *problems_of(refuse_full_disk, recipe, prepared.memory),
+        ]
+    )
     console.say(f"fits: {device.name} has {available / 2**30:.1f} GiB")
 
 

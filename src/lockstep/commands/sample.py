@@ -100,9 +100,14 @@ class Parts:
     def check(self) -> None:
         """Rejects an OUT that cannot be written, or whose finished chunks have other inputs."""
         if self.out.suffix != ".parquet":
-            raise Refusal.at(str(self.out), "is not a parquet file name", "use a name that ends with .parquet")
+            raise Refusal.at(
+                str(self.out),
+                "is not a parquet file name",
+                "use a name that ends with .parquet",
+                code="unsupported-format",
+            )
         if self.out.exists():
-            raise Refusal.at(str(self.out), "already exists", "choose another OUT, or remove it")
+            raise Refusal.at(str(self.out), "already exists", "choose another OUT, or remove it", code="already-exists")
         if self._manifest.is_file():
             self._refuse_changes(read_object(self._manifest, f"remove the folder {self.folder}, or choose another OUT"))
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.glob("*.parquet"))):
@@ -110,6 +115,7 @@ class Parts:
                 str(self.folder),
                 "has no manifest.json, so its inputs are undefined",
                 "remove the folder, or choose another OUT",
+                code="damaged-file",
             )
 
     def reward_output(self, rank: int) -> Path:
@@ -123,7 +129,10 @@ class Parts:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refusal.at(
-                str(self.folder), f"cannot be created: {error.strerror}", "choose an OUT in a writable folder"
+                str(self.folder),
+                f"cannot be created: {error.strerror}",
+                "choose an OUT in a writable folder",
+                code="unwritable",
             ) from error
         with RunFolder(self.folder).lock():
             # Another process may have changed the folder since the first check.
@@ -160,7 +169,7 @@ class Parts:
 
     def _damaged(self, number: int, error: Exception) -> Refusal:
         remedy = "remove it and run the same command again"
-        return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy)
+        return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy, code="damaged-file")
 
     @property
     def _manifest(self) -> Path:
@@ -179,6 +188,7 @@ class Parts:
                         key.replace(".", " ", 1),
                         f"{self.folder} was started with {old.get(key)!r}, and now it is {new.get(key)!r}",
                         f"set it back, remove the folder {self.folder}, or choose another OUT",
+                        code="changed-setting",
                     )
                     for key in changed
                 ]
@@ -235,7 +245,12 @@ def sample_responses(job: Job, device_name: str) -> None:
         tokenizer = load_tokenizer(folder)
         rows = read_rows(job.data)
         if job.first >= len(rows):
-            raise Refusal.at("--first", f"{job.first} is beyond the last of {len(rows):,} rows", "use a smaller number")
+            raise Refusal.at(
+                "--first",
+                f"{job.first} is beyond the last of {len(rows):,} rows",
+                "use a smaller number",
+                code="out-of-range",
+            )
         columns = read_by_rewards(job.reward)
         questions = read_option_questions(rows, job.rows, job.columns, first=job.first, required=columns)
         prompts = encode_questions(tokenizer, questions, job.system)
@@ -291,7 +306,9 @@ def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
         keys = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
         if more := sorted(keys - {"role", "content"}):
             why = f"a message of the prompt has {', '.join(more)}; samples keep role and content only"
-            problems.append(Problem(str(prompt.question.origin), why, "remove the key from the row"))
+            problems.append(
+                Problem(str(prompt.question.origin), why, "remove the key from the row", code="lost-content")
+            )
     return problems
 
 

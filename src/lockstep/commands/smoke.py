@@ -110,7 +110,12 @@ UNUSED = (("run", "early_stopping", None), ("data", "cache", "off"))
 def smoke_test(recipe: Recipe) -> None:
     """Trains the small version of a recipe and checks the files of the run."""
     if is_rank():
-        raise Refusal.at("--smoke", "runs in one process, and several were started", "run it without a launcher")
+        raise Refusal.at(
+            "--smoke",
+            "runs in one process, and several were started",
+            "run it without a launcher",
+            code="one-process-only",
+        )
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="lockstep-smoke-") as temporary:
         smoke = Smoke(recipe, Path(temporary))

@@ -40,9 +40,11 @@ if TYPE_CHECKING:
 
 def refuse_options(dtype: str, n: int, temperature: float) -> None:
     if dtype not in DTYPES:
-        raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}")
+        raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}", code="unknown-name")
     if n > 1 and not temperature:
-        raise Refusal.at("--n", f"{n} greedy answers would be identical", "set --temperature too")
+        raise Refusal.at(
+            "--n", f"{n} greedy answers would be identical", "set --temperature too", code="identical-samples"
+        )
 
 
 def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
@@ -53,14 +55,16 @@ def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
             text = text.replace(key, option)
         return text
 
-    return Refusal([Problem(renamed(p.where), renamed(p.why), renamed(p.remedy)) for p in refusal.problems])
+    return Refusal(
+        [Problem(renamed(p.where), renamed(p.why), renamed(p.remedy), code=p.code) for p in refusal.problems]
+    )
 
 
 def refuse_judge(folder: str, model: str) -> None:
     """Rejects a reward model, whose layers would generate noise."""
     if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
         why = "is a reward model: it scores answers and does not generate"
-        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`")
+        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
@@ -72,7 +76,7 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
         if context and length + max_new_tokens > context:
             why = f"{length} tokens plus a response of {max_new_tokens} exceed the model's context of {context}"
             less = f"set --max-new-tokens to {context - length} or less, or " if length < context else ""
-            problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it"))
+            problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it", code="over-context"))
     return problems
 
 
@@ -176,7 +180,7 @@ def opened_scorer(
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
     if unruled and "rule" in active_weights(reward)[0]:
         remedy = f"set {options['reward.function']}, or --rule SOURCE=RULE with RULE one of {', '.join(RULES)}"
-        raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
+        raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy, code="no-rule") for source in unruled])
     try:
         scorer = Scorer.open(reward, sources, torch_device, output=output)
         try:
@@ -200,4 +204,5 @@ def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
         f"{len(failed)} of {len(made)} responses could not be scored, more than --max-failures {most:g}; the first, "
         f"for {first.prompt.question.origin}: {failure.message}; response: {first.text[:200]!r}",
         f"fix the reward, or raise --max-failures; finished chunks stay in {folder}",
+        code="reward-failed",
     )

@@ -56,7 +56,9 @@ def parse_overrides(
             parsed.given[key] = Setting(_resolved(given.value, parsed.given, defaults, (key,)), given.where)
         except KeyError as missing:
             why = f"refers to {missing.args[0]}, which has no plain value"
-            parsed.problems.append(Problem(_place(given.where, key), why, "write the value itself"))
+            parsed.problems.append(
+                Problem(_place(given.where, key), why, "write the value itself", code="unresolved-reference")
+            )
     return parsed
 
 
@@ -70,7 +72,7 @@ def _option(word: str, rest: Sequence[str], where: str, parsed: ParsedOverrides)
         parsed.config = value
     elif name not in ("--config-path", "-cp", "--config-dir", "-cd"):  # these do not change a setting
         why = "is an option of Hydra's that changes no setting"
-        parsed.problems.append(Problem(_place(where, word), why, "remove it"))
+        parsed.problems.append(Problem(_place(where, word), why, "remove it", code="unused-key"))
         return 0
     return used
 
@@ -81,17 +83,21 @@ def _override(word: str, where: str, parsed: ParsedOverrides) -> None:
     key = key.lstrip("+~")
     if not _KEY.match(key):
         why, remedy = "is not an override", "write key=value, +key=value, ++key=value or ~key"
-        parsed.problems.append(Problem(_place(where, word), why, remedy))
+        parsed.problems.append(Problem(_place(where, word), why, remedy, code="invalid-syntax"))
     elif removes:
         for name in [name for name in parsed.given if name == key or name.startswith(key + ".")]:
             del parsed.given[name]
     elif not equals:
-        parsed.problems.append(Problem(_place(where, word), "has no value", f"write {word}=VALUE"))
+        parsed.problems.append(Problem(_place(where, word), "has no value", f"write {word}=VALUE", code="not-set"))
     else:
         try:
             value = parse_value(text)
         except ValueError as error:
-            parsed.problems.append(Problem(_place(where, key), f"{text!r} cannot be read: {error}", "quote the value"))
+            parsed.problems.append(
+                Problem(
+                    _place(where, key), f"{text!r} cannot be read: {error}", "quote the value", code="invalid-syntax"
+                )
+            )
             return
         if isinstance(value, dict) and value:
             for name, inner in value.items():
@@ -247,12 +253,14 @@ def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequ
         position += 1
         if not is_flag(word):
             why = "is neither a flag nor the value of a flag"
-            parsed.problems.append(Problem(_place(where, word), why, "remove it, or quote it with its flag's value"))
+            parsed.problems.append(
+                Problem(_place(where, word), why, "remove it, or quote it with its flag's value", code="invalid-syntax")
+            )
             continue
         name, equals, text = word.lstrip("-").partition("=")
         flag, why_not = _which(name, flags)
         if flag is None:
-            parsed.problems.append(Problem(_place(where, word), *why_not))
+            parsed.problems.append(Problem(_place(where, word), *why_not, code="unknown-key"))
             while position < len(words) and not is_flag(words[position]):
                 position += 1
             continue
@@ -266,7 +274,7 @@ def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequ
             parsed.given.pop(flag.name, None)
             parsed.given[flag.name] = Setting(_read(flag, values, bool(equals)), where)
         except ValueError as error:
-            parsed.problems.append(Problem(_place(where, word), str(error), "correct the value"))
+            parsed.problems.append(Problem(_place(where, word), str(error), "correct the value", code="invalid-value"))
     return parsed
 
 

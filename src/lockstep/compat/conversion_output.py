@@ -124,7 +124,7 @@ def _with_sources(problem: Problem, done: Conversion) -> Problem:
     near = [key for key in done.recipe if key == problem.where or problem.where.startswith(key + ".")]
     sources = [done.named(name) for key in near[:1] for name in done.recipe[key].sources if done.is_set(name)]
     origin = f" (from {', '.join(sources)})" if sources else ""
-    return Problem(problem.where + origin, problem.why, problem.remedy)
+    return Problem(problem.where + origin, problem.why, problem.remedy, code=problem.code)
 
 
 def recipe_yaml(done: Conversion, origin: str) -> str:
@@ -167,10 +167,12 @@ def program_name(peer: str, program: str, tables: Mapping[str, Any]) -> str:
     """The name of a training program, or a refusal."""
     name = program.rsplit(".", 1)[-1]
     if name in tables["not_training"]:
-        raise Refusal.at(f"{peer} {name}", "does not train", f"use: {tables['not_training'][name]}")
+        raise Refusal.at(
+            f"{peer} {name}", "does not train", f"use: {tables['not_training'][name]}", code="not-training"
+        )
     if name not in tables["programs"]:
         programs = [*tables["programs"], *tables.get("inference", ())]
-        raise Refusal.at(f"{peer} {name}", "is not supported", f"use one of {', '.join(programs)}")
+        raise Refusal.at(f"{peer} {name}", "is not supported", f"use one of {', '.join(programs)}", code="unknown-name")
     return name
 
 

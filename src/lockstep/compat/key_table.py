@@ -264,14 +264,14 @@ class Conversion:
         for key in keys:
             self.decided[key] = ("ignored", why)
 
-    def refuse(self, key: str, why: str, remedy: str = "") -> None:
+    def refuse(self, key: str, why: str, remedy: str = "", code: str = "unsupported-setting") -> None:
         self.decided[key] = ("refused", f"{why}; {remedy}" if remedy else why)
-        self.problems.append(Problem(self.named(key), why, remedy))
+        self.problems.append(Problem(self.named(key), why, remedy, code=code))
 
     def require(self, key: str, remedy: str, why: str = "is not set") -> bool:
         """Refuse a command without the key."""
         if not self[key]:
-            self.refuse(key, why, remedy)
+            self.refuse(key, why, remedy, "not-set")
         return bool(self[key])
 
     def named(self, key: str) -> str:
@@ -299,7 +299,7 @@ def convert(
     by_key = {key: row_of(rows, key) for key in settings.given}
     for key, row in by_key.items():
         if row is None:
-            done.refuse(key, f"{settings.peer} has no such key", _nearest(key, rows))
+            done.refuse(key, f"{settings.peer} has no such key", _nearest(key, rows), "unknown-key")
     _apply_casts(done, rows)
     _apply_refusals(done, rows, by_key)
     if not done.problems:  # rules rely on readable values
@@ -307,7 +307,7 @@ def convert(
             try:
                 rule(done)
             except Unreadable as bad:
-                done.refuse(bad.key, bad.why, "write the value itself")
+                done.refuse(bad.key, bad.why, "write the value itself", "invalid-value")
     if "method" in done.recipe:
         _leave_out_defaults(done, lockstep_defaults(str(done.recipe["method"].value)))
     done.outcomes = [_outcome(key, row, done) for key, row in by_key.items()]
@@ -328,7 +328,9 @@ def _apply_casts(done: Conversion, rows: Sequence[KeyRow]) -> None:
         try:
             done.write(row.to[0], _CASTS[row.cast](value), row.key)
         except (TypeError, ValueError):
-            done.refuse(row.key, f"{value!r} is not of type {row.cast}", f"write a value of type {row.cast}")
+            done.refuse(
+                row.key, f"{value!r} is not of type {row.cast}", f"write a value of type {row.cast}", "invalid-value"
+            )
 
 
 def _apply_refusals(done: Conversion, rows: Sequence[KeyRow], by_key: Mapping[str, KeyRow | None]) -> None:

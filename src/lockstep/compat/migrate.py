@@ -47,7 +47,7 @@ def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal.at(path, f"cannot be read: {error}") from error
+        raise Refusal.at(path, f"cannot be read: {error}", code="unreadable") from error
     commands, problems, remarks = migrated(text, words)
     for remark in remarks:
         write(remark, error=True)
@@ -87,10 +87,17 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
         try:
             commands.append(Migrated(training, _converted(training)))
         except Refusal as refusal:
-            problems += [Problem(f"line {training.line}: {p.where}", p.why, p.remedy) for p in refusal.problems]
+            problems += [
+                Problem(f"line {training.line}: {p.where}", p.why, p.remedy, code=p.code) for p in refusal.problems
+            ]
     if not commands and not problems:
         problems.append(
-            Problem("the script", "has no training command of verl or OpenRLHF", "name the script that trains")
+            Problem(
+                "the script",
+                "has no training command of verl or OpenRLHF",
+                "name the script that trains",
+                code="not-training",
+            )
         )
     return commands, problems, script.remarks
 
@@ -118,7 +125,7 @@ def _unknown(words: Sequence[Word]) -> list[Problem]:
                     if not name.isdigit()
                     else "append the script's arguments: lockstep migrate SCRIPT ARGUMENT"
                 )
-            problems.append(Problem(f"line {word.line}: {shown}", why, remedy))
+            problems.append(Problem(f"line {word.line}: {shown}", why, remedy, code="unresolved-reference"))
     return problems
 
 
@@ -132,7 +139,7 @@ def _cut_off(script: Script, text: str) -> list[Problem]:
             remedy = f"end line {word.line - 1} with a backslash"
             if re.search(r"\\[ \t]+$", text.splitlines()[word.line - 2]):
                 remedy = f"remove the space after the backslash that ends line {word.line - 1}"
-            problems.append(Problem(f"line {word.line}: {word.text}", why + rest, remedy))
+            problems.append(Problem(f"line {word.line}: {word.text}", why + rest, remedy, code="invalid-syntax"))
     return problems
 
 

@@ -142,7 +142,9 @@ def read_pickle(path: Path) -> Any:
     except Refusal:
         raise
     except _Forbidden as error:
-        raise Refusal.at(path, f"names {error}, which no checkpoint needs: it was not read", _UNTRUSTED) from error
+        raise Refusal.at(
+            path, f"names {error}, which no checkpoint needs: it was not read", _UNTRUSTED, code="untrusted-code"
+        ) from error
     except Exception as error:  # a manipulated file can raise any exception
         raise _unread(path, error) from error
 
@@ -156,7 +158,9 @@ def _is_zip(path: Path) -> bool:
 def _refuse_torchscript(names: Sequence[str], path: Path) -> None:
     if any(name.partition("/")[2].startswith(_TORCHSCRIPT) for name in names):
         why = "is a TorchScript archive, whose methods would run: it was not read"
-        raise Refusal.at(path, why, "save the weights alone: torch.save(model.state_dict(), FILE)")
+        raise Refusal.at(
+            path, why, "save the weights alone: torch.save(model.state_dict(), FILE)", code="untrusted-code"
+        )
 
 
 def _from_zip(path: Path) -> Any:
@@ -165,10 +169,15 @@ def _from_zip(path: Path) -> Any:
         _refuse_torchscript(names, path)
         pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise Refusal.at(path, "holds no data.pkl of torch.save", "is it a checkpoint?")
+            raise Refusal.at(path, "holds no data.pkl of torch.save", "is it a checkpoint?", code="damaged-file")
         folder = pickles[0].removesuffix("data.pkl")
         if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") != b"little":
-            raise Refusal.at(path, "was written on a big-endian machine", "save it again on a little-endian one")
+            raise Refusal.at(
+                path,
+                "was written on a big-endian machine",
+                "save it again on a little-endian one",
+                code="unsupported-format",
+            )
         storages: dict[str, torch.storage.TypedStorage] = {}
 
         def storage(pid: Any) -> torch.storage.TypedStorage:
@@ -206,9 +215,11 @@ def read_sharded(path: Path) -> dict[str, Any]:
     except Exception as error:  # as above
         raise _unread(path, error) from error
     if not isinstance(loaded, dict):
-        raise Refusal.at(path, f"holds a {type(loaded).__name__}, not weights by name")
+        raise Refusal.at(path, f"holds a {type(loaded).__name__}, not weights by name", code="damaged-file")
     return loaded
 
 
 def _unread(path: Path, error: Exception) -> Refusal:
-    return Refusal.at(path, f"cannot be read: {why_not_unpickled(error)}", "check that the file is complete")
+    return Refusal.at(
+        path, f"cannot be read: {why_not_unpickled(error)}", "check that the file is complete", code="unreadable"
+    )

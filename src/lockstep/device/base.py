@@ -223,6 +223,7 @@ class Accelerator(Device):
                 f"{self.name} device {index} was requested, but only {self.count()} are visible",
                 f"start no more processes on a machine than it has devices, or make more of them visible in "
                 f"{self.visible_variable}",
+                code="too-few-devices",
             )
         self.api.set_device(index)
 

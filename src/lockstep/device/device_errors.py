@@ -161,4 +161,6 @@ def refuse_trouble(error: BaseException, device: torch.device) -> None:
         raise error
     row = trouble(error)
     if row is not None:
-        raise Refusal.at(f"device {device}", f"{first_line(error)} ({row.cause})", row.remedy) from error
+        raise Refusal.at(
+            f"device {device}", f"{first_line(error)} ({row.cause})", row.remedy, code="device-error"
+        ) from error

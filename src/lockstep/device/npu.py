@@ -89,6 +89,7 @@ class FallbackWatch(TorchDispatchMode):
                 "run.allow_fallback",
                 why,
                 "set it to true to accept this, or use a version of the device's package that has the operator",
+                code="cpu-fallback",
             )
 
 

@@ -36,6 +36,7 @@ def explain(name: str) -> tuple[Device, str]:
             "device",
             f"{name} was requested but is not available: {reason}",
             f"fix that, or set device to one that is available here: {', '.join(usable)} (or auto)",
+            code="device-unavailable",
         )
     return device, f"device {name}, as requested"
 
@@ -49,7 +50,7 @@ def _first_available() -> tuple[Device, str]:
             why = "; ".join(passed_over) or f"the first of {', '.join(DEVICES)}"
             return device, f"device {name}, picked by auto: {why}"
         passed_over.append(f"no {name}, because {reason}")
-    raise Refusal.at("device", "; ".join(passed_over))
+    raise Refusal.at("device", "; ".join(passed_over), code="device-unavailable")
 
 
 def _unknown(name: str) -> Refusal:
@@ -60,4 +61,4 @@ def _unknown(name: str) -> Refusal:
     variable = DEVICES[nearest].visible_variable if nearest in DEVICES else None
     if colon and variable:
         remedy += f" A single device is chosen by {variable}={index}"
-    return Refusal.at("device", f"unknown device {name!r}", remedy)
+    return Refusal.at("device", f"unknown device {name!r}", remedy, code="unknown-device")

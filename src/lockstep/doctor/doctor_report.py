@@ -47,7 +47,9 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
 
 def examine(machine: Machine, device: str | None = None) -> Report:
     if device is not None and device not in DEVICES:
-        raise Refusal.at("--device", f"unknown device {device!r}", f"one of: {', '.join(DEVICES)}")
+        raise Refusal.at(
+            "--device", f"unknown device {device!r}", f"one of: {', '.join(DEVICES)}", code="unknown-device"
+        )
     facts = gather(machine)
     chosen, why = (device, "--device") if device is not None else choose_device(facts)
     findings = [finding for check in CHECKS for finding in check(facts, chosen)]

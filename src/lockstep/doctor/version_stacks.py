@@ -180,7 +180,7 @@ def stack_named(name: str) -> Stack:
     stacks = known_stacks()
     if name not in stacks:
         names = "; ".join(f"{stack.name} ({stack.title})" for stack in stacks.values())
-        raise Refusal.at("--pins", f"there is no stack {name!r}", f"one of: {names}")
+        raise Refusal.at("--pins", f"there is no stack {name!r}", f"one of: {names}", code="unknown-name")
     return stacks[name]
 
 

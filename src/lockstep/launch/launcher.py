@@ -48,7 +48,9 @@ def refuse_other_count(devices: int | None) -> None:
         remedy = "remove the key, or start as many"
         if not is_rank():
             remedy = "from Python start the processes with torchrun, or use the command `lockstep train`"
-        raise Refusal.at("parallel.devices", f"is {devices}, but there are {ranks} processes", remedy)
+        raise Refusal.at(
+            "parallel.devices", f"is {devices}, but there are {ranks} processes", remedy, code="wrong-process-count"
+        )
 
 
 def refuse_unread(settings: Parallel) -> None:
@@ -58,7 +60,9 @@ def refuse_unread(settings: Parallel) -> None:
     why = "applies only to ranks that `lockstep train` starts, and it did not start this one"
     remedy = "remove it; torchrun has --max-restarts" if is_rank() else "use the command `lockstep train`"
     launcher_keys = {"launcher": settings.launcher == "ray", "max_restarts": settings.max_restarts > 0}
-    refuse_all([Problem(f"parallel.{key}", why, remedy) for key, is_set in launcher_keys.items() if is_set])
+    refuse_all(
+        [Problem(f"parallel.{key}", why, remedy, code="unused-key") for key, is_set in launcher_keys.items() if is_set]
+    )
 
 
 def starts_ranks(settings: Parallel) -> bool:
@@ -162,7 +166,10 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
         job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment["SLURM_STEP_ID"])
     except (KeyError, ValueError) as error:
         raise Refusal.at(
-            "SLURM", f"its variables do not describe an srun step: {error}", "start with srun, or with torchrun"
+            "SLURM",
+            f"its variables do not describe an srun step: {error}",
+            "start with srun, or with torchrun",
+            code="bad-environment",
         ) from error
     environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"] = rank, local_rank, tasks
     tasks_per_node = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -185,5 +192,10 @@ def first_host(nodes: str) -> str:
     name = re.match(r"(?:\[[^\]]*\]|[^,\[\]])*", nodes)
     host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name.group() if name else "")
     if not host:
-        raise Refusal.at("SLURM_JOB_NODELIST", f"{nodes!r} names no node", "set MASTER_ADDR to the first node's name")
+        raise Refusal.at(
+            "SLURM_JOB_NODELIST",
+            f"{nodes!r} names no node",
+            "set MASTER_ADDR to the first node's name",
+            code="bad-environment",
+        )
     return host

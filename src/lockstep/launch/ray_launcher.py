@@ -77,6 +77,7 @@ def refuse_rigid(settings: Parallel) -> None:
         "parallel.elastic",
         f"{layout_of(settings)} cannot use fewer than {requested} devices",
         f"{way}, or remove parallel.elastic: a restart then waits for the lost devices",
+        code="wrong-process-count",
     )
 
 
@@ -133,7 +134,7 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
             except ValueError:
                 ray.init(**quiet)  # an existing cluster does not accept num_cpus
     except Exception as error:  # Ray raises a bare Exception if a node does not start in time
-        raise Refusal.at(where, first_line(error), _START_REMEDY) from error
+        raise Refusal.at(where, first_line(error), _START_REMEDY, code="ray-unreachable") from error
     try:
         yield Cluster(recipe, ray).run
     finally:
@@ -151,6 +152,7 @@ def refuse_unreachable(address: str | None) -> None:
             "RAY_ADDRESS",
             f"{address!r} is not the address of a Ray cluster",
             "write HOST:PORT of its head node (default port 6379), ray://HOST:10001, or auto",
+            code="invalid-address",
         )
     deadline = time.monotonic() + _CONNECT_SECONDS
     with log_wait(f"a connection to RAY_ADDRESS={address}"):
@@ -161,7 +163,7 @@ def refuse_unreachable(address: str | None) -> None:
             except OSError as error:
                 if time.monotonic() + _BEAT_SECONDS >= deadline:
                     why = f"no cluster answers for {_CONNECT_SECONDS:g} s: {error.strerror or error}"
-                    raise Refusal.at(f"RAY_ADDRESS={address}", why, _START_REMEDY) from error
+                    raise Refusal.at(f"RAY_ADDRESS={address}", why, _START_REMEDY, code="ray-unreachable") from error
             time.sleep(_BEAT_SECONDS)
 
 
@@ -199,6 +201,7 @@ class Cluster:
                 "run.folder",
                 f"{folder} would be created in the job's copy of its working directory, which is deleted with the job",
                 "give an absolute path that all nodes share",
+                code="not-shared",
             )
         return None
 
@@ -259,6 +262,7 @@ class Cluster:
                     "parallel.devices",
                     f"is {requested}; the Ray cluster's nodes have {available} {self.resource} in total, {free} free",
                     "start more nodes (`ray start --address=...`), wait for other jobs to end, or use fewer",
+                    code="too-few-devices",
                 )
             if time.monotonic() >= log_at:
                 log_at = time.monotonic() + TELL_AGAIN_SECONDS

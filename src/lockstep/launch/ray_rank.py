@@ -72,6 +72,7 @@ class RankProcess:
                 f"folder {folder}",
                 f"the run was started there, but node {os.uname().nodename} does not have it",
                 "start it in a folder that all nodes share",
+                code="not-shared",
             )
         # Output is unbuffered, so that it is complete if the rank is killed.
         extra = {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}

@@ -160,15 +160,26 @@ def _problem(attentions: list[Any], group: ContextGroup, path: str) -> Problem |
                     "parallel.context_parallel",
                     f"{path} has {heads} heads in a layer, which {group.size} processes cannot divide with {layout}",
                     f"choose a divisor of {heads}, or parallel.context_layout=zigzag or gather",
+                    code="indivisible",
                 )
         return None
     for module in attentions:
         if layout == "zigzag" and (window := getattr(module, WINDOW)) is not None:
             why = f"a layer of {path} sees only the last {window} tokens, but {layout} does not support windows"
-            return Problem(key, why, "use gather or ulysses")
+            return Problem(key, why, "use gather or ulysses", code="unsupported-combination")
         if (cap := getattr(module, SOFTCAP)) is not None:
-            return Problem(key, f"{path} has a soft cap of {cap:g}, which {layout} does not support", "use ulysses")
+            return Problem(
+                key,
+                f"{path} has a soft cap of {cap:g}, which {layout} does not support",
+                "use ulysses",
+                code="unsupported-combination",
+            )
         if dropout := getattr(module, "attention_dropout", 0.0):
             why = f"{path} has an attention dropout of {dropout:g}, which {layout} does not support"
-            return Problem(key, why, "use ulysses, or set attention_dropout to 0 in its config.json")
+            return Problem(
+                key,
+                why,
+                "use ulysses, or set attention_dropout to 0 in its config.json",
+                code="unsupported-combination",
+            )
     return None

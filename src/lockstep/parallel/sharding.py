@@ -214,12 +214,16 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
                 "parallel.shard",
                 f"{shard} x parallel.replicate={replicate} is {shard * replicate}, but there are {ranks} {groups}",
                 "remove one of the two, which is then derived from the other, or start as many processes",
+                code="wrong-process-count",
             )
         return Grid(replicate, shard, tensor)
     if ranks % size:
         fitting = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
         raise Refusal.at(
-            f"parallel.{key}", f"{size} does not divide {ranks} {groups}", f"use {' or '.join(fitting)}, or remove it"
+            f"parallel.{key}",
+            f"{size} does not divide {ranks} {groups}",
+            f"use {' or '.join(fitting)}, or remove it",
+            code="wrong-process-count",
         )
     shape = (ranks // size, size) if shard is not None else (size, ranks // size)
     return Grid(*shape, tensor)
@@ -233,6 +237,7 @@ def refuse_offload(settings: Parallel, ranks: int) -> None:
                 f"parallel.{key}",
                 f"{value} needs several processes, but only one was started",
                 "use optimizer, which frees more, or start several processes",
+                code="wrong-process-count",
             )
 
 

@@ -233,6 +233,7 @@ def refuse_groups(tensor: int, processes: int) -> None:
             f"{processes} process(es) cannot be divided into groups of {tensor}",
             f"start {tensor} or a multiple of it (torchrun --nproc-per-node {tensor}), "
             "or set parallel.tensor_parallel=1",
+            code="wrong-process-count",
         )
 
 

@@ -338,7 +338,9 @@ def wait_log_seconds() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise Refusal.at(VARIABLE, f"{value!r} is not a number of seconds", "set it to 60, or unset it")
+        raise Refusal.at(
+            VARIABLE, f"{value!r} is not a number of seconds", "set it to 60, or unset it", code="not-a-number"
+        )
     return seconds
 
 

@@ -226,6 +226,7 @@ def refuse_ranks(context: int, processes: int) -> None:
             f"{processes} process(es) cannot be divided into groups of {context}",
             f"start {context} or a multiple of it (torchrun --nproc-per-node {context}), "
             "or set parallel.context_parallel=1",
+            code="wrong-process-count",
         )
 
 

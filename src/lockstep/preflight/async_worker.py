@@ -31,6 +31,7 @@ def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, see
             f"a process that generates beside training holds the whole model on one device, and "
             f"parallel.tensor_parallel={recipe.parallel.tensor_parallel} divides it",
             "remove parallel.tensor_parallel: the weights are divided over the ranks without it too; or " + _TURNS,
+            code="unsupported-combination",
         )
     there = rollout.worker_device or 0
     if there and seen is not None:
@@ -40,12 +41,14 @@ def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, see
             KEY,
             f"two processes on one {device.name} device, one of which trains and one generates, are not supported",
             f"set {DEVICE_KEY} to another device, or {_TURNS}",
+            code="unsupported-combination",
         )
     if not there and rollout.weight_sync == "collective" and not device.meets_itself:
         raise Refusal.at(
             "rollout.weight_sync",
             f"{device.collective} does not join two processes on one {device.name} device",
             f"set it to memory, or {DEVICE_KEY} to another device",
+            code="unsupported-combination",
         )
 
 
@@ -57,12 +60,14 @@ def _refuse_devices(first: int, ranks: int, seen: int, name: str) -> None:
             DEVICE_KEY,
             f"{name} {asked} asked for, and the {ranks} ranks of this machine train on 0 to {ranks - 1}",
             f"use {ranks} or more, or remove the key: each worker then shares its rank's device",
+            code="device-in-use",
         )
     if first + ranks > seen:
         raise Refusal.at(
             DEVICE_KEY,
             f"{name} {asked} asked for, and {seen} can be seen, counted from 0",
             "choose among these, or remove the key: a worker then shares the device that trains",
+            code="too-few-devices",
         )
 
 

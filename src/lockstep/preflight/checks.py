@@ -22,8 +22,9 @@ from lockstep.preflight import model_checks as model
 from lockstep.preflight import row_checks as rows
 from lockstep.preflight import user_trials as trials
 from lockstep.preflight.async_worker import refuse_beside
-from lockstep.preflight.memory_plan import refuse_misfit
+from lockstep.preflight.memory_plan import MemoryPlan, refuse_misfit
 from lockstep.preflight.prepared import Context
+from lockstep.recipe import Recipe
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.engine import refuse_unknown_ids
 from lockstep.rollout.native.native_engine import refuse_moving_positions
@@ -130,9 +131,16 @@ def resumed_run(context: Context) -> Iterator[Problem]:
     """A run folder that contradicts `run.resume`."""
     folder, resume = run_folder(context.recipe), context.recipe.run.resume
     if resume == "never" and folder.path.exists():
-        yield Problem("run.resume", f"{folder.path} exists and resume is never", "choose another run.name")
+        yield Problem(
+            "run.resume", f"{folder.path} exists and resume is never", "choose another run.name", code="already-exists"
+        )
     if resume == "required" and not _has_checkpoint(folder):
-        yield Problem("run.resume", f"{folder.path} has no checkpoint to continue from", "set run.resume=auto")
+        yield Problem(
+            "run.resume",
+            f"{folder.path} has no checkpoint to continue from",
+            "set run.resume=auto",
+            code="no-checkpoint",
+        )
 
 
 def finished_run(context: Context) -> Iterator[Problem]:
@@ -146,6 +154,7 @@ def finished_run(context: Context) -> Iterator[Problem]:
             f"run folder {folder.path}",
             "contains a finished run without checkpoints: a new run would overwrite its metrics",
             "choose another run.name, or remove the folder",
+            code="already-exists",
         )
 
 
@@ -155,8 +164,12 @@ def _has_checkpoint(folder: RunFolder) -> bool:
 
 def checkpoint_space(context: Context) -> None:
     assert context.memory is not None
-    folder = run_folder(context.recipe).checkpoints
-    checkpoints.require_disk(folder, context.memory.checkpoint_bytes, "a checkpoint")
+    refuse_full_disk(context.recipe, context.memory)
+
+
+def refuse_full_disk(recipe: Recipe, memory: MemoryPlan) -> None:
+    """Refuses a run whose checkpoint does not fit on the disk."""
+    checkpoints.require_disk(run_folder(recipe).checkpoints, memory.checkpoint_bytes, "a checkpoint")
 
 
 def device_memory(context: Context) -> None:
@@ -263,8 +276,8 @@ CHECKS: dict[str, tuple[PreflightCheck, ...]] = {
             lambda context: context.online and is_function_path(context.recipe.algorithm.loss),
         ),
     ),
-    "checkpoint": (PreflightCheck(checkpoint_space, CheckStage.PLAN, _writes_run),),
     "memory": (PreflightCheck(device_memory, CheckStage.PLAN, lambda context: context.local, in_plan="last"),),
+    "checkpoint": (PreflightCheck(checkpoint_space, CheckStage.PLAN, _writes_run, in_plan="last"),),
 }
 
 

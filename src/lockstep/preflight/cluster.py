@@ -91,7 +91,9 @@ def cluster_named(text: str) -> TargetCluster:
     """The cluster that `--cluster` says; refused with the grammar and the known devices."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3}):(\S+)", text.strip(), re.IGNORECASE)
     if found is None:
-        raise Refusal.at("--cluster", f"{text!r} is not {GRAMMAR}", f"known devices: {', '.join(CHIPS)}")
+        raise Refusal.at(
+            "--cluster", f"{text!r} is not {GRAMMAR}", f"known devices: {', '.join(CHIPS)}", code="invalid-syntax"
+        )
     name = found[3]
     chip = chip_named(name)
     if chip is None:
@@ -100,6 +102,7 @@ def cluster_named(text: str) -> TargetCluster:
             "--cluster",
             f"unknown device {name!r}",
             f"known devices: {', '.join(CHIPS)}" + (f"; did you mean {nearest}?" if nearest else ""),
+            code="unknown-device",
         )
     cluster = TargetCluster(int(found[1]), int(found[2]), chip)
     if chip.most_devices is not None and cluster.each > chip.most_devices:
@@ -107,12 +110,14 @@ def cluster_named(text: str) -> TargetCluster:
             "--cluster",
             f"{cluster.each} devices in a node, and a node of {chip.name} has up to {chip.most_devices}",
             f"say more nodes: {-(-cluster.devices // chip.most_devices)}x{chip.most_devices}:{chip.name}",
+            code="out-of-range",
         )
     if chip.most_nodes is not None and cluster.nodes > chip.most_nodes:
         raise Refusal.at(
             "--cluster",
             f"{cluster.nodes} nodes, and the links between nodes of {chip.name} are known for up to {chip.most_nodes}",
             f"plan for {chip.most_nodes} nodes or fewer",
+            code="out-of-range",
         )
     return cluster
 

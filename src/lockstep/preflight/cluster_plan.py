@@ -152,7 +152,7 @@ def refuse_uncounted(settings: Parallel) -> None:
     unknown = {name: field for name, field in type(settings).model_fields.items() if name not in RECKONED}
     changed = [name for name, field in unknown.items() if getattr(settings, name) != field.default]
     why, remedy = "is not in the cost model of --cluster", "plan without it"
-    refuse_all([Problem(f"parallel.{name}", why, remedy) for name in changed])
+    refuse_all([Problem(f"parallel.{name}", why, remedy, code="unsupported-setting") for name in changed])
 
 
 def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) -> None:
@@ -162,7 +162,11 @@ def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) 
     for phase in outlook.over(cluster):
         why = f"needs about {phase.total / 2**30:,.1f} GiB ({phase.total:,} bytes) on each device"
         room = f"and {cluster.chip.name} has {cluster.memory / 2**30:,.1f} GiB"
-        problems.append(Problem(f"{phase.name} on {cluster}", f"{why}, {room}", "" if problems else remedy))
+        problems.append(
+            Problem(
+                f"{phase.name} on {cluster}", f"{why}, {room}", "" if problems else remedy, code="not-enough-memory"
+            )
+        )
     refuse_all(problems)
 
 

@@ -395,6 +395,7 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
             "lower batch.tokens, set model.gradient_checkpointing or model.activation_offload, train a LoRA adapter "
             "(model.lora.rank), use model.dtype=bf16, keep the optimizer on the host (parallel.offload=optimizer), or "
             "shard over more devices (parallel.devices, torchrun)",
+            code="not-enough-memory",
         )
 
 

@@ -52,7 +52,7 @@ def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]
         token = next((token for token in tokens if token in ids), None)
         if token is not None:
             why = f"holds token {token}, which stands for a picture or sound ({ids[token]} of config.json)"
-            problems.append(Problem(str(origin), why, "take it out: only text is trained on here"))
+            problems.append(Problem(str(origin), why, "take it out: only text is trained on here", code="not-text"))
     return shortened(problems, "rows")
 
 
@@ -98,7 +98,12 @@ def dtype_of_device(context: Context) -> Iterator[Problem]:
     device, dtype = context.device, context.recipe.model.dtype
     if not device.supports(DTYPES[dtype]):
         usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
-        yield Problem("model.dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+        yield Problem(
+            "model.dtype",
+            f"{device.name} does not compute in {dtype}",
+            f"use {' or '.join(usable)}",
+            code="unsupported-dtype",
+        )
 
 
 def tokenizer_of_model(context: Context) -> None:
@@ -158,7 +163,10 @@ def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
     actual = load_config(path).vocab_size
     if expected != actual:
         raise Refusal.at(
-            f"{key} {path}", f"has {actual:,} tokens, and the policy {expected:,}", "use a model of the same family"
+            f"{key} {path}",
+            f"has {actual:,} tokens, and the policy {expected:,}",
+            "use a model of the same family",
+            code="other-vocabulary",
         )
 
 
@@ -174,4 +182,5 @@ def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:
             f"its tokenizer is another one: {len(differing):,} tokens differ, the first is {token!r} "
             f"({number} in {side})",
             "use a teacher of the same family",
+            code="other-vocabulary",
         )

@@ -129,6 +129,7 @@ def long_questions(context: Context) -> list[Problem]:
                 "val.max_new_tokens",
                 f"{why} ({longest_prompt.question.origin}) are over the model's context of {max_positions}",
                 "lower it" if prompt_tokens < max_positions else "leave the question out",
+                code="over-context",
             )
         ]
     if not ENGINES[recipe.rollout.engine].paged:
@@ -160,6 +161,7 @@ def oversized_rows(context: Context) -> Iterator[Problem]:
                 f"batch.tokens={recipe.batch.tokens}"
                 + (f" on each of {context_parallel} devices" if context_parallel > 1 else ""),
                 "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
+                code="over-batch-tokens",
             )
             for number in np.flatnonzero((counts > 1) & (sizes > tokens)).tolist()
         ]
@@ -202,6 +204,7 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
             f"{longest[number]} tokens: over {fixed} tokens all positions of {config.model_type} depend on the length "
             "of a sequence (longrope or dynamic rotary embedding), and packed sequences of a row share their prefix",
             "set batch.micro_batch_size instead of batch.tokens, or lower data.max_tokens",
+            code="rotary-limit",
         )
         for number in np.flatnonzero((sequence_counts(items) > 1) & (longest > fixed)).tolist()
     ]

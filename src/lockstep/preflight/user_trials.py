@@ -87,7 +87,9 @@ def try_loss(function_path: str, seconds: float) -> str:
     where = f"{LOSS} {function_path}"
     if gradient is None or not bool(gradient.any()) or not bool(torch.isfinite(gradient).all()):
         why = "no gradient" if gradient is None or not bool(gradient.any()) else "a gradient that is not finite"
-        raise Refusal.at(where, f"has {why} at the log-probabilities", "compute the losses from tokens.logprobs_K")
+        raise Refusal.at(
+            where, f"has {why} at the log-probabilities", "compute the losses from tokens.logprobs_K", code="not-finite"
+        )
     mean = sums.loss.item() / len(steps)
     return f"{where}: mean {mean:.3g}, tried on {len(steps)} generated tokens"
 

@@ -80,7 +80,7 @@ def recipe_text(name_or_path: str) -> str:
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise Refusal.at(name_or_path, f"is not UTF-8 text ({error})") from error
+            raise Refusal.at(name_or_path, f"is not UTF-8 text ({error})", code="unreadable") from error
     names = builtin_names()
     if name_or_path in names:
         return (resources.files("lockstep") / "recipes" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
@@ -90,6 +90,7 @@ def recipe_text(name_or_path: str) -> str:
         f"recipe {name_or_path}",
         "no such file, and no built-in recipe with this name",
         f"{hint}built in: {', '.join(names)}",
+        code="no-such-file",
     )
 
 
@@ -111,7 +112,9 @@ def _mapping(name_or_path: str) -> dict[str, Any]:
     """The values of a recipe file or of a built-in recipe."""
     values = _parse_yaml(recipe_text(name_or_path), name_or_path)
     if not isinstance(values, dict):
-        raise Refusal.at(name_or_path, f"a recipe must be a mapping of keys, not {type(values).__name__}")
+        raise Refusal.at(
+            name_or_path, f"a recipe must be a mapping of keys, not {type(values).__name__}", code="wrong-type"
+        )
     return values
 
 
@@ -167,7 +170,11 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
-    problems = [*problems, *(Problem(*secret) for secret in secrets_in(values)), *import_plugins(values)]
+    problems = [
+        *problems,
+        *(Problem(*secret, code="secret-in-recipe") for secret in secrets_in(values)),
+        *import_plugins(values),
+    ]
     recipe, more = _validate(with_method_defaults(values))
     if problems or more or recipe is None:
         raise Refusal([*problems, *more])
@@ -205,21 +212,23 @@ def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise Refusal.at(where, f"not valid YAML: {error}") from error
+        raise Refusal.at(where, f"not valid YAML: {error}", code="invalid-yaml") from error
     except RecursionError as error:
-        raise Refusal.at(where, "is nested too deeply", "a recipe has only a few levels of keys") from error
+        raise Refusal.at(
+            where, "is nested too deeply", "a recipe has only a few levels of keys", code="nested-too-deeply"
+        ) from error
 
 
 def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
     key, equals, text = word.partition("=")
     if not equals or not key:
-        return [Problem(word, "an override must be key=value", "for example optim.lr=1e-5")]
+        return [Problem(word, "an override must be key=value", "for example optim.lr=1e-5", code="invalid-syntax")]
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        return [Problem(key, f"value {text!r} is not valid YAML: {error}")]
+        return [Problem(key, f"value {text!r} is not valid YAML: {error}", code="invalid-yaml")]
     except RecursionError:
-        return [Problem(key, f"value {text[:20]}... is nested too deeply")]
+        return [Problem(key, f"value {text[:20]}... is nested too deeply", code="nested-too-deeply")]
     warn_renamed(key)
     key = current_key(key)
     both: list[Problem] = []
@@ -230,17 +239,19 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
     for parent in parents:
         if isinstance(target, list):
             if not parent.isdigit() or int(parent) >= len(target):
-                return [Problem(key, f"{parent} is not an index of a list with {len(target)} entries")]
+                return [
+                    Problem(key, f"{parent} is not an index of a list with {len(target)} entries", code="out-of-range")
+                ]
             target = target[int(parent)]
         else:
             if target.get(parent) is None or isinstance(target[parent], bool):
                 target[parent] = _expand_short_form(parent, target.get(parent))
             target = target[parent]
         if not isinstance(target, dict | list):
-            return [Problem(key, f"{parent} is a value, not a group of keys")]
+            return [Problem(key, f"{parent} is a value, not a group of keys", code="not-a-group")]
     if isinstance(target, list):
         if not leaf.isdigit() or int(leaf) >= len(target):
-            return [Problem(key, f"{leaf} is not an index of a list with {len(target)} entries")]
+            return [Problem(key, f"{leaf} is not an index of a list with {len(target)} entries", code="out-of-range")]
         target[int(leaf)] = value
     elif isinstance(value, bool) and key == "tape" and isinstance(target.get(key), dict):
         target[key]["record"] = value
@@ -305,11 +316,13 @@ def _problem(error: Any) -> Problem:
     loc = _plain_loc(error["loc"])
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
-        return Problem(key, "no such key", _nearest(loc))
+        return Problem(key, "no such key", _nearest(loc), code="unknown-key")
     if error["type"] == "missing":
-        return Problem(key, "must be set", _describe(loc))
+        return Problem(key, "must be set", _describe(loc), code="not-set")
     if error["type"] == "model_type":
-        return Problem(key, f"must be a group of keys (given: {error['input']!r})", f"write {key}.NAME=VALUE")
+        return Problem(
+            key, f"must be a group of keys (given: {error['input']!r})", f"write {key}.NAME=VALUE", code="not-a-group"
+        )
     reason = invalid_reason(error)
     remedy = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
@@ -318,7 +331,7 @@ def _problem(error: Any) -> Problem:
         remedy = f"did you mean {near[0]}?" if near else ""
     if error["type"] == "string_type" and isinstance(error["input"], bool):
         remedy = "YAML reads yes, no, on and off as true and false: quote the word"
-    return Problem(key, f"{reason} (given: {error['input']!r})", remedy)
+    return Problem(key, f"{reason} (given: {error['input']!r})", remedy, code="invalid-value")
 
 
 def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from lockstep.errors import Problem
+from lockstep.errors import Problem, conflict, needs
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import Effect, Section
@@ -113,7 +113,7 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
     """Metrics that the run will not have, or whose direction is undefined."""
     stop, settings = recipe.run.early_stopping, recipe.checkpoint
     if settings.best is not None and settings.keep_best == 0 and "keep_best" in settings.model_fields_set:
-        yield Problem("checkpoint.best", "checkpoint.keep_best=0 keeps no best checkpoint", "remove one of the two")
+        yield conflict("checkpoint.best", "checkpoint.keep_best=0 keeps no best checkpoint", "remove one of the two")
     if settings.best is not None:
         yield from _problems_of("checkpoint.best", settings.best, recipe)
     elif settings.keep_best:
@@ -123,27 +123,34 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from problems
         if not problems and measure_of(stop.metric).validated and recipe.val.every is None:
             why = f"{stop.metric} is measured only at the end"
-            yield Problem("run.early_stopping.metric", why, "set val.every")
+            yield needs("run.early_stopping.metric", why, "set val.every")
 
 
 def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
     if not words.split():
-        yield Problem(key, "is empty", "name a metric: reward, val/accuracy, val/loss")
+        yield Problem(key, "is empty", "name a metric: reward, val/accuracy, val/loss", code="empty-value")
         return
     try:
         measure = measure_of(words)
     except ValueError as error:
-        yield Problem(key, str(error), f"write `{words.split()[0]} max` or `{words.split()[0]} min`")
+        yield Problem(
+            key, str(error), f"write `{words.split()[0]} max` or `{words.split()[0]} min`", code="invalid-value"
+        )
         return
     name, online = measure.name, recipe.method in ONLINE
     if name == "val/loss" and online:
         why = "val/loss is measured on rows, and online runs have none"
         remedy = "name reward, or val/accuracy with val.questions"
-        yield Problem(key, why, f"set checkpoint.best: {remedy}" if key == "checkpoint.keep_best" else remedy)
+        yield Problem(
+            key,
+            why,
+            f"set checkpoint.best: {remedy}" if key == "checkpoint.keep_best" else remedy,
+            code="unknown-metric",
+        )
     elif name == "val/loss" and not recipe.data.val:
-        yield Problem(key, "val/loss needs data.val, which is empty", "set data.val")
+        yield needs(key, "val/loss needs data.val, which is empty", "set data.val")
     elif measure.validated and not (recipe.val.questions or recipe.data.val):
-        yield Problem(key, f"no validation measures {name}", "set val.questions or data.val")
+        yield needs(key, f"no validation measures {name}", "set val.questions or data.val")
     elif not measure.validated and name.startswith("train/") == online:
         other = "reward, or critic/ and actor/ metrics" if online else "train/ and val/ metrics"
-        yield Problem(key, f"a run of method {recipe.method} has no {name}", f"it has {other}")
+        yield Problem(key, f"a run of method {recipe.method} has no {name}", f"it has {other}", code="unknown-metric")

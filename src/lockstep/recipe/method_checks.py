@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from lockstep.errors import Problem
+from lockstep.errors import Problem, conflict, unused
 from lockstep.recipe.methods import OFFLINE, ONLINE, PREFERENCE_READS, sections_read
 from lockstep.recipe.schema import Recipe
 
 
 def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield Problem("rm.loss", "ranking plackett_luce defines its loss", "remove it, or set rm.ranking=pairs")
+        yield conflict("rm.loss", "ranking plackett_luce defines its loss", "remove it, or set rm.ranking=pairs")
 
 
 def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
     if len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
-        yield Problem("prm.tokens", "contains a word twice", "use a different word for each label")
+        yield Problem(
+            "prm.tokens", "contains a word twice", "use a different word for each label", code="duplicate-name"
+        )
 
 
 def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -25,17 +27,20 @@ def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
             "batch.rows_per_update",
             "KTO estimates the KL from mismatched pairs, and an update of one row has none",
             "set it to 2 or more",
+            code="too-few-rows",
         )
     if recipe.preference.reference_free and recipe.preference.reference:
-        yield Problem("preference.reference", "cannot be combined with preference.reference_free", "remove one of them")
+        yield conflict(
+            "preference.reference", "cannot be combined with preference.reference_free", "remove one of them"
+        )
 
 
 def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
     settings = recipe.distill
     if settings.teacher is None:
-        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
+        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher", code="not-set")
     if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
-        yield Problem("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
+        yield unused("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
 
 
 METHOD_CHECKS: dict[str, Callable[[Recipe], Iterator[Problem]]] = {

@@ -182,16 +182,29 @@ def _import(word: str) -> Problem | None:
         elif file.is_file():
             _imported[word] = run_file(file)
         else:
-            return Problem(KEY, f"file {word} does not exist", "give the path relative to the working directory")
+            return Problem(
+                KEY,
+                f"file {word} does not exist",
+                "give the path relative to the working directory",
+                code="no-such-file",
+            )
     except Unloadable as error:
-        return Problem(f"{KEY} {word}", error.why, error.remedy)
+        return Problem(f"{KEY} {word}", error.why, error.remedy, code=error.code)
     except ModuleNotFoundError as error:
         if error.name != word.split(".")[0] and error.name != word:
             return Problem(
-                f"{KEY} {word}", f"cannot be imported: {describe_error(error, word)}", "install what it needs"
+                f"{KEY} {word}",
+                f"cannot be imported: {describe_error(error, word)}",
+                "install what it needs",
+                code="import-failed",
             )
         remedy = "install it, or name its file: path/to/file.py"
-        return Problem(f"{KEY} {word}", "no such module", remedy)
+        return Problem(f"{KEY} {word}", "no such module", remedy, code="import-failed")
     except Exception as error:  # noqa: BLE001 - a user module may raise anything, and it is reported
-        return Problem(f"{KEY} {word}", f"cannot be imported: {describe_error(error, word)}", "fix the module")
+        return Problem(
+            f"{KEY} {word}",
+            f"cannot be imported: {describe_error(error, word)}",
+            "fix the module",
+            code="import-failed",
+        )
     return None

@@ -112,4 +112,6 @@ def _contains(values: Any, key: str, group: str) -> bool:
 
 
 def _both(old: str) -> Problem:
-    return Problem(RENAMED[old], f"is the new name of {old}, and both are given", f"remove {old}")
+    return Problem(
+        RENAMED[old], f"is the new name of {old}, and both are given", f"remove {old}", code="conflicting-keys"
+    )

@@ -58,6 +58,7 @@ def refuse_unknown_ids(stop_ids: Sequence[int], vocabulary: int, key: str = "rol
             f"{', '.join(map(str, invalid[:8]))}: not in the vocabulary of the model (0 to {vocabulary - 1}), so it "
             "would never end a response",
             "use ids of this model's tokenizer, or remove them",
+            code="unknown-token",
         )
 
 

@@ -112,15 +112,17 @@ def _engine_problem(
             check_engine_architecture(policy.causal_lm.config, policy.kernel, paged_on, device)
         engine_logprobs, trainer_logprobs = _two_scores(engine, policy, device)
     except Unfit as unfit:
-        return Problem(f"model.path {path}", f"{name}: {unfit}", remedy)
+        return Problem(f"model.path {path}", f"{name}: {unfit}", remedy, code="unsupported-model")
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Refusal.at(f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy) from error
+        raise Refusal.at(
+            f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy, code="unsupported-model"
+        ) from error
     difference = (trainer_logprobs - engine_logprobs).abs().max().item()
     if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
         why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
-        return Problem(f"model.path {path}", why, remedy)
+        return Problem(f"model.path {path}", why, remedy, code="logprobs-differ")
     return None
 
 

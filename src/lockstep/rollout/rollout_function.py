@@ -218,6 +218,7 @@ class FunctionEngine:
         return self.function.refuse(
             f"did not respond for {self.seconds:g} s, for {response.prompt.question.origin}",
             "add a timeout to it, or raise rollout.function_timeout; the last checkpoint is untouched",
+            code="function-too-slow",
         )
 
     def _start(self, response: _Response) -> _Response:
@@ -241,7 +242,7 @@ class FunctionEngine:
             ids, trained, truncated = _checked(done.returned, response.limit, self.vocabulary)
             logprobs, stop = _provenance(ids, trained, response)
         except ValueError as error:
-            return self._failed(response, self.function.refuse(f"{error}, for {origin}", RETURN))
+            return self._failed(response, self.function.refuse(f"{error}, for {origin}", RETURN, code="invalid-return"))
         if truncated is None:
             truncated = len(ids) >= response.limit and stop not in ("token", "string")
         stop = "length" if truncated else "environment" if stop == "length" else stop
@@ -251,9 +252,11 @@ class FunctionEngine:
         """Returns a `Refusal` for an exception of the function, naming the data row; `UserFunction` adds file and
         line."""
         if not isinstance(error, Refusal):
-            return self.function.refuse(f"raised {type(error).__name__}: {error}, for {origin}", "fix the function")
+            return self.function.refuse(
+                f"raised {type(error).__name__}: {error}, for {origin}", "fix the function", code="function-raised"
+            )
         problem = error.problems[0]
-        return Refusal([Problem(problem.where, f"{problem.why}, for {origin}", problem.remedy)])
+        return Refusal([Problem(problem.where, f"{problem.why}, for {origin}", problem.remedy, code=problem.code)])
 
     def _failed(self, response: _Response, refusal: Refusal) -> Completion:
         if not self.tolerant:

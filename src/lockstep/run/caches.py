@@ -144,7 +144,12 @@ def folders_bound() -> float:
     except ValueError:
         number = -1.0
     if not number >= 0:
-        raise Refusal.at(BOUND, f"{text!r} is not a number of GiB", f"unset it for {DEFAULT_GB:g}, or set a number")
+        raise Refusal.at(
+            BOUND,
+            f"{text!r} is not a number of GiB",
+            f"unset it for {DEFAULT_GB:g}, or set a number",
+            code="not-a-number",
+        )
     return number * 2**30
 
 

@@ -121,7 +121,12 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def unwritten_checkpoint(target: Path, why: str) -> Refusal:
-    return Refusal.at(str(target), f"could not be written: {why}", "free some disk; earlier checkpoints are unchanged")
+    return Refusal.at(
+        str(target),
+        f"could not be written: {why}",
+        "free some disk; earlier checkpoints are unchanged",
+        code="disk-full",
+    )
 
 
 def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
@@ -133,6 +138,7 @@ def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkp
             str(folder),
             f"{what} needs {(needed + SPARE_BYTES) / 2**20:,.0f} MiB, but the disk has {free / 2**20:,.0f} MiB free",
             f"free some disk, {keys}, or move run.folder; nothing was overwritten",
+            code="disk-full",
         )
 
 
@@ -196,7 +202,10 @@ def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
             return
         if step == steps[0]:
             raise Refusal.at(
-                str(checkpoints), f"every checkpoint in it is damaged ({damage})", "start again with another run.name"
+                str(checkpoints),
+                f"every checkpoint in it is damaged ({damage})",
+                "start again with another run.name",
+                code="damaged-checkpoint",
             )
         warn(f"checkpoint {path.name} is damaged ({damage}); using the one before it")
         _set_aside(path)
@@ -265,14 +274,16 @@ def read(path: Path) -> Checkpoint:
         version = values.get("version")
         if version not in (VERSION, SHARDED_VERSION):
             raise Refusal.at(
-                str(path), f"was written in format {version}, but this version reads {VERSION} and {SHARDED_VERSION}"
+                str(path),
+                f"was written in format {version}, but this version reads {VERSION} and {SHARDED_VERSION}",
+                code="unsupported-version",
             )
         _refuse_paths(values.get("files", {}), path / STATE)
         stored = _shards(path) if version == SHARDED_VERSION else _files(path)
         parts = {name: one for name in (CRITIC, CRITIC_OPTIMIZER) if (one := stored(name))}
         return Checkpoint(State(**values), stored(MODEL), stored(OPTIMIZER), path, *parts.values())
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise Refusal.at(str(path), f"cannot be read: {error}") from error
+        raise Refusal.at(str(path), f"cannot be read: {error}", code="unreadable") from error
 
 
 def _refuse_paths(files: Any, where: Path) -> None:
@@ -281,7 +292,12 @@ def _refuse_paths(files: Any, where: Path) -> None:
         plain = isinstance(name, str) and isinstance(text, str) and Path(name).name == name and "\0" not in name
         if not plain or name in ("", ".."):
             why = f"its files contain {name!r:.80}, which is not a plain file name with text"
-            raise Refusal.at(str(where), why, "the checkpoint was changed after it was written: use another one")
+            raise Refusal.at(
+                str(where),
+                why,
+                "the checkpoint was changed after it was written: use another one",
+                code="damaged-checkpoint",
+            )
 
 
 def _files(path: Path) -> Callable[[str], StoredTensors]:
@@ -304,7 +320,9 @@ def _measured(path: Path, measure: Measure) -> float | None:
     value = measured.get(measure.name) if isinstance(measured, dict) else measured
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         why = f"its {measure.name} is {value!r}"
-        raise Refusal.at(str(path / STATE), why, "remove the checkpoint, or choose one with --step")
+        raise Refusal.at(
+            str(path / STATE), why, "remove the checkpoint, or choose one with --step", code="damaged-checkpoint"
+        )
     return measure.value({measure.name: value}) if value is not None else None
 
 

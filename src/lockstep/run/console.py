@@ -128,12 +128,16 @@ def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
     count = len(refusal.problems)
     screen.print(Text(f"{count} problems:" if count > 1 else "1 problem:", style="bold"))
     for problem in refusal.problems:
-        lines = [(problem.where, "bold red"), (f"  {problem.why}", "")]
+        code = f"[{problem.code}]"
+        lines = [(f"{problem.where} {code}", "bold red"), (f"  {problem.why}", "")]
         lines += [(f"  -> {problem.remedy}", "green")] if problem.remedy else []
         screen.print()
         for text, style in lines:
             for line in fit(text, min(screen.width, 100)):
-                screen.print(Text(line, style=style), soft_wrap=True)
+                styled = Text(line, style=style)
+                if style == "bold red" and line.endswith(code):
+                    styled.stylize("not bold dim default", len(line) - len(code))
+                screen.print(styled, soft_wrap=True)
 
 
 def validation_rows(metrics: dict[str, float]) -> str:

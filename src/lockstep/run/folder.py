@@ -152,7 +152,10 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refusal.at(
-                f"run folder {self.path}", f"cannot be created: {error.strerror}", "choose a writable folder"
+                f"run folder {self.path}",
+                f"cannot be created: {error.strerror}",
+                "choose a writable folder",
+                code="unwritable",
             ) from error
 
     def write_recipe(self, text: str, step: int = 0) -> None:
@@ -231,20 +234,25 @@ def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise Refusal.at(path, f"cannot be read: {error}", remedy) from error
+        raise Refusal.at(path, f"cannot be read: {error}", remedy, code="unreadable") from error
     if not isinstance(values, dict):
-        raise Refusal.at(path, f"contains {type(values).__name__}, not a JSON object", remedy)
+        raise Refusal.at(path, f"contains {type(values).__name__}, not a JSON object", remedy, code="damaged-file")
     return values
 
 
 def refuse_unwritable(path: Path, option: str) -> None:
     """Raises `Refusal` if an output file cannot be written, before the work starts."""
     if path.is_dir():
-        raise Refusal.at(f"{option} {path}", "is a folder", "give the path of a file")
+        raise Refusal.at(f"{option} {path}", "is a folder", "give the path of a file", code="not-a-file")
     if not path.parent.is_dir():
-        raise Refusal.at(f"{option} {path}", f"folder {path.parent} does not exist", "create it, or give another path")
+        raise Refusal.at(
+            f"{option} {path}",
+            f"folder {path.parent} does not exist",
+            "create it, or give another path",
+            code="no-such-file",
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise Refusal.at(f"{option} {path}", "cannot be written to", "give another path")
+        raise Refusal.at(f"{option} {path}", "cannot be written to", "give another path", code="unwritable")
 
 
 def _lock_or_refuse(file: int, path: Path) -> None:
@@ -256,12 +264,14 @@ def _lock_or_refuse(file: int, path: Path) -> None:
             f"run folder {path}",
             f"process {holder} is using it" if holder else "another process is using it",
             "wait for it, stop it, or give this run another folder",
+            code="folder-in-use",
         ) from None
     except OSError as error:
         raise Refusal.at(
             f"run folder {path}",
             f"its file system cannot lock files ({error.strerror}), so two runs could write to it at the same time",
             "put the run folder on a file system with flock, such as a local disk",
+            code="no-file-locks",
         ) from error
 
 

@@ -179,6 +179,7 @@ def _damaged(path: Path, number: int, text: str) -> Refusal:
         f"{path} line {number}",
         f"cannot parse this line of the log: {text[:60]!r}",
         "the file was changed by another program; restore it, or remove the line",
+        code="damaged-file",
     )
 
 

@@ -85,7 +85,7 @@ def bind(host: str, port: int, where: str) -> list[socket.socket]:
         for opened in sockets:
             opened.close()
         remedy = "choose another port; 0 is any free port"
-        raise Refusal.at(where, f"cannot listen: {error.strerror}", remedy) from error
+        raise Refusal.at(where, f"cannot listen: {error.strerror}", remedy, code="port-unavailable") from error
     return sockets
 
 

@@ -130,6 +130,7 @@ class ListenAddress:
                 "--host",
                 f"{self.host} can be reached from other machines, and anyone who reaches it could use the model",
                 "set --api-key (or LOCKSTEP_API_KEY), or leave --host at 127.0.0.1",
+                code="open-server",
             )
 
     @property

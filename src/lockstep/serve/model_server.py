@@ -67,7 +67,9 @@ def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -
     write(explanation, error=True)
     with joined(device) as world:
         if world.size > 1:
-            raise Refusal.at("lockstep serve", "runs on one device", "start it without torchrun")
+            raise Refusal.at(
+                "lockstep serve", "runs on one device", "start it without torchrun", code="one-process-only"
+            )
         # Before the model is loaded: a port that is in use is reported at once.
         sockets = asgi.bind(address.host, address.port, f"--host {address.host} --port {address.port}")
         app = load_app(serving, limits, device, world)
@@ -83,7 +85,7 @@ def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -
 def load_app(serving: ServeSettings, limits: ServeLimits, device: Device, world: World) -> ModelApp:
     """The application for a language model or a reward model, whichever the folder contains."""
     if serving.dtype not in ("auto", *DTYPES):
-        raise Refusal.at("--dtype", f"{serving.dtype} is not one of auto, {', '.join(DTYPES)}")
+        raise Refusal.at("--dtype", f"{serving.dtype} is not one of auto, {', '.join(DTYPES)}", code="unknown-name")
     folder = model_folder(serving.model)
     config = load_config(folder)
     kinds = config.architectures or []
@@ -138,7 +140,9 @@ def _as_options(refusal: Refusal) -> Refusal:
             return "use `lockstep generate`, which runs whatever transformers generates from"
         return renamed(remedy)
 
-    return Refusal([Problem(renamed(p.where), renamed(p.why), advised(p.remedy)) for p in refusal.problems])
+    return Refusal(
+        [Problem(renamed(p.where), renamed(p.why), advised(p.remedy), code=p.code) for p in refusal.problems]
+    )
 
 
 def stored_dtype(config: Any) -> str:
@@ -153,10 +157,14 @@ def _max_model_len(serving: ServeSettings, config: Any, engine: NativeEngine) ->
     context = min(lengths, default=None)
     if serving.max_length is not None:
         if context is not None and serving.max_length > context:
-            raise Refusal.at("--max-length", f"{serving.max_length} is over the model's context of {context}")
+            raise Refusal.at(
+                "--max-length", f"{serving.max_length} is over the model's context of {context}", code="over-context"
+            )
         return serving.max_length
     if context is None:
-        raise Refusal.at("--max-length", "the model's config.json has no context length", "set --max-length")
+        raise Refusal.at(
+            "--max-length", "the model's config.json has no context length", "set --max-length", code="not-set"
+        )
     max_model_len = longest_that_fits(engine, context)
     if max_model_len < context:
         write(

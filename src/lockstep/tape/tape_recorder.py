@@ -454,4 +454,5 @@ def refuse_no_weights(folder: TapeFolder, step: int) -> None:
             str(folder.path),
             f"the weights before step {step} are not on the tape",
             "record with tape.weights=true, or use --mode chained",
+            code="missing-on-tape",
         )

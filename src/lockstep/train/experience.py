@@ -212,6 +212,7 @@ def reward_part(meta: RolloutMeta, prompts: Mapping[int, Prompt], name: str, key
             f"response {meta.sample} to {prompts[meta.prompt_index].question.origin} has no reward {name!r} in its "
             "score",
             f"it has {', '.join(meta.score.parts) or 'none'}; the last checkpoint is untouched",
+            code="missing-reward-part",
         )
     return meta.score.parts[name]
 
@@ -222,6 +223,7 @@ def _refuse_empty(metas: Sequence[RolloutMeta], prompts: Mapping[int, Prompt]) -
             f"response {meta.sample} to {prompts[meta.prompt_index].question.origin}",
             "has no token of the policy, so no token can carry its score",
             "an engine returns at least the token that ended the response; the last checkpoint is untouched",
+            code="empty-response",
         )
         for meta in metas
         if not meta.num_response_tokens
@@ -385,6 +387,7 @@ def check_rollout_logprobs(
             "look for a proxy or load balancer that mixes up answers, and for settings that change how the server "
             "samples. A larger number accepts the difference, null switches the check off. The last checkpoint is "
             "untouched",
+            code="logprobs-differ",
         )
     return {"training/rollout_logprob_diff_mean": mean}
 

@@ -51,6 +51,7 @@ def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
         f"{failed.count} of {total} responses {_what(first.score)}, {consequence}; the first, to "
         f"{first.prompt.question.origin}: {first.score.message}{_response(first, 200)}",
         f"fix the {what}, or raise reward.max_failures; the last checkpoint is untouched",
+        code="reward-failed",
     )
 
 
@@ -252,6 +253,7 @@ class IdleUpdates:
             f"the updates of the last {self.count} steps changed nothing: {self._cause.cause}. Stopped after step "
             f"{step}, with a checkpoint",
             f"{self._cause.remedy}; or set run.max_idle_updates=0 to continue",
+            code="idle-updates",
         )
 
     def _effective(self) -> int:

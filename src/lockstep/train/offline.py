@@ -83,6 +83,7 @@ def assert_identity(
                 f"the loss is {loss:.6f} where equal models give {wanted:.6f}, although their log-probabilities agree",
                 "an operator of the loss is wrong on this device: record the first step on another device (tape=true), "
                 "and replay it here to see which number differs first",
+                code="wrong-initial-loss",
             )
         )
         return
@@ -104,6 +105,7 @@ def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, m
             f"{len(difference):,} log-probabilities differ; the worst is {float(policy[worst]):.6f} against "
             f"{float(reference[worst]):.6f}",
             CAUSES[kind],
+            code="wrong-initial-loss",
         )
     )
     return False

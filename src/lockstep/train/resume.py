@@ -85,6 +85,7 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
                 one.key,
                 f"the checkpoint was trained with {one.before!r}, the recipe now says {one.now!r}",
                 "set it back, or start a new run with another run.name",
+                code="changed-setting",
             )
             for one in harmful
         ]
@@ -170,6 +171,7 @@ def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: 
                     f"{key} {now[key]['path']}",
                     f"the model has changed since the checkpoint: {_first(differing)}",
                     "restore the files, resume with --accept-changed, or start a new run with another run.name",
+                    code="changed-model",
                 )
                 for key, differing in changes.items()
             ]
@@ -212,7 +214,9 @@ def refuse_unlike_machines(every: list[Fingerprints | None]) -> None:
             unlike = [name for name in shared if model["files"][name] != wanted[key]["files"][name]]
             if unlike:
                 why = f"{_first(unlike)} of rank {rank}'s machine is not the file of rank {first}'s"
-                problems.append(Problem(f"{key} {model['path']}", why, "copy the folder to every machine"))
+                problems.append(
+                    Problem(f"{key} {model['path']}", why, "copy the folder to every machine", code="not-shared")
+                )
     refuse_all(problems)
 
 
@@ -242,7 +246,9 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str
         if _fingerprints(before, part) != _fingerprints(now, part)
     }
     problems = [
-        Problem("data.train", difference, "restore the file, or start a new run with another run.name")
+        Problem(
+            "data.train", difference, "restore the file, or start a new run with another run.name", code="changed-data"
+        )
         for difference in unlike.get("train", [])
     ]
     if not problems and before["kept"] != now["kept"]:
@@ -251,6 +257,7 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str
                 "data.max_tokens",
                 f"the checkpoint was trained on {_kept(before)}, the limit on row length now leaves {_kept(now)}",
                 "set data.max_tokens, or batch.tokens where it is the limit, back to what it was",
+                code="changed-data",
             )
         )
     refuse_all(problems)
@@ -295,7 +302,7 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
         newer = [other for other in checkpoints.steps_in(target.checkpoints) if other > step]
         if newer:
             why = f"the run has reached step {newer[-1]}: going back would discard later steps"
-            raise Refusal.at(f"--resume-from {path}", why, "give the new run another run.name")
+            raise Refusal.at(f"--resume-from {path}", why, "give the new run another run.name", code="already-exists")
         return None
     origin = {"run": str(source.path), "step": step, "manifest": checksum(found / checkpoints.MANIFEST)}
     if target.path.exists():
@@ -303,7 +310,9 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
         if file.is_file() and read_object(file).get("manifest") == origin["manifest"]:
             return None
         why = f"{target.path} exists and does not start from this checkpoint"
-        raise Refusal.at(f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out")
+        raise Refusal.at(
+            f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out", code="already-exists"
+        )
     refuse_changed_recipe(checkpoints.read(found).state, resolved(recipe), model_paths(recipe))
     try:
         target.path.parent.mkdir(parents=True, exist_ok=True)
@@ -324,11 +333,16 @@ def checkpoint_at(path: Path) -> Path:
         steps = checkpoints.steps_in(RunFolder(path).checkpoints)
         if not steps:
             why = "is neither a checkpoint nor a run folder with one"
-            raise Refusal.at(where, why, "name runs/NAME, or runs/NAME/checkpoints/step_N; for weights: --init-from")
+            raise Refusal.at(
+                where,
+                why,
+                "name runs/NAME, or runs/NAME/checkpoints/step_N; for weights: --init-from",
+                code="no-checkpoint",
+            )
         found = checkpoints.folder_of(RunFolder(path).checkpoints, steps[-1])
     damage = checkpoints.damage_of(found)
     if damage is not None:
-        raise Refusal.at(where, f"{found} is damaged: {damage}", "name another checkpoint")
+        raise Refusal.at(where, f"{found} is damaged: {damage}", "name another checkpoint", code="damaged-checkpoint")
     return found.resolve()
 
 

@@ -25,7 +25,7 @@ def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overri
     file = running_file()
     if file is not None:
         why = "is imported for one of its functions, and the import starts a training run"
-        raise Refusal.at(file, why, 'put the run under: if __name__ == "__main__":')
+        raise Refusal.at(file, why, 'put the run under: if __name__ == "__main__":', code="import-side-effect")
     return run_recipe(recipe_with(recipe, overrides), accept_changed=accept_changed)
 
 

@@ -135,6 +135,7 @@ class Learner:
                 self._rows(self._origins),
                 "no token of the update is trained",
                 "check the loss mask of these rows (lockstep data show)",
+                code="no-trained-token",
             )
         divisor = divisor or targets
         scale = self.scale.value if self.scale else 1.0
@@ -184,6 +185,7 @@ class Learner:
                 self._rows(self._origins),
                 f"the gradient norm is {size} with a finite loss",
                 "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
+                code="not-finite",
             )
         self.observer.on_gradients(norm, lr)
         self.optimizer.step(lr, norm)
@@ -209,6 +211,7 @@ class Learner:
             self._rows(bad),
             "the loss of the micro-batch with these rows is not finite",
             "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
+            code="not-finite",
         )
 
     def _rows(self, mine: Sequence[Origin]) -> str:

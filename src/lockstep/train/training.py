@@ -104,7 +104,7 @@ def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
         remedy = f"did you mean {near[0]}?" if near else "the names are those of metrics.jsonl"
         if not recipe.val.questions and _ANSWERS.fullmatch(measure.name):
             remedy = "set val.questions: it is measured on answers"
-        yield Problem(key, f"the run does not measure {measure.name}", remedy)
+        yield Problem(key, f"the run does not measure {measure.name}", remedy, code="unknown-metric")
 
 
 def _expected(measure: Measure, recipe: Recipe, metrics: Collection[str]) -> bool:

@@ -71,6 +71,7 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
             f"engine and trainer differ by {mean:.3g} in the probability of a token on average, over {most:g}",
             "use fp32 or the hf engine to find out which side is off, or correct it (algorithm.rollout_correction); "
             "stale responses differ by themselves (rollout.max_staleness). The last checkpoint is untouched",
+            code="logprobs-differ",
         )
 
 

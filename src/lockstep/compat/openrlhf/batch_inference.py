@@ -72,7 +72,9 @@ def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
         first = order["iter"] * order["rollout_batch_size"]
         kept = list(islice(rows, first, first + order["rollout_batch_size"]))
     if not kept:
-        raise Refusal.at("--iter" if order["iter"] is not None else "--dataset", "there are no rows left")
+        raise Refusal.at(
+            "--iter" if order["iter"] is not None else "--dataset", "there are no rows left", code="no-rows"
+        )
     return kept
 
 
@@ -102,7 +104,7 @@ def _generated(
     for text, (_, origin) in zip(texts, rows, strict=True):
         ids = list(tokenizer(text, add_special_tokens=_opens(order, tokenizer, text))["input_ids"])
         if not ids:
-            raise Refusal.at(origin, "the prompt has no tokens", "correct or remove the row")
+            raise Refusal.at(origin, "the prompt has no tokens", "correct or remove the row", code="empty-prompt")
         cut += len(ids) > limit
         # Keep the end of the prompt.
         prompts.append(Prompt(Question("", [], "", origin), ids[-limit:]))
@@ -162,6 +164,7 @@ def _refuse_context(config: Any, longest: int, answer: int) -> None:
             "--max_new_tokens",
             f"a prompt of {longest} tokens and an answer of {answer} are over the model's context of {context}",
             f"set it to {context - longest} or less, or lower --prompt_max_len",
+            code="over-context",
         )
 
 
@@ -183,7 +186,9 @@ def _scored(
         why = f"an empty prompt or answer, or no room for one in --max_len {order['max_len']}"
         console.warn(f"{len(texts) - len(kept):,} rows are skipped: {why}")
     if not kept:
-        raise Refusal.at("--dataset", "no row can be scored", "check --input_key, --output_key and --max_len")
+        raise Refusal.at(
+            "--dataset", "no row can be scored", "check --input_key, --output_key and --max_len", code="no-rows"
+        )
     mine = kept[world.rank :: world.size]
     with console.task("Scoring", None):
         scores = dict(zip(mine, model.score([encoded[number] or [] for number in mine]), strict=True))
@@ -201,7 +206,7 @@ def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
     key = order["output_key"] or "output"
     answer = row.get(key)
     if answer is None and (order["output_key"] or not (order["apply_chat_template"] and isinstance(content, list))):
-        raise Refusal.at(origin, f"has no column {key}", "name it with --output_key")
+        raise Refusal.at(origin, f"has no column {key}", "name it with --output_key", code="missing-column")
     if not order["apply_chat_template"]:
         return _plain(order, content, origin), str(answer)
     if answer is None:
@@ -212,7 +217,9 @@ def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
     prompt = _rendered(tokenizer, chat, origin, open_turn=True)
     text = _rendered(tokenizer, messages, origin, open_turn=False)
     if not text.startswith(prompt):
-        raise Refusal.at(origin, "the chat template renders the prompt differently when an answer follows")
+        raise Refusal.at(
+            origin, "the chat template renders the prompt differently when an answer follows", code="template-unstable"
+        )
     return prompt, text[len(prompt) :]
 
 
@@ -229,20 +236,24 @@ def encoded_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str,
 
 def _column(row: Row, key: str, origin: Origin, flag: str) -> Any:
     if row.get(key) is None:
-        raise Refusal.at(origin, f"has no column {key}; it has {', '.join(row)}", f"name it with {flag}")
+        raise Refusal.at(
+            origin, f"has no column {key}; it has {', '.join(row)}", f"name it with {flag}", code="missing-column"
+        )
     return row[key]
 
 
 def _plain(order: BatchOrder, content: Any, origin: Origin) -> str:
     if not isinstance(content, str):
-        raise Refusal.at(origin, f"{order['input_key']} is not text", "set --apply_chat_template")
+        raise Refusal.at(origin, f"{order['input_key']} is not text", "set --apply_chat_template", code="not-text")
     form = order["input_template"]
     return form.replace("{}", content, 1) if form and "{}" in form else content
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, chat: list[Message], origin: Origin, *, open_turn: bool) -> str:
     if not tokenizer.chat_template:
-        raise Refusal.at("--apply_chat_template", "the tokenizer has no chat template", "remove it")
+        raise Refusal.at(
+            "--apply_chat_template", "the tokenizer has no chat template", "remove it", code="no-chat-template"
+        )
     return render_prompt(tokenizer, chat, origin, open_turn=open_turn)
 
 
@@ -293,7 +304,9 @@ def _normalized(rows: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
     mean = math.fsum(rewards) / len(rewards)
     deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
     if deviation == 0:
-        raise Refusal.at("--normalize_reward", "all rewards are equal, so the deviation is 0", "remove it")
+        raise Refusal.at(
+            "--normalize_reward", "all rewards are equal, so the deviation is 0", "remove it", code="equal-rewards"
+        )
     return [{**row, "reward": (row["reward"] - mean) / deviation} for row in rows]
 
 

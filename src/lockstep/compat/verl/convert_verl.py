@@ -56,4 +56,4 @@ def _config_problems(parsed: ParsedOverrides) -> list[Problem]:
     remedy = "print it with `--cfg job --resolve`, and pass its keys as overrides"
     if "megatron" in str(parsed.config):
         why, remedy = "lockstep has no Megatron backend", "convert the FSDP variant of the script"
-    return Refusal.at(f"--config-name {parsed.config}", why, remedy).problems
+    return Refusal.at(f"--config-name {parsed.config}", why, remedy, code="unsupported-setting").problems

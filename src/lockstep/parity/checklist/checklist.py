@@ -56,7 +56,10 @@ class Checklist(Replay):
     def steps(self) -> Iterable[int]:
         if 1 not in self.tape.steps():
             raise Refusal.at(
-                str(self.tape.path), "the first step is not on the tape", "record the run again: tape=true run.name=NEW"
+                str(self.tape.path),
+                "the first step is not on the tape",
+                "record the run again: tape=true run.name=NEW",
+                code="missing-on-tape",
             )
         return [0, 0]
 

@@ -79,7 +79,9 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
         try:
             write_report(comparison, page)
         except OSError as error:
-            raise Refusal.at(f"--report {page}", f"cannot be written: {error.strerror}", "give another path") from error
+            raise Refusal.at(
+                f"--report {page}", f"cannot be written: {error.strerror}", "give another path", code="unwritable"
+            ) from error
         write(f"wrote {page}", error=as_json)
     if options.support is not None:
         write(record(comparison, options.support, options.support.with_suffix("")), error=as_json)
@@ -215,6 +217,7 @@ def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
                     log.source,
                     f"{log.written.get(name, name)}: {log.ambiguous[name]}, and no resumed run explains it",
                     "write a file for each rank or run, or keep the rows of one of them",
+                    code="ambiguous-steps",
                 )
     return None
 
@@ -277,6 +280,7 @@ def _metric_name(name: str, log: Log, where: str) -> str:
         where,
         f"{log.source} has no metric {name}",
         f"similar: {', '.join(near)}" if near else f"it has {', '.join(list(log.metrics)[:8])}",
+        code="unknown-metric",
     )
 
 

@@ -54,7 +54,12 @@ def record(comparison: Comparison, support: Path, evidence: Path) -> str:
     for fact in ("method", "model"):
         if _shared(comparison, fact) == UNKNOWN:
             remedy = "compare with a run folder on at least one side"
-            raise Refusal.at("--record", f"the {fact} of both sides is unknown, so the row would be empty", remedy)
+            raise Refusal.at(
+                "--record",
+                f"the {fact} of both sides is unknown, so the row would be empty",
+                remedy,
+                code="missing-input",
+            )
     table = read_table(support)
     file = evidence / f"{slug(comparison)}.json"
     row = row_of(comparison, quote(Path(os.path.relpath(file, support.parent)).as_posix()))
@@ -195,7 +200,9 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
-        raise Refusal.at(path, f"cannot be written: {error.strerror}", "give another path with --support") from error
+        raise Refusal.at(
+            path, f"cannot be written: {error.strerror}", "give another path with --support", code="unwritable"
+        ) from error
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -241,10 +248,10 @@ def read_table(path: Path) -> SupportTable:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise Refusal.at(path, "is not UTF-8 text", "name another file with --support") from error
+        raise Refusal.at(path, "is not UTF-8 text", "name another file with --support", code="unreadable") from error
     if HEADER not in lines:
         remedy = f"put back the heading `{HEADER}`, or name another file with --support"
-        raise Refusal.at(path, "contains no support table", remedy)
+        raise Refusal.at(path, "contains no support table", remedy, code="unsupported-format")
     top = lines.index(HEADER)
     if lines[top + 1 : top + 2] != [RULE]:
         raise _damaged(path, top + 2, f"the line below the heading must be `{RULE}`")
@@ -278,7 +285,7 @@ def _refuse_duplicates(path: Path, first: int, rows: list[SupportRow]) -> None:
 
 
 def _damaged(path: Path, line: int, why: str) -> Refusal:
-    return Refusal.at(f"{path}, line {line}", why, "repair or remove the line, and record again")
+    return Refusal.at(f"{path}, line {line}", why, "repair or remove the line, and record again", code="damaged-file")
 
 
 def _escaped(cell: str) -> str:

@@ -44,7 +44,12 @@ def compare_recordings(a: Path, b: Path) -> Replayed:
     ours, theirs = recording_ranks(a), recording_ranks(b)
     shared = [rank for rank in ours if rank in theirs]
     if not shared:
-        raise Refusal.at(b, f"has none of the ranks of {a}", "compare recordings of the same number of processes")
+        raise Refusal.at(
+            b,
+            f"has none of the ranks of {a}",
+            "compare recordings of the same number of processes",
+            code="nothing-in-common",
+        )
     found = [_compare(TapeFolder(ours[rank]), TapeFolder(theirs[rank])) for rank in shared]
     first = next((number for number, result in enumerate(found) if not result.in_step), 0)
     remarks: tuple[str, ...] = (f"Rank {shared[first]} of {len(shared)}.",) if len(shared) > 1 else ()
@@ -57,7 +62,12 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
     manifests = a.manifest(), b.manifest()
     steps = [step for step in a.steps() if step in set(b.steps())]
     if not steps:
-        raise Refusal.at(b.path, f"has no update in common with {a.path}", "record both with the same first_step")
+        raise Refusal.at(
+            b.path,
+            f"has no update in common with {a.path}",
+            "record both with the same first_step",
+            code="nothing-in-common",
+        )
     result = judge(a, b, "chained", b.path, first=steps[0])
     start = _start(a.read_step(steps[0]), b.read_step(steps[0]), alike=_weights_dtypes(manifests))
     formula = [check for step in steps for check in _own_formula(manifests[0], a.read_step(step))]
@@ -74,7 +84,12 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
 def _refuse_dropout(folder: str, manifest: Mapping[str, Any]) -> None:
     """No other run has the same dropout masks, so every comparison would fail."""
     if "dropout" in manifest["recorder"]["notes"]:
-        raise Refusal.at(folder, "was recorded with dropout on", "record again with all dropout rates set to 0")
+        raise Refusal.at(
+            folder,
+            "was recorded with dropout on",
+            "record again with all dropout rates set to 0",
+            code="not-replayable",
+        )
 
 
 def _weights_dtypes(manifests: Sequence[Mapping[str, Any]]) -> bool:
@@ -132,12 +147,17 @@ def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], 
     source = model or manifest["recipe"]["model"]["path"]
     if not source or not Path(source).is_dir():
         raise Refusal.at(
-            "--model", f"{source or 'nothing'} is not a model folder", "give the folder of the trained model"
+            "--model",
+            f"{source or 'nothing'} is not a model folder",
+            "give the folder of the trained model",
+            code="no-such-file",
         )
     device = select(keys.get("device", "auto")).torch_device()
     dtype = keys.get("model.dtype") or manifest["recipe"]["model"]["weights"]
     if dtype not in DTYPES:
-        raise Refusal.at("model.dtype", f"there is no {dtype!r}", f"use one of {', '.join(DTYPES)}")
+        raise Refusal.at(
+            "model.dtype", f"there is no {dtype!r}", f"use one of {', '.join(DTYPES)}", code="unknown-name"
+        )
     autocast = manifest["recipe"]["model"]["dtype"] if "model.dtype" not in keys else dtype
     with reserved_name(RunFolder(folder), "recorded") as name:
         output = folder / REPLAYS / name
@@ -164,7 +184,9 @@ def _keys(overrides: Sequence[str]) -> dict[str, str]:
     found = dict(word.partition("=")[::2] for word in overrides)
     for key in found:
         if key not in KEYS:
-            raise Refusal.at(key, "a recording of another framework has no recipe", f"use {', '.join(KEYS)}")
+            raise Refusal.at(
+                key, "a recording of another framework has no recipe", f"use {', '.join(KEYS)}", code="unknown-key"
+            )
     return found
 
 
@@ -174,7 +196,9 @@ def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -
     able = [step for step in tape.weighed() if step in complete] or [manifest["recorder"]["first_step"]]
     steps = [step for step in able if step in complete and (not only or step in only)]
     if not steps:
-        raise Refusal.at(tape.path, "has no update that can be replayed", f"updates with weights: {able}")
+        raise Refusal.at(
+            tape.path, "has no update that can be replayed", f"updates with weights: {able}", code="missing-on-tape"
+        )
     return steps
 
 
@@ -212,6 +236,7 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
             "recording",
             f"its model class {kind} does not exist in transformers {transformers.__version__}",
             "record on both machines, and use `lockstep compare A B`",
+            code="unsupported-model",
         )
     chosen = {} if attention is None else {"attn_implementation": attention}
     network: torch.nn.Module = cls.from_pretrained(source, dtype=dtype, trust_remote_code=False, **chosen)
@@ -227,7 +252,10 @@ def _restore(
     strange = [name for name in manifest["parameters"][LEARNER] if name not in parameters]
     if strange:
         raise Refusal.at(
-            "--model", f"has no parameter {strange[0]}, which was trained", "give the folder of the trained model"
+            "--model",
+            f"has no parameter {strange[0]}, which was trained",
+            "give the folder of the trained model",
+            code="other-weights",
         )
     if kept and not manifest["recorder"]["sharded"]:
         with torch.no_grad():
@@ -242,6 +270,7 @@ def _restore(
                 "--model",
                 f"its {name} differs from the recorded weights of update {step}",
                 "give the folder that the recorded run started from, or record with weights=True",
+                code="other-weights",
             )
 
 

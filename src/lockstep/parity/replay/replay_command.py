@@ -55,11 +55,15 @@ def replay_run(request: ReplayRequest) -> int:
     """Run the command and return its exit code."""
     mode = next((each for each in MODES if each == request.mode), None)
     if mode is None:
-        raise Refusal.at("--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}")
+        raise Refusal.at(
+            "--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}", code="unknown-name"
+        )
     if recording_ranks(request.run):
         return _replay_recording(request, mode)
     if request.model is not None:
-        raise Refusal.at("--model", f"{request.run} has a recipe, which names its model", "use model.path=FOLDER")
+        raise Refusal.at(
+            "--model", f"{request.run} has a recipe, which names its model", "use model.path=FOLDER", code="unused-key"
+        )
     console = Console.silent() if request.json else _console(request.run)
     if request.checklist:
         items = checklist.run_checklist(request.run, request.overrides, console)
@@ -85,11 +89,18 @@ def _report(request: ReplayRequest, result: Replayed, console: Console, title: s
 
 def _replay_recording(request: ReplayRequest, mode: str) -> int:
     if mode != "forced" or request.checklist:
-        raise Refusal.at(str(request.run), "is a recording, whose updates are replayed one by one", "use --mode forced")
+        raise Refusal.at(
+            str(request.run),
+            "is a recording, whose updates are replayed one by one",
+            "use --mode forced",
+            code="not-replayable",
+        )
     [first, *others] = recording_ranks(request.run).values()
     if others:
         remedy = f"name one of them: lockstep replay {first} --model FOLDER"
-        raise Refusal.at(str(request.run), f"holds the tapes of {len(others) + 1} ranks", remedy)
+        raise Refusal.at(
+            str(request.run), f"holds the tapes of {len(others) + 1} ranks", remedy, code="several-candidates"
+        )
     result = replay_recording(first, request.model, request.overrides, request.steps)
     title = "replay of a recording: each update from the recorded weights"
     return _report(request, result, Console.silent() if request.json else Console.open(), title)

@@ -76,6 +76,7 @@ class Replay:
                 "its responses were generated during training (rollout.max_staleness) with weights of several steps, "
                 "so they cannot be generated again",
                 "use --mode chained, which trains on the recorded responses",
+                code="not-replayable",
             )
 
     def _refuse_other_noise(self, recipe: Recipe) -> None:
@@ -85,6 +86,7 @@ class Replay:
                 f"engine {self._recorded_engine()} sampled its responses, and engine {recipe.rollout.engine} samples "
                 "different ones",
                 "use --mode forced or chained, which train on the recorded responses",
+                code="not-replayable",
             )
 
     def _recorded_engine(self) -> str:
@@ -185,6 +187,7 @@ def refuse_other_weights(tape: TapeFolder, run: Run) -> None:
             f"model.path {run.recipe.model.path}",
             "holds other weights than those that the recorded run started from, and the tape does not have all of them",
             "restore that model folder, or record again with tape.weights=true",
+            code="other-weights",
         )
 
 
@@ -252,7 +255,9 @@ def _reserve(source: RunFolder, kind: str) -> str:
             continue
         except OSError as error:
             remedy = "a replay writes into the run's folder: make it writable, or copy the run"
-            raise Refusal.at(str(mark.parent), f"cannot be written to: {error.strerror}", remedy) from error
+            raise Refusal.at(
+                str(mark.parent), f"cannot be written to: {error.strerror}", remedy, code="unwritable"
+            ) from error
         if not folder.exists():
             return name
         mark.rmdir()
@@ -280,7 +285,9 @@ class RunPart:
 
 def parts_of(source: RunFolder) -> list[RunPart]:
     if not source.recipe.is_file():
-        raise Refusal.at(str(source.path), "is not a run folder", "give the folder of a run with a tape")
+        raise Refusal.at(
+            str(source.path), "is not a run folder", "give the folder of a run with a tape", code="not-a-run"
+        )
     found, before = [], 0
     for last, file in source.earlier_recipes().items():
         found.append(RunPart(file, before, last))
@@ -309,6 +316,7 @@ def steps_by_part(
             f"{source.path} was resumed with another recipe after step {parts[0].last}, and this mode "
             "trains all steps from the first one on",
             "use --mode forced, which starts each step from the recorded weights",
+            code="not-replayable",
         )
     return found or [(parts[0], list(only))]  # nothing was recorded of these steps, which the replay reports
 

@@ -41,6 +41,7 @@ def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "r
             f"prompt and response can have {longest} tokens; over {fixed} tokens the rotary embedding of {model} "
             "depends on the sequence length (longrope or dynamic), so cached keys become invalid",
             f"keep the sum of prompt and {key} within {fixed}",
+            code="rotary-limit",
         )
 
 
@@ -265,6 +266,7 @@ class NativeEngine(SharedWeights):
                 f"a response of {longest} tokens with its prompt needs {least * block_bytes / 1e9:.3g} GB of "
                 f"key/value cache; {room / 1e9:.3g} GB are available",
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
+                code="not-enough-memory",
             )
         return blocks
 

@@ -242,6 +242,7 @@ def blocks_for(engine: NativeEngine, longest: int) -> int:
             f"a sequence of {longest} tokens needs {least * size / 1e9:.3g} GB of key/value cache; "
             f"{room / 1e9:.3g} GB are available",
             "lower the sequence length, or raise --cache-gb",
+            code="not-enough-memory",
         )
     return blocks
 

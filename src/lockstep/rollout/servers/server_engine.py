@@ -137,7 +137,7 @@ class ServerEngine:
                 elif isinstance(event, ServerFailed):
                     where = f"rollout.engine {self.server_adapter.name}"
                     remedy = RESUME_REMEDY if event.lost else "the last checkpoint is untouched"
-                    raise refusal_kind(lost=event.lost).at(where, str(event), remedy)
+                    raise refusal_kind(lost=event.lost).at(where, str(event), remedy, code="server-failed")
                 elif isinstance(event, Lost):
                     self.manager.restart(event.server)
                 elif isinstance(event, Back):
@@ -162,6 +162,7 @@ class ServerEngine:
                     f"rollout.engine {self.server_adapter.name} at {server.client.address}",
                     f"its weights changed to version {version} while it generated with {self.fleet.version}",
                     RESUME_REMEDY,
+                    code="weights-changed",
                 )
 
     def _completion(self, number: int, sample: int, wanted: WantedSample, answer: Answer) -> Completion:
@@ -177,6 +178,7 @@ class ServerEngine:
                     f"rollout.engine {self.server_adapter.name}",
                     f"a response of {len(ids)} tokens ended by a stop text, but contains none of rollout.stop",
                     "check for a proxy that changes answers, or another tokenizer in the server's model folder",
+                    code="wrong-response",
                 )
         if stop == "length" and len(ids) < wanted.max_tokens:
             raise Refusal.at(
@@ -184,6 +186,7 @@ class ServerEngine:
                 f"a response to a prompt of {len(wanted.ids)} tokens was cut after {len(ids)} of {wanted.max_tokens}: "
                 "the server's maximum sequence length is too small",
                 "raise it by rollout.server.args, or lower rollout.max_tokens",
+                code="wrong-response",
             )
         return Completion(number, sample, ids, logprobs, stop, versions=[self._version_updates] * len(ids))
 

@@ -136,7 +136,7 @@ class ServerManager:
             where = f"rollout.engine {self.server_adapter.name} at {server.client.address}"
             lost = error.lost and self.accepted
             remedy = RESUME_REMEDY if lost else self.server_adapter.started_by_hand(self.needs)
-            raise refusal_kind(lost=lost).at(where, str(error), remedy) from error
+            raise refusal_kind(lost=lost).at(where, str(error), remedy, code="server-failed") from error
 
     # -- lost servers
 
@@ -151,6 +151,7 @@ class ServerManager:
                 f"rollout.engine {self.server_adapter.name}",
                 f"the server was lost {server.starts} times in a row: {server.why}{server.process.last_lines()}",
                 RESUME_REMEDY,
+                code="server-lost",
             )
         server.process.restart()
 
@@ -168,6 +169,7 @@ class ServerManager:
                 f"rollout.engine {self.server_adapter.name}",
                 f"the server {server.process.exit_report()}",
                 "see its output above; rollout.server.args and rollout.server.env set its flags and variables",
+                code="server-lost",
             )
         if time.monotonic() - server.since > limit:
             last = server.process.last_lines() if server.process is not None else ""
@@ -175,6 +177,7 @@ class ServerManager:
                 "rollout.server.start_timeout",
                 f"no answer in {limit:g} s from {server.describe()}{last}",
                 "raise it, or find out why the server does not start" + (f"; {RESUME_REMEDY}" if self.accepted else ""),
+                code="server-lost",
             )
 
     def _log_wait(self, server: Server) -> None:
@@ -196,14 +199,17 @@ class ServerManager:
         where = f"rollout.engine {self.server_adapter.name} at {server.client.address}"
         remedy = self.server_adapter.started_by_hand(self.needs)
         for wrong in metadata.wrong:
-            raise Refusal.at(where, wrong, remedy)
+            raise Refusal.at(where, wrong, remedy, code="unfit-server")
         if metadata.vocabulary is not None and metadata.vocabulary != self.vocabulary:
             why = f"its vocabulary has {metadata.vocabulary:,} tokens, that of the run's model {self.vocabulary:,}"
-            raise Refusal.at(where, why, f"start it with the model {self.place.model}")
+            raise Refusal.at(where, why, f"start it with the model {self.place.model}", code="other-vocabulary")
         dtype = str(self.dtype).removeprefix("torch.")
         if metadata.dtype not in (None, dtype):
             raise Refusal.at(
-                where, f"it computes in {metadata.dtype}, the trainer in {dtype}", f"start it with {dtype}"
+                where,
+                f"it computes in {metadata.dtype}, the trainer in {dtype}",
+                f"start it with {dtype}",
+                code="unfit-server",
             )
 
     def close(self) -> None:
@@ -227,10 +233,12 @@ def named_servers(settings: RolloutSettings) -> list[str] | None:
     addresses = [address.rstrip("/") for address in dict.fromkeys(urls)]
     for address in addresses:
         if not is_address(address):
-            raise Refusal.at("rollout.url", f"{address!r} is not an HTTP address", "write http://host:port")
+            raise Refusal.at(
+                "rollout.url", f"{address!r} is not an HTTP address", "write http://host:port", code="invalid-address"
+            )
         with_secrets(address, "rollout.url")
     if not addresses:
-        raise Refusal.at("rollout.url", "the list is empty", "write http://host:port, or remove it")
+        raise Refusal.at("rollout.url", "the list is empty", "write http://host:port, or remove it", code="empty-value")
     return addresses
 
 

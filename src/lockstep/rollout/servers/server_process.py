@@ -101,19 +101,26 @@ def refuse_absent(settings: RolloutSettings, device: Device) -> None:
         result = subprocess.run([python, "-c", code], capture_output=True, timeout=_LOOK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refusal.at(
-            key, f"{python} cannot be run: {error}", "give the path of the Python in which the engine is installed"
+            key,
+            f"{python} cannot be run: {error}",
+            "give the path of the Python in which the engine is installed",
+            code="missing-package",
         ) from error
     if result.returncode:
         unusable = serving_on(device.name, server_adapter.name).unusable
         if unusable is not None:
             where = f"rollout.engine {server_adapter.name}"
             raise Refusal.at(
-                where, f"{python} has no package {server_adapter.package}; {unusable}", "use another engine"
+                where,
+                f"{python} has no package {server_adapter.package}; {unusable}",
+                "use another engine",
+                code="missing-package",
             )
         raise Refusal.at(
             f"rollout.engine {server_adapter.name}",
             f"{python} has no package {server_adapter.package}",
             f"{server_adapter.install(device.name)}, then set {key} (these engines pin another torch)",
+            code="missing-package",
         )
 
 
@@ -161,7 +168,7 @@ def _write_key_file(key: str, args: Sequence[str]) -> Path:
         if any(word == flag or word.startswith(f"{flag}=") for word in args):
             why = f"{flag} is reserved: lockstep passes the key to the server in a config file"
             remedy = f"pass the other flags of that file as args, and set {KEY_VARIABLE} to choose the key"
-            raise Refusal.at("rollout.server.args", why, remedy)
+            raise Refusal.at("rollout.server.args", why, remedy, code="reserved-flag")
     file = Path(tempfile.mkdtemp(prefix="lockstep-server-")) / "flags.yaml"
     file.write_text(f"api-key: {json.dumps(key)}\n", encoding="utf-8")
     file.chmod(0o600)
@@ -191,7 +198,9 @@ def served_host(machines: Sequence[RankMachine | None]) -> str:
         return own_address(_url(next(filter(None, others)), 1))
     except (StopIteration, ServerFailed) as error:
         why = "no address of this machine is reachable from the ranks on other machines"
-        raise Refusal.at("rollout.server", why, "start the server yourself and set rollout.url") from error
+        raise Refusal.at(
+            "rollout.server", why, "start the server yourself and set rollout.url", code="unreachable-host"
+        ) from error
 
 
 def _url(host: str, port: int) -> str:

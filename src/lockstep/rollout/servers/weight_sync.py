@@ -305,6 +305,7 @@ class WeightSync:
             f"rollout.engine {self.server_adapter.name} at {server.client.address}",
             f"it did not load the weights after {self.updates} updates: {error}",
             RESUME_REMEDY if lost else _UNTOUCHED,
+            code="weight-sync-failed",
         )
 
     # -- weight check
@@ -332,6 +333,7 @@ class WeightSync:
                 f"rollout.engine {self.server_adapter.name} at {server.client.address}",
                 f"it does not generate with the weights after {self.updates} updates: {why}",
                 _UNTOUCHED,
+                code="weights-differ",
             )
 
     def _refuse_other_truncation(self, server: Server) -> None:
@@ -354,4 +356,5 @@ class WeightSync:
                 f"engine {self.server_adapter.name} truncates differently from the trainer (top_p {settings.top_p:g}, "
                 f"top_k {settings.top_k}, min_p {settings.min_p:g}): the mean difference is {result.off.mean:.3g}",
                 "remove top_p, top_k and min_p",
+                code="truncated-sampling",
             )

@@ -93,6 +93,7 @@ def _refuse_no_room(folder: Path, size: int) -> None:
             FOLDER_KEY,
             f"{folder.parent} has {free / 2**30:.1f} GiB free; the weights need {size / 2**30:.1f} GiB",
             "give the path of a folder with more free space that run and engine can both access",
+            code="disk-full",
         )
 
 
@@ -286,6 +287,7 @@ def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
             f"{device.collective} cannot connect two processes on one {device.name} device; run and engine share "
             f"device {run_device}",
             f"{REMEDY}, or choose other devices with rollout.server.devices",
+            code="device-in-use",
         )
 
 

@@ -238,7 +238,7 @@ class WorkerEngine:
             remedy = "set rollout.weight_sync=memory; the last checkpoint is untouched"
             # A transport that has worked before may work again.
             kind = Refusal if self._previous_logprobs is None else LostProcess
-            raise kind.at("rollout.weight_sync", why, remedy) from error
+            raise kind.at("rollout.weight_sync", why, remedy, code="weight-sync-failed") from error
         finally:
             if self.collective is not None:
                 self.waited += time.monotonic() - begun
@@ -248,17 +248,19 @@ class WorkerEngine:
             KEY,
             f"the rollout worker has not responded for {SILENT_SECONDS:g} s{self._last_lines()}",
             "it hangs: run the same command again to resume from the last checkpoint",
+            code="worker-lost",
         )
 
     def _refusal(self) -> Refusal:
         how = self.process.ended()
         if self._failed is not None:
             kind = Refusal if self._failed.refused else LostProcess
-            return kind.at("rollout worker", self._failed.why, self._failed.remedy)
+            return kind.at("rollout worker", self._failed.why, self._failed.remedy, code=self._failed.code)
         return LostProcess.at(
             "rollout worker",
             f"the rollout process {how}{self._last_lines()}",
             "run the same command again to resume from the last checkpoint; if memory ran out, lower rollout.cache_gb",
+            code="worker-lost",
         )
 
     def _last_lines(self) -> str:

@@ -54,7 +54,7 @@ def work(connection: int) -> None:
         return  # the run is over
     except Refusal as refusal:
         first = refusal.problems[0]
-        pipe.send(Failed(f"{first.where}: {first.why}", first.remedy))
+        pipe.send(Failed(f"{first.where}: {first.why}", first.remedy, first.code))
         raise
     except Exception as error:
         pipe.send(Failed(f"{type(error).__name__}: {error}", refused=False))

@@ -233,6 +233,7 @@ def refuse_other_weights(
         "rollout.max_staleness",
         f"the rollout worker does not have the weights after {version} updates: its result of the weight check {why}",
         "the last checkpoint is untouched; remove the key to generate with the trained model itself",
+        code="weights-differ",
     )
 
 
@@ -311,5 +312,6 @@ class Failed:
 
     why: str
     remedy: str = field(default="")
+    code: str = "worker-lost"
     refused: bool = True
     """True if the settings are invalid; False for an internal error that may not occur again."""

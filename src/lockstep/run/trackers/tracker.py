@@ -109,7 +109,9 @@ class GuardedSink:
             raise
         except Exception as error:
             remedy = f"check its settings and the network, or remove {self._name} from log.track"
-            raise Refusal.at(f"sink {self._name}", f"could not start: {_brief(error)}", remedy) from error
+            raise Refusal.at(
+                f"sink {self._name}", f"could not start: {_brief(error)}", remedy, code="tracker-failed"
+            ) from error
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if time.monotonic() < self._rest_until:
@@ -148,7 +150,7 @@ class GuardedSink:
 def _unknown(name: str) -> Refusal:
     near = difflib.get_close_matches(name, TRACKERS, n=1)
     remedy = (f"did you mean {near[0]}? " if near else "") + f"the sinks are {', '.join(TRACKERS)}"
-    return Refusal.at(f"sink {name}", "no such sink", remedy)
+    return Refusal.at(f"sink {name}", "no such sink", remedy, code="unknown-name")
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ class WandbSink:
                 "sink wandb",
                 f"the mode is {mode!r}, but there is no API key",
                 "set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline",
+                code="missing-secret",
             )
         self._console.say(
             "wandb: no API key and no WANDB_MODE, so the run is logged offline; upload it with "

@@ -19,7 +19,7 @@ def read_log(source: str, names: Mapping[str, str] | None = None) -> Log:
     points = found.read()
     if not points:
         why = f"was read as {found.kind} and contains no metric"
-        raise Refusal.at(found.path, why, "did the run stop before its first step?")
+        raise Refusal.at(found.path, why, "did the run stop before its first step?", code="no-steps")
     given = names or {}
     if found.kind == TENSORBOARD_CSV:
         given = tensorboard_csv_names(found.path, given)

@@ -39,7 +39,7 @@ def _records(file: str, content: bytes) -> Iterator[bytes]:
         if start + length > len(content):
             return
         if kind not in (_FULL, _FIRST, _MIDDLE, _LAST):
-            raise Refusal.at(f"{file} byte {offset}", "no record starts there", _EXPORT)
+            raise Refusal.at(f"{file} byte {offset}", "no record starts there", _EXPORT, code="damaged-file")
         data, offset = content[start : start + length], start + length
         parts = data if kind in (_FULL, _FIRST) else parts + data
         if kind in (_FULL, _LAST):
@@ -80,7 +80,7 @@ def _varint(message: bytes, offset: int) -> tuple[int, int]:
 
 
 def _damaged(file: str, record: int) -> Refusal:
-    return Refusal.at(f"{file} record {record}", "not a record of this kind of file", _EXPORT)
+    return Refusal.at(f"{file} record {record}", "not a record of this kind of file", _EXPORT, code="damaged-file")
 
 
 # wandb ---------------------------------------------------------------------------------------------------------------
@@ -141,7 +141,9 @@ def swanlab_points(file: str, content: bytes) -> Points:
     version = content[_SWANLAB_VERSION] if len(content) > _SWANLAB_VERSION else 0
     readers = {1: _json_scalar, 2: _protobuf_scalar}
     if version not in readers:
-        raise Refusal.at(file, f"has SwanLab's format {version}; supported are 1 and 2", _EXPORT)
+        raise Refusal.at(
+            file, f"has SwanLab's format {version}; supported are 1 and 2", _EXPORT, code="unsupported-version"
+        )
     found = Points()
     for index, record in enumerate(_records(file, content), start=1):
         try:
@@ -191,7 +193,7 @@ def tensorboard_points(path: Path) -> Points:
     try:
         events.Reload()
     except Exception as error:  # on a damaged file the package raises whatever its parser raised
-        raise Refusal.at(path, f"tensorboard cannot read it: {error}", "restore the file") from error
+        raise Refusal.at(path, f"tensorboard cannot read it: {error}", "restore the file", code="unreadable") from error
     finally:
         logger.setLevel(level)
     found = Points()

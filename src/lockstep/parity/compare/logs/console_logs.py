@@ -40,7 +40,12 @@ def parse_number(text: str) -> float | None:
 
 
 def damaged(file: str, line: int, text: str, expected: str) -> Refusal:
-    return Refusal.at(f"{file} line {line}", f"not a {expected}: {text[:60]!r}", "restore the file, or remove the line")
+    return Refusal.at(
+        f"{file} line {line}",
+        f"not a {expected}: {text[:60]!r}",
+        "restore the file, or remove the line",
+        code="damaged-file",
+    )
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -277,6 +282,7 @@ class _Ranks:
                     f"{self.file} line {row}",
                     f"ranks {first} and {rank} differ at iteration {step}: {name} {before[name]:g} and {value:g}",
                     f"give the lines of one rank: grep '{label.group().strip()}' {self.file}",
+                    code="ambiguous-steps",
                 )
         return False
 

@@ -125,13 +125,15 @@ class FoundLog:
 def find_log(source: str) -> FoundLog:
     path = Path(source)
     if not path.exists():
-        raise Refusal.at(source, "no such file or folder", "name a run folder, or a log file")
+        raise Refusal.at(source, "no such file or folder", "name a run folder, or a log file", code="no-such-file")
     try:
         found = _in_folder(path) if path.is_dir() else _file(path)
     except OSError as error:
-        raise Refusal.at(source, f"cannot be read: {error.strerror}", "check its permissions") from None
+        raise Refusal.at(
+            source, f"cannot be read: {error.strerror}", "check its permissions", code="unreadable"
+        ) from None
     if found is None:
-        raise Refusal.at(source, "not a log of a supported format", SUPPORTED)
+        raise Refusal.at(source, "not a log of a supported format", SUPPORTED, code="unsupported-format")
     return found
 
 
@@ -146,7 +148,9 @@ def _in_folder(path: Path) -> FoundLog | None:
     candidates = _one_run(path, _candidates(path))
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
-        raise Refusal.at(path, f"contains {len(candidates)} logs: {names}", "name one of them")
+        raise Refusal.at(
+            path, f"contains {len(candidates)} logs: {names}", "name one of them", code="several-candidates"
+        )
     return candidates[0] if candidates else None
 
 

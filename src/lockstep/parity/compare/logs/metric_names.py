@@ -145,14 +145,21 @@ def read_names(path: str | Path) -> dict[str, str]:
     try:
         table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refusal.at(where, f"cannot be read: {error.strerror}", "name a YAML file of names") from None
+        raise Refusal.at(
+            where, f"cannot be read: {error.strerror}", "name a YAML file of names", code="unreadable"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         why = f"not YAML: {' '.join(str(error).split())}"
-        raise Refusal.at(where, why, "write lines like `their_name: train/loss`") from None
+        raise Refusal.at(where, why, "write lines like `their_name: train/loss`", code="invalid-yaml") from None
     if not isinstance(table, dict) or not table:
-        raise Refusal.at(where, "contains no names", "write lines like `their_name: train/loss`")
+        raise Refusal.at(where, "contains no names", "write lines like `their_name: train/loss`", code="empty-value")
     problems = [
-        Problem(f"{where}, {name!r}", f"has the value {target!r}", "both sides must be names; put them in quotes")
+        Problem(
+            f"{where}, {name!r}",
+            f"has the value {target!r}",
+            "both sides must be names; put them in quotes",
+            code="wrong-type",
+        )
         for name, target in table.items()
         if not (isinstance(name, str) and isinstance(target, str) and name and target)
     ]
@@ -173,6 +180,7 @@ def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str
             f"a csv export of tensorboard, which does not name the metric of its column {VALUE}",
             "name it with --value (for example --value train/loss), or name the file as tensorboard does: "
             "run-X-tag-NAME.csv",
+            code="unnamed-metric",
         )
     return {**names, VALUE: metric}
 

@@ -30,14 +30,16 @@ def refuse_lost_metrics(path: Path) -> None:
     """Refuse a run folder without its metrics: otherwise another file in it would be read as the log."""
     folder = RunFolder(path)
     if folder.recipe.is_file() and folder.checkpoints.is_dir() and not folder.metrics.exists():
-        raise Refusal.at(folder.metrics, "is missing; it contains the curves of the run", "restore the file")
+        raise Refusal.at(
+            folder.metrics, "is missing; it contains the curves of the run", "restore the file", code="missing-file"
+        )
 
 
 def run_points(path: Path) -> Points:
     file = RunFolder(path).metrics
     steps = read_metrics(file)
     if not steps:
-        raise Refusal.at(file, "contains no step", "did the run stop before its first step?")
+        raise Refusal.at(file, "contains no step", "did the run stop before its first step?", code="no-steps")
     found = Points()
     for step, values in steps:
         found.add(step, values)
@@ -66,7 +68,9 @@ def recording_points(path: Path) -> Points:
     for folder in recording_ranks(path).values():
         file = folder / _CURVES
         if not file.is_file():
-            raise Refusal.at(file, "is missing: no update was recorded", "did the run stop before its first update?")
+            raise Refusal.at(
+                file, "is missing: no update was recorded", "did the run stop before its first update?", code="no-steps"
+            )
         rows = json_lines(str(file), file.read_text(encoding="utf-8"))
         sides.append(table_points(str(file), rows).series())
     found = Points()
@@ -86,10 +90,10 @@ def read_evidence(path: Path) -> Evidence:
         recipes = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
     except (yaml.YAMLError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise Refusal.at(folder.recipe, f"is damaged: {why}", "restore the file") from None
+        raise Refusal.at(folder.recipe, f"is damaged: {why}", "restore the file", code="damaged-file") from None
     for file, content in recipes.items():
         if not isinstance(content, dict):
-            raise Refusal.at(file, "contains no keys", "restore the file")
+            raise Refusal.at(file, "contains no keys", "restore the file", code="damaged-file")
     env = read_object(folder.env) if folder.env.is_file() else {}
     # An earlier version may have stored secrets; they must not reach a report.
     recipes, env = {path: stored_recipe(masked_tree(recipe)) for path, recipe in recipes.items()}, masked_tree(env)
@@ -110,7 +114,9 @@ def _samples(file: Path) -> list[dict[str, Any]]:
                 sample = None
             if not isinstance(sample, dict) and line.endswith("\n"):
                 why = f"not a line of this log: {line[:60]!r}"
-                raise Refusal.at(f"{file} line {number}", why, "restore the file, or remove the line")
+                raise Refusal.at(
+                    f"{file} line {number}", why, "restore the file, or remove the line", code="damaged-file"
+                )
             if isinstance(sample, dict) and sample.get("kind") == "train":
                 sample.pop("token_details", None)  # the page and the support table show responses, not tokens
                 found.append(sample)

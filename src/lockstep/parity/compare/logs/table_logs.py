@@ -66,7 +66,9 @@ def csv_rows(file: str, text: str) -> Iterator[LogRow]:
             pairs = zip(header, cells, strict=True)
             yield reader.line_num, {name: value for name, cell in pairs if (value := parse_number(cell)) is not None}
     except csv.Error as error:
-        raise Refusal.at(f"{file} line {reader.line_num}", f"not a line of csv: {error}", "remove it") from None
+        raise Refusal.at(
+            f"{file} line {reader.line_num}", f"not a line of csv: {error}", "remove it", code="damaged-file"
+        ) from None
 
 
 def delimiter(text: str) -> str:
@@ -100,7 +102,10 @@ def table_points(file: str, rows: Iterator[LogRow]) -> Points:
         step = as_step(written)
         if step is None:
             raise Refusal.at(
-                f"{file} line {line}", f"its step is {written!r}", "a step is a whole number; remove the row"
+                f"{file} line {line}",
+                f"its step is {written!r}",
+                "a step is a whole number; remove the row",
+                code="not-a-number",
             )
         found.add(step + first, numbers(row, _NO_METRICS), _rank_of(row))
     return found
@@ -213,7 +218,7 @@ def trainer_state_points(file: str, state: dict[str, Any]) -> Points:
     for index, row in enumerate(history if isinstance(history, list) else []):
         step = as_step(row.get("step")) if isinstance(row, dict) else None
         if step is None:
-            raise Refusal.at(f"{file}, {HISTORY}[{index}]", "has no step", "restore the file")
+            raise Refusal.at(f"{file}, {HISTORY}[{index}]", "has no step", "restore the file", code="damaged-file")
         found.add(step, numbers(row, frozenset({"step"})))
     found.planned = as_step(state.get("max_steps"))
     return found
@@ -222,7 +227,9 @@ def trainer_state_points(file: str, state: dict[str, Any]) -> Points:
 def refuse_cut_state(file: str, error: ValueError) -> Points:
     """Refuse a trainer state that is not valid JSON, with the position of the damage."""
     where = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-    raise Refusal.at(f"{file}{where}", "a trainer state that is cut short or damaged", "restore the file")
+    raise Refusal.at(
+        f"{file}{where}", "a trainer state that is cut short or damaged", "restore the file", code="damaged-file"
+    )
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
@@ -316,7 +323,9 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
     try:
         dump = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise Refusal.at(path, f"is cut short: {error}", "msprobe writes it at debugger.stop(); dump again") from None
+        raise Refusal.at(
+            path, f"is cut short: {error}", "msprobe writes it at debugger.stop(); dump again", code="damaged-file"
+        ) from None
     parts = [_STEP_FOLDER.fullmatch(part) for part in path.parts]
     step = next((int(part[1]) for part in reversed(parts) if part), 0)
     for name, inside in dump["data"].items():
