@@ -193,7 +193,7 @@ def test_noise_of_a_device_whose_integers_do_not_wrap_is_drawn_on_the_host(monke
         assert noise.wraps(torch.device("npu", 0))
         noise.wraps.cache_clear()
         monkeypatch.setattr(noise, "noise_bits", saturating)
-        with pytest.warns(UserWarning, match="integers of npu:0 do not wrap around"):
+        with pytest.warns(UserWarning, match="int32 arithmetic on npu:0 does not wrap around"):
             found = noise.gumbel_noise(keys.to("npu"), positions.to("npu"), 300)
         assert asked == ["cpu", "npu", "cpu"]
         assert found.device.type == "npu"

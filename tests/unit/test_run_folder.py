@@ -178,7 +178,7 @@ def test_lock_refuses_a_second_process_and_vanishes_with_a_killed_one(folder: Ru
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
         try:
-            with pytest.raises(Refusal, match=f"process {holder.pid} is working in it"), folder.lock():
+            with pytest.raises(Refusal, match=f"process {holder.pid} is using it"), folder.lock():
                 pass
             holder.send_signal(signal.SIGKILL)
             holder.wait()

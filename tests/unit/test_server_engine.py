@@ -161,7 +161,10 @@ def test_what_a_server_says_of_itself(
 
 @pytest.mark.parametrize(
     ("lora_rank", "why"),
-    [(None, "no adapters, and the run's has rank 8"), (4, "adapters of rank 4 at most")],
+    [
+        (None, "it accepts no LoRA adapters, but the run has one of rank 8"),
+        (4, "it accepts LoRA adapters of rank 4 at most"),
+    ],
 )
 def test_a_server_without_room_for_the_adapter_is_refused_with_the_flags(
     embedded: Path, tmp_path: Path, lora_rank: int | None, why: str
@@ -274,7 +277,7 @@ def test_an_aborted_response_is_asked_again(policy: Policy, embedded: Path, tmp_
             "unexpected reason: stop",
         ),
         (lambda answer: answer.pop("logprobs"), "malformed answer"),
-        (lambda answer: answer.update(prompt="fedcba9876543210"), "an answer to another prompt"),
+        (lambda answer: answer.update(prompt="fedcba9876543210"), "the answer belongs to another prompt"),
         (lambda answer: answer.pop("prompt"), "malformed answer: KeyError\\('prompt'\\)"),
         (
             lambda answer: answer.update(token_ids=[1] * 36, logprobs=[-1.0] * 36),

@@ -61,7 +61,7 @@ def server(tiny_folder: Path) -> Iterator[Server]:
     ("fault", "why"),
     [
         (faulty_proxy.three_times_too_long, "18 tokens; the request allows 1 to 6"),
-        (faulty_proxy.answer_of_another_prompt, "an answer to another prompt"),
+        (faulty_proxy.answer_of_another_prompt, "the answer belongs to another prompt"),
         (faulty_proxy.outside_the_vocabulary, "token 0 of an answer is 100000: .* 259"),
         (faulty_proxy.negative_token, "token 0 of an answer is -1"),
         (faulty_proxy.fractional_token, r"token 0 of an answer is 1\.5"),

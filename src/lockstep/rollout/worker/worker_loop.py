@@ -62,7 +62,7 @@ def work(connection: int) -> None:
 
 
 def _accept(connection: int) -> tuple[Connection, list[int]]:
-    """The connection, and the descriptor of the shared memory, if any."""
+    """Returns the connection to the run, and the descriptor of the shared memory, if any."""
     with socket.socket(fileno=connection) as sock:
         _, memory, _, _ = socket.recv_fds(sock, 1, 1)
         return Connection(sock.detach()), memory
@@ -136,11 +136,11 @@ class _Worker:
 
     def _take(self, ask: Ask) -> None:
         jobs = [_Unfinished.of(number, request, ask) for number, request in ask.requests.items()]
-        # A stable sort: first come, first served, with the `first` requests before the others.
+        # The sort is stable: requests stay in order of arrival, with the `first` requests before the others.
         self.jobs = sorted([*self.jobs, *jobs], key=lambda job: not job.first)
 
     def _same_sampling(self) -> list[_Unfinished]:
-        """The jobs with the same sampling as the first one."""
+        """Returns the jobs with the same sampling as the first job."""
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
     def _generate(self, jobs: list[_Unfinished]) -> None:
