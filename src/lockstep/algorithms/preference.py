@@ -96,7 +96,7 @@ def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) 
 def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-zero (arXiv 2408.06266, equation 7): 1 - sigmoid(beta chosen) + sigmoid(beta rejected).
 
-    Raises the chosen response and lowers the rejected: for chosen responses better than the model's.
+    Increases the chosen and decreases the rejected likelihood: for chosen responses better than the model's.
     """
     return (-beta * chosen_P).sigmoid() + (beta * rejected_P).sigmoid()
 
@@ -104,7 +104,7 @@ def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 def apo_down(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-down (arXiv 2408.06266, equation 8): sigmoid(beta chosen) + 1 - sigmoid(beta h).
 
-    Lowers both, the rejected one more: for chosen responses worse than the model's.
+    Decreases both likelihoods, the rejected one more: for chosen responses worse than the model's.
     """
     return (beta * chosen_P).sigmoid() + (-beta * (chosen_P - rejected_P)).sigmoid()
 
@@ -151,8 +151,8 @@ def aot_unpaired(
 ) -> torch.Tensor:
     """AOT without pairs (arXiv 2406.05882): the i-th smallest chosen score against the i-th smallest rejected one.
 
-    The two may be in different micro-batches, so each is compared with the other as a constant: the chosen one has
-    the value and the gradient of the loss, the rejected one the gradient only.
+    The two may be in different micro-batches, so each is compared with the other as a constant. The chosen one has
+    value and gradient of the loss, the rejected one only the gradient.
     """
     loss_P = _smoothed(beta * (chosen_P - partners.rejected_P), label_smoothing)
     opposite_P = _smoothed(beta * (partners.chosen_P - rejected_P), label_smoothing)

@@ -18,7 +18,7 @@ from lockstep.errors import Refusal
 LEAST = -1e4
 """Replaces the log-prob of an impossible token."""
 LEAST_SUM = -1e6
-"""Replaces that of a response with an impossible token; a sum over tokens can be below LEAST."""
+"""Replaces the log-prob of a response with an impossible token; a sum over tokens can be below LEAST."""
 CERTAIN = -1e-6
 """Upper limit of log-probs: sums in float32 cannot distinguish larger ones from 0."""
 

@@ -79,7 +79,7 @@ class Fact:
     value: str | None
     findings: tuple[Diagnosis, ...] = ()
     missing: str = ""
-    """What an absent engine needs, or empty."""
+    """Requirements of an absent engine, or empty."""
 
     @property
     def shown(self) -> str:
@@ -154,7 +154,7 @@ def _nvidia(facts: MachineFacts, device: str) -> Iterator[tuple[str, str, str | 
 
 
 def _folders(path: str, facts: MachineFacts) -> str:
-    """A search path is too long to show; only CANN's folders in it matter."""
+    """The CANN folders of a search path. The full path is too long to show."""
     count = f"{len([folder for folder in path.split(':') if folder])} folders"
     if facts.cann is None:
         return count
@@ -162,7 +162,7 @@ def _folders(path: str, facts: MachineFacts) -> str:
 
 
 def _counted(devices: Sequence[tuple[str, int | None]]) -> str | None:
-    """8 x 910B4 (32 GiB)."""
+    """Text such as `8 x 910B4 (32 GiB)`."""
     kinds = Counter(devices)
     return (
         ", ".join(

@@ -19,7 +19,7 @@ DISTRIBUTIONS: dict[str, dict[str, Sequence[Sequence[str]]]] = {
 
 @dataclass(frozen=True)
 class EngineHere:
-    """An engine with its installed packages, or with what is missing and how to install it."""
+    """An engine with its installed packages, or with the missing packages and how to install them."""
 
     name: str
     found: str | None
@@ -35,8 +35,8 @@ class EngineHere:
 
 
 def engines_here(packages: Mapping[str, str], device: str) -> Iterator[EngineHere]:
-    """Every value of `rollout.engine` for a run on the device class. `packages` are those of the Python that would run
-    the engine, with their versions."""
+    """Yields every value of `rollout.engine` for the device class. `packages`: packages and versions of the Python that
+    would run the engine."""
     for name, row in ENGINES.items():
         if not row.served:
             yield EngineHere(name, "built in" if row.paged else "built in, slow: for comparison")

@@ -106,7 +106,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def sketch(a: torch.Tensor) -> torch.Tensor:
-    """The sketch is linear: the sketch of a difference is the difference of the sketches."""
+    """The sketch of a digest. It is linear: the sketch of a difference is the difference of the sketches."""
     return a[len(STATISTICS) : SHORT].double()
 
 

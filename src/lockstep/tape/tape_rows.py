@@ -28,12 +28,12 @@ from lockstep.types import (
     StepLabels,
 )
 
-# What a tape keeps of an update's micro-batches, for each target.
+# Names of the values that a tape keeps for each target of an update.
 RECEIVED = ("target", "position", "context")
 HASH = np.uint64(0xBF58476D1CE4E5B9)
 # The names of item types on a tape. They are part of the tape format.
 KINDS: dict[type, str] = {Ranking: "Ranking", LabeledResponse: "Judged", StepLabels: "Steps"}
-# JSON forms of values that parquet has and JSON has not: the type, to text, and back. Order: a datetime is also a date.
+# JSON forms of parquet types that JSON lacks: type, to text, from text. Order matters: a datetime is also a date.
 _TAGS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "$date": (date, date.isoformat, date.fromisoformat),

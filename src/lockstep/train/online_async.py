@@ -1,7 +1,7 @@
 """The asynchronous online loop: a worker process generates for later steps while the current step is trained.
 
-The stages are those of `online.py`. Every rank has a worker, which gets the full weights and generates the responses of
-its rank's prompts.
+The stages are the same as in `online.py`. Every rank has a worker, which gets the full weights and generates the
+responses to the prompts of its rank.
 """
 
 from __future__ import annotations

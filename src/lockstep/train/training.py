@@ -84,8 +84,8 @@ _ANSWERS = re.compile(r"val/(accuracy|reward|answered|failed|(pass|maj)@\d+)(/.+
 
 
 def refuse_unmeasured(recipe: Recipe, metrics: Collection[str]) -> None:
-    """Refuse metric names in the recipe that the run does not measure, after the first step. `metrics` are the names of
-    rank 0, so all ranks decide the same."""
+    """Refuses metric names in the recipe that the run does not measure, after the first step. `metrics`: the names of
+    rank 0, so that all ranks decide the same."""
     refuse_all(list(_unmeasured(recipe, metrics)))
 
 
@@ -181,7 +181,7 @@ class Training:
             yield
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log, validate and save; stop if the user requested it."""
+        """Logs, validates and saves; stops if the user requested it."""
         with self.run.world.stage(f"the end of step {step}"):
             self._finish_step(step, metrics)
 
@@ -234,7 +234,7 @@ class Training:
         return any(interrupts for interrupts, _ in ranks), self.idle.reached(ranks[0][1])
 
     def finish(self) -> None:
-        """Export the model and print a summary."""
+        """Exports the model and prints a summary."""
         run, step = self.run, self.position.step
         self.tape.flush()
         run.console.end()
