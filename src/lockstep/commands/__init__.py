@@ -1,1 +1,1 @@
-"""What a verb of the command line does beyond one call. Imported by `cli.py` alone."""
+"""Implementations of the commands. Imported only by `cli.py`."""

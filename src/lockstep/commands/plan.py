@@ -247,7 +247,7 @@ def _proposal(outlook: Outlook, cluster: TargetCluster) -> str | None:
 
 
 def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
-    """`parallel.devices` must match the cluster."""
+    """Refuses a `parallel.devices` that does not match the cluster."""
     devices = recipe.parallel.devices
     if devices is not None and devices != cluster.devices:
         raise Refusal.at(

@@ -197,7 +197,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Job:
-    """What is sampled, from which model, and how it is scored."""
+    """A sampling job: questions, model and scoring."""
 
     model: str
     data: str
@@ -285,7 +285,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
 
 
 def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
-    """Prompts that a stored row cannot represent."""
+    """Reports prompts that a stored row cannot represent."""
     problems: list[Problem] = []
     for prompt in prompts:
         keys = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
@@ -348,7 +348,7 @@ def _sample(
 
 
 def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
-    """Statistics of the file. Rewards are over the scored responses."""
+    """Statistics of the file. Rewards are means over the scored responses."""
     table = pq.ParquetFile(out).read(["question", "reward", "stop", "tokens"])
     scored = table.filter(pc.is_valid(table["reward"]))
     rewards = scored["reward"].to_numpy()

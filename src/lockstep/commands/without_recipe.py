@@ -64,7 +64,7 @@ def refuse_judge(folder: str, model: str) -> None:
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
-    """Prompts that leave no room for an answer in the model's context."""
+    """Reports prompts that leave no room for an answer in the model's context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     problems: list[Problem] = []
     for prompt in prompts:
@@ -143,7 +143,7 @@ REWARD_OPTIONS = {
 
 
 def identity_of(reward: Reward) -> dict[str, Any]:
-    """What the scores depend on, by option. Files are identified by content, so a changed function differs."""
+    """The inputs of the scores, by option. Files are identified by content, so a changed function differs."""
     model = model_folder(reward.model) if isinstance(reward.model, str) else None
     return {
         "--rule": reward.rules,

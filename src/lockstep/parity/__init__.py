@@ -1,1 +1,1 @@
-"""Proof that two runs train in step, and where they part when they do not. For the command line alone."""
+"""Compares two runs, or a run with its replay, and locates the first divergence. Used only by the command line."""

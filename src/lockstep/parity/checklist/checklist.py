@@ -1,4 +1,4 @@
-"""`lockstep replay --checklist`: the usual manual checks for two devices that disagree, on the first recorded step."""
+"""`lockstep replay --checklist`: the usual manual checks if two devices disagree, on the first recorded step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.types import Rollout
 __all__ = ["CheckItem", "as_json", "run_checklist", "show"]
 
 RESULT = "checklist.json"
-# Relative difference of weights that one side has in another dtype.
+# Tolerance of the relative difference between weights of two dtypes.
 ROUNDED = 5e-3
 # The number of tokens of each response that are compared.
 FIRST_TOKENS = 20
@@ -73,7 +73,7 @@ class Checklist(Replay):
         return Bench(training, self.tape.read_step(1), rollouts, start, tolerance)
 
     def _start(self, models: Models) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """The weights before the step, and which weights of the model folder differ from them."""
+        """Restores the weights before the step; reports weights of the model folder that differ from them."""
         if 1 not in self.tape.weighed():
             return {name: tensor.clone() for name, tensor in weights_of(models.learners).items()}, []
         taped = self.tape.read_weights(1)
@@ -115,7 +115,7 @@ def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
 
 
 def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[CheckItem]:
-    """All items, with the keys of `overrides`. Ranks other than 0 get none."""
+    """Runs all items with the keys of `overrides`. Only rank 0 gets results."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
@@ -171,7 +171,7 @@ def as_json(items: Sequence[CheckItem]) -> dict[str, Any]:
 
 
 def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]) -> CheckItem:
-    """Compare this side's model folder with that of the recorded run."""
+    """Compares this side's model folder with the recorded run's."""
     name, ours, theirs = "starting weights", a["model"], b["model"]
     parts = [part for part in ours if ours[part] is not None and theirs.get(part) is not None]
     other = [part for part in parts if ours[part] != theirs[part]]
@@ -254,7 +254,7 @@ def _firsts(recorded: StepRecord, replayed: StepRecord) -> list[tuple[dict[str, 
 
 def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], tolerance: Tolerance) -> list[Check]:
     learner = a["learner"]
-    # A loss may be 0 where its slopes are not (centred advantages), so the slopes give the scale.
+    # The loss may be 0 although its slopes are not (centred advantages), so the slopes give the scale.
     pulls = float(recorded.tensors[f"{learner}/0/pulls"].double().abs().sum())
     figures = {"loss": (max(abs(a["loss"]), pulls, 1e-12), tolerance.loss + tolerance.logprob)}
     if "grad_norm" in a and "grad_norm" in b:
@@ -269,7 +269,7 @@ def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], t
 
 
 def repeatability(replayed: StepRecord, again: StepRecord) -> CheckItem:
-    """For information, never a failure: devices need not be deterministic."""
+    """Informational, never a failure: devices need not be deterministic."""
     names = sorted(replayed.tensors.keys() | again.tensors.keys())
     differ = [
         n

@@ -1,6 +1,6 @@
-"""Checklist items that are tried in a live run, on a few sequences of the recorded step.
+"""Checklist items that run in a live run, on a few sequences of the recorded step.
 
-Trials run on every rank. Every trial ends with the weights that it started from.
+Trials run on every rank. Each trial restores the weights that it started with.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CheckItem:
 
 @dataclass(frozen=True)
 class Bench:
-    """A run at the recorded step: `start` are the weights before it, `rollouts` its responses (empty if offline)."""
+    """A run at the recorded step. `start`: the weights before it; `rollouts`: its responses (empty if offline)."""
 
     training: Training
     record: StepRecord
@@ -78,7 +78,7 @@ class Bench:
             restore_learner(learner, self.start, "the recorded weights")
 
     def arranged(self, examples: Sequence[Example]) -> Update[Example]:
-        """Micro-batches as the recipe makes them."""
+        """Micro-batches according to the recipe."""
         return self.models.arrange(examples)
 
     def _arranged(self, *, tokens: int | None, rows: int | None) -> Update[Example]:
@@ -92,11 +92,11 @@ class Bench:
         return self._arranged(tokens=None, rows=2)
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
-        """The learner's output for each target; of a policy the log-probability."""
+        """The learner's output for each target: log-probabilities if it is a policy."""
         return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
-        """An update whose gradient is never 0: it raises the outputs, independent of the run's loss."""
+        """An update with a gradient that is never 0: it increases the outputs, independent of the run's loss."""
         learner.forward_backward(self.arranged(self.examples).batches, _raise_outputs)
         learner.optim_step(rate)
 
@@ -121,7 +121,7 @@ class EngineAndTrainer:
         return root_mean_square(self.rollout_logprobs_K, self.trainer_K)
 
     def later(self) -> EngineAndTrainer:
-        """Without the first token of each response."""
+        """The same without the first token of each response."""
         first_K = torch.zeros(len(self.rollout_logprobs_K), dtype=torch.bool)
         first_K[[0, *(int(last) + 1 for last in self.experience.last_K[:-1])]] = True
         rest = replace(self.experience, rollout_logprobs_K=self.rollout_logprobs_K[~first_K])
@@ -137,7 +137,7 @@ class _Unjudged:
         return future
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """No effect: nothing is buffered."""
 
 
 def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAndTrainer:
@@ -180,7 +180,7 @@ def engine_items(bench: Bench) -> list[CheckItem]:
 def _tried(
     name: str, bench: Bench, before: EngineAndTrainer, item: Callable[[Bench, EngineAndTrainer], CheckItem]
 ) -> CheckItem:
-    """A serving engine verifies every weight sync and stops the run if it fails. Here that is a failed item."""
+    """Reports a failed weight sync as a failed item. A serving engine verifies every sync and stops the run."""
     try:
         return item(bench, before)
     except Refusal as refusal:
@@ -196,9 +196,9 @@ def _none(name: str, why: str) -> CheckItem:
 
 
 def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
-    """After an update the engine must generate with the new weights, and its responses must not fit the old ones."""
+    """After an update the engine must generate with the new weights: its responses must not match the old ones."""
     name, learner = "weight sync", bench.models.trained
-    # A difference from before the update belongs to another item.
+    # A difference that existed before the update is reported by another item.
     allowed = max(bench.tolerance.logprob, 2 * before.difference)
     rate = _visible_rate(bench, VISIBLE * allowed)
     if rate is None:
@@ -251,7 +251,7 @@ def _visible_rate(bench: Bench, least: float) -> float | None:
 
 
 def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
-    """Updates with learning rate 0 must change nothing in the trainer, or between engine and trainer."""
+    """Updates with learning rate 0 must change neither the trainer nor the difference between engine and trainer."""
     bench.restore()
     update, allowed = bench.arranged(bench.examples), bench.tolerance.logprob
     old = {learner.name: bench.answers(learner, update) for learner in bench.models.learners}
@@ -284,9 +284,9 @@ def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
 
 
 def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
-    """The first token needs the prompt only; later tokens need the cache of the tokens before them.
+    """Compares first tokens, which need only the prompt, and later tokens, which need the cache.
 
-    `complete` are responses from the recorded weights.
+    `complete`: responses from the recorded weights.
     """
     bench.restore()
     name, allowed = "prefill and decode", bench.tolerance.logprob
@@ -312,11 +312,11 @@ def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
 
 
 def padding(bench: Bench) -> CheckItem:
-    """The same sequences packed in one row, and padded two by two."""
+    """Compares the same sequences packed in one row and padded two by two."""
     bench.restore()
     allowed, learner = bench.tolerance.logprob, bench.models.trained
     packed_K = bench.answers(learner, bench.packed())
-    # A value head that starts at 0 outputs 0 for everything: it must learn something before it can be tested.
+    # A value head that starts at 0 outputs only 0, so it is updated before the test.
     if bool((packed_K == packed_K[0]).all()) and _visible_rate(bench, least=1.0) is None:
         bench.restore()
         return CheckItem(

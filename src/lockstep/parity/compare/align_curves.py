@@ -1,4 +1,4 @@
-"""Puts two curves on the same steps: common steps, means over logging intervals, and shifted step counts.
+"""Aligns two curves: common steps, means over logging intervals, and shifted step counts.
 
 transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. A side
 that logs every step is averaged over the same steps before the comparison.
@@ -14,9 +14,9 @@ import numpy as np
 from lockstep.parity.compare.logs.log_curves import Log, Series
 
 MIN_DETECTION_POINTS = 5
-"""With fewer values nobody can see whether they are means."""
+"""With fewer values means cannot be recognised."""
 CLEARLY = 2.0
-"""How many times nearer than the alternatives a match must be: means against single steps, one shift against others."""
+"""The required ratio of distances to accept a match: means against single steps, one shift against others."""
 MIN_SHIFT_STEPS = 8
 """With fewer common steps, curves agree under a shift by chance."""
 NEAREST_SHIFTS = 4
@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def one_sided(self) -> np.ndarray:
-        """Where only one value is finite: the curves differ there, however close they are elsewhere."""
+        """Where only one value is finite. The curves differ there, even if they are close elsewhere."""
         return np.isfinite(self.a) != np.isfinite(self.b)
 
     @property
@@ -97,7 +97,7 @@ class Matched:
 
     @property
     def explanation(self) -> str:
-        """What was averaged and left out; "" if both sides logged the same steps."""
+        """A description of what was averaged and left out; "" if both sides logged the same steps."""
         steps = [
             f"{count:,} step{'s' if count != 1 else ''} that only {side} has"
             for count, side in ((self.only_a, "A"), (self.only_b, "B"))
@@ -107,8 +107,8 @@ class Matched:
 
 
 def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
-    """The first run of each side decides; its repeats follow it. A side is averaged only if the other side logs means,
-    by its format or by detection, and the steps of these means are all present."""
+    """Matches the curves of both sides. The first run of a side decides, its repeats follow. A side is averaged only if
+    the other side logs means (by its format or by detection) and the steps of these means are all present."""
     a, b = a_runs[0], b_runs[0]
     series_a, series_b = [run.series for run in a_runs], [run.series for run in b_runs]
     if np.array_equal(a.series.steps, b.series.steps):
@@ -153,7 +153,7 @@ def averaged(coarse: Series, fine: Curve) -> Series | None:
         return None
     bounds = np.stack([first[covered], last[covered]], axis=1).ravel()
     with np.errstate(invalid="ignore"):
-        # The 0 at the end allows an interval to end there.
+        # The trailing 0 allows an interval to end there.
         sums = np.add.reduceat(np.append(fine.series.values * lengths, 0.0), bounds)[::2]
     return Series(coarse.steps[covered], sums / (ends - starts)[covered])
 
@@ -169,7 +169,7 @@ def intervals(series: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _averaged_run(run: Curve, coarse: Series) -> Series:
-    """A run that logs at the same steps contains means too; any other run is averaged."""
+    """Averages a run, unless it logs at the same steps and so contains means already."""
     if np.array_equal(run.series.steps, coarse.steps):
         return run.series
     return averaged(coarse, run) or run.series
@@ -197,8 +197,8 @@ def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarra
 
 
 def incomplete(a: Series, b: Series, planned: Sequence[int | None]) -> str:
-    """The planned steps without a number on a side: at the end, at the start and in between; "" if there are none.
-    A side that logs every ten steps lacks none of the nine in between."""
+    """Describes the planned steps without a value on a side: at the end, at the start, in between; "" if there are
+    none. A side that logs every ten steps does not lack the nine in between."""
     last = max([*(step for step in planned if step is not None), *(int(each.steps[-1]) for each in (a, b))])
     # Step 0 is not an update: some frameworks log an evaluation before the first update.
     first = min((int(each.steps[each.steps > 0][0]) for each in (a, b) if (each.steps > 0).any()), default=0)
@@ -286,7 +286,7 @@ def better_shift(a: Curve, b: Curve) -> Shift | None:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A curve with one entry per step: its values (0 if missing), and 1 where there is a value."""
+    """A curve with one entry per step: its values (0 if missing), and a mask (1 if there is a value)."""
 
     first: int
     values: np.ndarray
@@ -301,7 +301,7 @@ class _Dense:
         return _Dense(int(series.steps[0]), values, there)
 
     def averaged(self, steps: int) -> _Dense:
-        """At each step the mean of the last `steps` steps, if all of them are there."""
+        """At each step the mean of the last `steps` steps, if all of them exist."""
         sums, counts = (
             np.cumsum(one)[steps - 1 :] - np.concatenate([[0], np.cumsum(one)[:-steps]])
             for one in (self.values, self.there)
@@ -311,8 +311,8 @@ class _Dense:
 
 
 def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
-    """0, and the shifts with the smallest distances with their neighbours. If one curve is rarer, the other one is also
-    averaged, in case the rarer one contains means."""
+    """0, and the shifts with the smallest distances and their neighbours. If one curve is sparser, the other one is
+    also averaged, because the sparser one may contain means."""
     if any(int(one.steps[-1] - one.steps[0]) >= LONGEST_SHIFTED for one in (a, b)):
         return {0}
     level = float(a.values[np.isfinite(a.values)].mean())  # values near 0 lose less precision in sums of squares
@@ -328,7 +328,7 @@ def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
 
 def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
     """The shifts of B with the smallest mean squared distances over at least `needed` common steps. The sums over
-    common steps are cross-correlations, which the FFT gives for every shift at once."""
+    common steps are cross-correlations, computed for all shifts by an FFT."""
     size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
 
     def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:

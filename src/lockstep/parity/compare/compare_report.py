@@ -34,7 +34,7 @@ HEADS = (
     ("parted", 7),
 )
 MAX_VALUE = 24
-"""The shown characters of a differing value; the report shows all of them."""
+"""The maximum characters of a differing value on the console; the report shows all."""
 
 # Up to this many points (a few MB) the page contains the exact curves; above it they are rounded.
 EXACT_POINTS = 200_000

@@ -207,7 +207,7 @@ def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
 
 
 def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
-    """The refusal of a metric with several values per step, of which none is the right one."""
+    """The refusal for a metric with several values per step, none of which is clearly right."""
     for name, logs in ((choice.a, sides.a), (choice.b, sides.b)):
         for log in logs:
             if name in log.ambiguous:
@@ -226,7 +226,7 @@ def _skipped(names: Sequence[str]) -> Iterator[str]:
 
 
 def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
-    """For judged metrics: unknown noise, and repeats that could not be used."""
+    """Remarks on judged metrics: unknown noise, and repeats that could not be used."""
     for metric in (each for each in compared if each.verdict is not None):
         whose = f"the noise of {metric.name}"
         if metric.noise is None:
@@ -250,8 +250,8 @@ def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) 
 
 
 def _by_default(a: Log, b: Log, needed: bool) -> list[tuple[str, str]]:
-    """The reward of online runs, the loss of others, as in the Ascend documents. It may be missing unless it is
-    `needed` because nothing else is judged."""
+    """The reward of online runs, the loss of others, as in the Ascend documents. It may be missing unless `needed`:
+    then no other metric is judged."""
     methods = [log.evidence.recipe.get("method") for log in (a, b) if log.evidence is not None]
     rewards = [name for name in REWARDS if name in a.metrics and name in b.metrics]
     online = any(method in ONLINE for method in methods) if methods else bool(rewards)
@@ -265,7 +265,7 @@ def _named(text: str, option: str, a: Log, b: Log) -> tuple[str, str]:
 
 
 def _metric_name(name: str, log: Log, where: str) -> str:
-    """The metric with this name here or in the log."""
+    """The metric with this name in lockstep or in the log."""
     if name in log.metrics:
         return name
     for metric, written in log.written.items():
@@ -296,7 +296,7 @@ def _matched(choice: Choice, sides: Sides) -> Matched | str:
 
 
 def _shift_remarks(choice: Choice, sides: Sides, shift: int) -> Iterator[str]:
-    """A remark on a shift of the steps under which the curves agree much better; only the user applies it."""
+    """Remarks on a shift of the steps under which the curves agree much better. Only the user applies it."""
     a_runs, b_runs = sides.curves(choice)
     found = better_shift(a_runs[0], b_runs[0]) if a_runs and b_runs else None
     if found is not None:

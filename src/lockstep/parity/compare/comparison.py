@@ -1,4 +1,4 @@
-"""The result of a comparison as plain values: console, JSON and page show these and compute nothing."""
+"""The result of a comparison as plain values. Console, JSON and page only display it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Figures:
     """The mean of b - a; one-sided if its size is near the mean error."""
     correlation: float | None
     parted_at: int | None
-    """The divergence step: from here to the end the curves differ by more than the bar and the noise. Only set for a
-    verdict of out of step."""
+    """The divergence step: from here to the end the curves differ by more than bar and noise. Only set if the verdict
+    is out of step."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Noise:
     """The mean over all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """Bootstrap interval (95 %, over blocks of steps), in percent, of the mean error between the sides minus that
-    between repeats."""
+    """Bootstrap interval (95 %, over blocks of steps) of the mean error between the sides minus the mean error between
+    repeats, in percent."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class Metric:
     only_b: int = 0
     """Steps that only one side logged; they are left out."""
     matching: str = ""
-    """What was averaged before the comparison, and how many steps are left out."""
+    """A description of what was averaged before the comparison, and how many steps are left out."""
     findings: list[Finding] = field(default_factory=list)
     """For judged metrics, the strongest first."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """The result of the bar of the Ascend documents alone; None: not judged."""
+    """The result of the Ascend documents' bar; None: not judged."""
     test_result: TestResult | None = None
-    """The result of the statistical test alone. A small difference is significant but small relative to the bar."""
+    """The result of the statistical test. A difference can be significant but small relative to the bar."""
     incomplete: str = ""
     """The planned steps that are not compared. If there are any, the metric does not pass."""
 
@@ -169,7 +169,7 @@ class Comparison:
     throughput: Throughput
     differences: list[Difference]
     unknown: list[str]
-    """What could not be compared because a side lacks the information (foreign logs have no recipe)."""
+    """Properties that could not be compared because a side lacks them (foreign logs have no recipe)."""
     samples: list[tuple[dict[str, Any] | None, dict[str, Any] | None]]
     """The first responses of both sides to the same prompts."""
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)

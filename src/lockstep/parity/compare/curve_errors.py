@@ -1,4 +1,4 @@
-"""How far apart two curves are: errors, drift, correlation, divergence step; and the errors between repeats."""
+"""Distances between two curves: errors, drift, correlation, divergence step; and the errors between repeats."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
     """The first step after which, until the end, most steps of a window around each step exceed `tolerance`.
 
     The majority vote in a window (the sign of the running median of distance minus tolerance) prevents a single step
-    near the end from causing or hiding a divergence. A change less than half a window before the end does not count.
-    A step with one finite value exceeds the tolerance; a step with none has no vote. Curves that cross each other do
-    not diverge: the mean difference from this step on must exceed `tolerance` too.
+    near the end from causing or hiding a divergence. A change in the last half window does not count. A step with one
+    finite value exceeds the tolerance; a step with none has no vote. Curves that cross do not diverge: the mean
+    difference from this step on must exceed `tolerance` too.
     """
     voting = pair.finite | pair.one_sided
     allowed = np.broadcast_to(np.asarray(tolerance, dtype=np.float64), pair.steps.shape)[voting]
@@ -69,7 +69,7 @@ def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
         exceeds = ~(np.abs(difference) <= allowed)
     window = window_length(len(exceeds))
     half = window // 2
-    # Mirrored at the ends: the outermost step has one vote there as everywhere, not those of the missing steps too.
+    # Mirrored at the ends, so that the outermost step has one vote, not also those of missing steps.
     padded = np.pad(exceeds.astype(np.int64), half, mode="reflect")
     votes = np.convolve(padded, np.ones(window, dtype=np.int64), "valid")
     together = np.flatnonzero(votes <= half)
@@ -122,8 +122,8 @@ def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarra
 
 def block_length(excess: np.ndarray) -> int:
     """The block length of the bootstrap: optimal for the mean of a series with this lag-1 correlation (Politis & White
-    2004, circular blocks, with an AR(1) model), between N^(1/3) and N/4. At most 100 blocks: more take time and do not
-    narrow the interval."""
+    2004, circular blocks, AR(1) model), between N^(1/3) and N/4. At most 100 blocks: more cost time without narrowing
+    the interval."""
     steps = len(excess)
     from_mean = excess - excess.mean()
     spread = float((from_mean**2).sum())

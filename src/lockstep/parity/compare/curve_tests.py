@@ -1,4 +1,4 @@
-"""The statistical test: do two sides differ by more than repeats of one side do? And its power.
+"""The statistical test whether two sides differ by more than repeats of one side, and its power.
 
 It examines the drift, windows, the end of the run, the trend, the scatter and single steps; without repeats also
 whether the curves move in opposite directions. docs/compare.md contains the formulas and the measured error rates.
@@ -44,17 +44,17 @@ MAX_MISSING = 0.05
 MEMORY_OF_FEW = 5.5
 """The factor by which a memory of 0.9 raises the t statistic of up to seven steps."""
 LARGEST = 1e6
-"""The reported excess over noise of exactly 0."""
+"""The excess that is reported if the noise is exactly 0."""
 SPIKE_SIZE = 9.5
 """A single step is a finding only beyond this many root mean squares of all other steps (20 sd of one run are 14)."""
 SPIKE_CHANCE = 0.025
-"""And only if the tail of the others reaches it with at most this chance, and at most 0.5 / their number."""
+"""The tail of the other steps must reach it with at most this probability, and at most 0.5 / their number."""
 SPIKE_LINEAR = 3.0
 OPPOSED_CHANCE = 0.005
 """The chance of a false alarm of opposed moves; the other statistics share 4.5 %."""
 FEWER_MOVES = 1.5
-"""Neighbouring moves share a step: those of noise without memory have a correlation of -1/2, so n moves carry as much
-information on a correlation as n / (1 + 2 / 4) independent ones (Bartlett 1935). With memory it is closer to n."""
+"""Neighbouring moves share a step. Without memory their correlation is -1/2, so n moves carry as much information on a
+correlation as n / (1 + 2 / 4) independent ones (Bartlett 1935). With memory it is closer to n."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
 """The fraction of the run that a late collapse takes."""
@@ -87,7 +87,7 @@ class Examined:
 
 
 def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]) -> Examined:
-    """Compare the runs of B with those of A, on the steps at which the pair and all usable repeats are finite."""
+    """Compares the runs of B with the runs of A, on the steps at which the pair and all usable repeats are finite."""
     steps = pair.steps[pair.finite]
     if len(steps) < MIN_STEPS:
         return Examined(steps, 0, _of_few(steps, (pair.b - pair.a)[pair.finite]))
@@ -107,11 +107,10 @@ def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]
 
 
 def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """The correlation of the step-to-step moves of two curves, and how far below 0 it is relative to its critical
-    value.
+    """The correlation of the step-to-step moves of two curves, and its ratio to the critical value below 0.
 
-    The noises of two runs of one recipe are independent. Their moves share those of the common curve, so the expected
-    correlation is at least 0. It is negative if the step counts are off by one, or if the data came in another order.
+    The noise of two runs of one recipe is independent. Their moves share the moves of the common curve, so the expected
+    correlation is at least 0. It is negative if the step counts are off by one, or if the data order differs.
     """
     x, y = (moves - moves.mean() for moves in (np.diff(a), np.diff(b)))
     size = float(np.sqrt((x**2).sum() * (y**2).sum()))
@@ -124,7 +123,7 @@ def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 
 def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
-    """Noise cannot make two runs move in opposite directions: this holds without a repeat."""
+    """The finding of opposed moves. It needs no repeat: noise cannot make two runs move in opposite directions."""
     correlation, excess = opposition(a, b)
     first, last = int(steps[0]), int(steps[-1])
     return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []
@@ -143,7 +142,7 @@ def _covers(there: np.ndarray) -> bool:
 
 
 def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
-    """For two to seven steps: a t test of the mean. The memory cannot be estimated, so a long one is assumed."""
+    """A t test of the mean for two to seven steps. The memory cannot be estimated, so a long one is assumed."""
     count = len(steps)
     if count < 2 or not difference.any():
         return []
@@ -186,8 +185,8 @@ def _window_findings(
 
 
 def _onset(difference: np.ndarray) -> int:
-    """The step from which the mean difference to the end exceeds noise the most: the most likely start of the
-    change."""
+    """The most likely start of the change: the step from which the mean difference to the end exceeds noise the
+    most."""
     from_here = np.cumsum(difference[::-1])[::-1]
     return int(np.argmax(np.abs(from_here) / np.sqrt(np.arange(len(difference), 0, -1))))
 
@@ -210,7 +209,7 @@ class SeriesScores:
     scatter: np.ndarray
     """(...): the same for the scatter of the steps; 0 without repeats."""
     scattered: np.ndarray
-    """(...): the ratio of the scatter to that of repeats."""
+    """(...): the ratio of the scatter to the repeats' scatter."""
     spike: np.ndarray
     """(...): the excess of the single step that differs most; its index is `spike_at`."""
     spike_at: np.ndarray
@@ -262,9 +261,9 @@ def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Whether one step is too far off. Heavy-tailed noise always has one, so all other steps give the tail: above the
-    k-th largest, log-compressed sizes decay exponentially (Hill 1975), and the gap below the largest exceeds k
-    (chance^(-1/k) - 1) times their mean excess with that chance (Renyi 1953)."""
+    """Whether one step is too far off. Heavy-tailed noise always has outliers, so all other steps give the tail: above
+    the k-th largest, log-compressed sizes decay exponentially (Hill 1975), and the gap below the largest exceeds k
+    (chance^(-1/k) - 1) times their mean excess with that probability (Renyi 1953)."""
     difference, residuals = contrasts(a, b)
     equal = mostly_equal(difference)
     scale = np.where(equal[..., None], 1.0, scale)  # few steps differ: the shape of the noise cannot be estimated
@@ -298,7 +297,7 @@ def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(typical_square(joined(sizes)) / 2), 0.0)
 
 
-# Power: the differences that the test finds with 95 % probability, and what would increase it -----------------------
+# Power: the differences that the test finds with 95 % probability, and how to increase it ---------------------------
 
 
 def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:
@@ -365,8 +364,7 @@ def _in_metric(spread: Spread, at: Windows, runs: tuple[int, int], means: np.nda
 
 
 def _collapses(need: np.ndarray, length: np.ndarray, steps: int) -> np.ndarray:
-    """The smallest detectable collapse over the last 1, 2, ... steps. A longer examined end contains only part of
-    it."""
+    """The smallest detectable collapse over the last 1, 2, ... steps. A longer examined end contains it only partly."""
     lasting = np.arange(1, steps + 1)[:, None]
     return (need * np.maximum(1, length / lasting)).min(axis=1)
 
@@ -378,8 +376,8 @@ class Wanted:
 
 
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
-    """The number of repeats of one side and of steps that would exclude a drift of `limit` if there is none; None if
-    even many would not. It uses the estimated noise."""
+    """The numbers of repeats per side and of steps that would exclude a drift of `limit` if there is none; None if even
+    many would not. It uses the estimated noise."""
     at = windows_for(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)

@@ -1,11 +1,11 @@
-"""A model of the noise between runs of one kind, from repeats or from the difference of two runs alone.
+"""A model of the noise between runs of one kind, from repeats or from the difference of two runs.
 
 All functions accept leading axes (many comparisons at once) and work along the last axis, the steps. docs/compare.md
 contains the formulas.
 
-Differences are compressed before they are averaged, so that heavy tails of the noise have little weight. Each pair of
-runs is compressed separately: the difference of two runs of one kind is symmetric for any noise, so the mean of its
-compressed values is 0 too. The difference of a run and a mean of runs is skewed if the noise is.
+Differences are compressed before averaging, so that heavy tails of the noise have little weight. Each pair of runs is
+compressed separately: the difference of two runs of one kind is symmetric for any noise, so the mean of its compressed
+values is 0 too. The difference between a run and a mean of runs is skewed if the noise is skewed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MIN_STEPS = 8
 """With fewer common steps noise and drift cannot be separated."""
 MAX_MEMORY = 0.97
 MODERATION = 3.0
-"""The weight, in degrees of freedom, of the short-memory estimate relative to that of few repeats on long windows."""
+"""The weight, in degrees of freedom, of the short-memory estimate relative to the estimate from few repeats on long
+windows."""
 CAUTION = 1.5
 """The assumed variance of long windows over the short-memory estimate, before repeats show it."""
 WANDER = 0.18
@@ -32,19 +33,19 @@ WANDER = 0.18
 CAUTION_ALONE = 25
 """Without a repeat the short-memory estimate is multiplied by 1 + this / N: memory is hard to estimate."""
 MEMORY_ALONE = 36
-"""(This / N)^4 is added to that factor, unless the estimated memory is below N / 50 - 0.45: a long memory looks short
+"""(This / N)^4 is added to that factor, unless the estimated memory is below N / 50 - 0.45: a long memory appears short
 in a short run."""
 MAX_UNSEEN = 25.0
-"""The upper limit of that term: a memory of 0.9 needs no more."""
+"""The upper limit of that term, enough for a memory of 0.9."""
 WANDER_ALONE = 0.5
-"""The same offset without a repeat, where it stays an assumption."""
+"""The same offset without a repeat, where it remains an assumption."""
 FREEDOM_ALONE = 10.0
 LINEAR = 1.5
 """The compression is linear up to about this many standard deviations of a difference of two runs, and logarithmic
 beyond."""
 MAX_TAILS = 3.0
 STAYS = 4
-"""If the sides are equal at most steps: this many steps in a row on one side are not noise."""
+"""If the sides are equal at most steps: this many consecutive steps on one side are not noise."""
 CUT_MOVES = 4.0
 """Moves are clipped at this many median moves when the shape of the noise is estimated."""
 TINY = 1e-300
@@ -66,7 +67,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of window means of each length under noise alone, in units of the scale."""
+    """The distribution of window means of each length under pure noise, in units of the scale."""
 
     scale: np.ndarray
     """(..., N): the size of the noise over the run, with mean 1."""
@@ -183,7 +184,7 @@ def _helmert(runs: np.ndarray) -> np.ndarray:
 
 def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
     """The contrasts of both sides, from differences of single runs compressed by an inverse hyperbolic sine. Without a
-    repeat there is no compression: a single difference is symmetric, and its critical value is cautious enough."""
+    repeat nothing is compressed: a single difference is symmetric, and its critical value is cautious enough."""
     plain, noise = contrasts(a, b)
     scale = shape_of_noise(np.concatenate([noise, plain[..., None, :]], axis=-2))
     if not noise.shape[-2]:
@@ -215,7 +216,7 @@ def joined(curves: np.ndarray) -> np.ndarray:
 
 
 def spread_of(of: Compressed) -> Spread:
-    """From the repeats; from the difference alone if there are none, or if the sides are equal at most steps."""
+    """The spread from the repeats; from the difference if there are none, or if the sides are equal at most steps."""
     at = windows_for(of.difference.shape[-1])
     alone = _alone(of, at)
     if of.residuals.shape[-2] == 0:
@@ -229,14 +230,14 @@ def spread_of(of: Compressed) -> Spread:
 
 
 def mostly_equal(difference: np.ndarray) -> np.ndarray:
-    """Whether the sides are equal at most steps, like rewards of few responses. Noise is rare there: neither the median
-    difference nor a few repeats show it."""
+    """Whether the sides are equal at most steps, like rewards of few responses. Noise is rare there, so neither the
+    median difference nor a few repeats show it."""
     return (difference == 0).mean(axis=-1) > 0.5
 
 
 def _among_repeats(of: Compressed, at: Windows) -> Spread:
-    """Short windows: the variance among repeats. Long windows, of which there are few: moderated by an extrapolation
-    from windows of an eighth of the run, assuming a short memory."""
+    """Short windows: the variance between repeats. Long windows, which are few: combined with an extrapolation from
+    windows of an eighth of the run, assuming a short memory."""
     noise = of.residuals / of.scale[..., None, :]
     rows, steps = noise.shape[-2:]
     base = max(int(at.lengths[at.lengths <= max(steps / 8, at.lengths[0])][-1]), 2)
@@ -272,8 +273,8 @@ def _among_repeats(of: Compressed, at: Windows) -> Spread:
 
 
 def _alone(of: Compressed, at: Windows) -> Spread:
-    """Without a repeat: the noise from step to step is estimated with a short memory; the constant offset between runs
-    is assumed."""
+    """Without a repeat: the noise between steps is estimated with a short memory; the constant offset between runs is
+    assumed."""
     noise = of.difference / of.scale
     variance, memory = _variogram(noise)
     equal = mostly_equal(noise)
@@ -312,8 +313,8 @@ def trend_of(curves: np.ndarray) -> np.ndarray:
 
 
 def shape_of_noise(curves: np.ndarray) -> np.ndarray:
-    """The size of the noise at each step, with mean 1: from the step-to-step moves (a drift or a single jump hardly
-    changes them) in the surrounding quarter of the run, shrunk to the mean if there are few."""
+    """The size of the noise at each step, with mean 1: from the step-to-step moves in the surrounding quarter of the
+    run (a drift or a single jump hardly changes them), shrunk to the mean if there are few."""
     rows, steps = curves.shape[-2:]
     sizes = np.abs(np.diff(curves, axis=-1))
     usual = np.median(sizes, axis=(-1, -2), keepdims=True)
@@ -372,7 +373,7 @@ def _of_window(memory: np.ndarray, length: np.ndarray | int) -> np.ndarray:
 
 
 def _to_infinity(memory: np.ndarray, length: int) -> np.ndarray:
-    """The long-run variance over that of a window of this length."""
+    """The ratio of the long-run variance to the variance of a window of this length."""
     return (1 + memory) / (1 - memory) / (length * _of_window(memory, length))
 
 
@@ -392,8 +393,8 @@ def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rare(curves: np.ndarray) -> np.ndarray:
-    """The variance of curves that are 0 at most steps, without spans on one side: noise comes and goes, a departure
-    stays."""
+    """The variance of curves that are 0 at most steps, without spans on one side: noise is intermittent, a departure
+    persists."""
     sign = np.sign(curves)
     count = curves.shape[-1] - STAYS + 1
     stays = np.logical_and.reduce([sign[..., k : k + count] == sign[..., :count] for k in range(STAYS)])
@@ -401,7 +402,7 @@ def _rare(curves: np.ndarray) -> np.ndarray:
     kept = np.ones(curves.shape, dtype=bool)
     for k in range(STAYS):
         kept[..., k : k + count] &= ~stays
-    dust = (1e-9 * np.abs(curves).max(axis=(-1, -2))) ** 2  # the rounding of sums that cancel
+    dust = (1e-9 * np.abs(curves).max(axis=(-1, -2))) ** 2  # rounding of cancelling sums
     return np.maximum((curves**2 * kept).mean(axis=(-1, -2)), dust)
 
 

@@ -27,7 +27,7 @@ _ABSENT = object()
 
 # Packages that compute; the others read and write.
 _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
-# Properties of the device that change during a run, or that another part compares.
+# Properties of the device that change during a run, or that are compared elsewhere.
 _NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
 _DEVICE = Effect("harmless", "the comparison is about this; sums in another order round differently")
 _FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
@@ -41,7 +41,7 @@ _NO_VERSION |= {"ray_resource", "emulated"}
 
 
 def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
-    """The differences between the sides, blocking ones first; and descriptions of what is unknown."""
+    """The differences between the sides, blocking ones first; and descriptions of unknown properties."""
     if a.evidence is None or b.evidence is None:
         return [], [
             f"{log.source} ({log.kind}) is not a run folder: its recipe, data, weights and versions are unknown"
@@ -66,7 +66,7 @@ def setup_differences(a: Evidence, b: Evidence) -> Differences:
 
 
 def _recipe(a: Evidence, b: Evidence) -> Differences:
-    """The newest recipes, then further differences in the parts before a resume with other keys."""
+    """Differences of the newest recipes, then of the parts before a resume with other keys."""
     found = _recipes(a.recipe, b.recipe, a.env, b.env)
     seen = [(one.key, one.a, one.b) for one in found]
     for last in sorted({*a.earlier, *b.earlier}):
@@ -231,7 +231,7 @@ def _versions(a: Evidence, b: Evidence) -> Differences:
 
 
 def _engine(a: Evidence, b: Evidence) -> Differences:
-    """The rollout server; its name is in the recipe. The versions of built-in engines are those of the packages."""
+    """The rollout server; its name is in the recipe. The versions of built-in engines are package versions."""
     versions = Effect("matters", "another program generates: the same distribution with other kernels")
     number = Effect("harmless", "only the number of servers")
     return [
@@ -285,14 +285,14 @@ def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
 
 
 def _holes(log: Log) -> Iterator[str]:
-    """A run logs one line per step."""
+    """Steps without a line: a run logs one line per step."""
     steps = {int(step) for series in log.metrics.values() for step in series.steps}
     if lost := missing_steps(steps, max(steps, default=0)):
         yield f"{log.source}: its metrics.jsonl has a gap: the metrics of steps {lost} are lost"
 
 
 class _Recipes:
-    """Both recipes by key; a key that is not written has its default."""
+    """Both recipes by key; a missing key has its default."""
 
     def __init__(self, a: Values, b: Values) -> None:
         self._recipes = (a, b)
@@ -308,7 +308,7 @@ def _value(recipe: Values, key: str) -> Any:
 
 
 def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The keys at which two nested values differ. A key that only one side writes counts if it is not the default."""
+    """The keys at which two nested values differ. A key of only one side counts if it is not the default."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in {**a, **b}:
             inner = f"{key}.{name}" if key else str(name)
@@ -325,14 +325,14 @@ def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _without_secrets(value: Any, key: str) -> Any:
-    """Secrets in addresses are not compared."""
+    """The value without secrets in addresses, which are not compared."""
     if isinstance(value, list):
         return [comparable(one) for one in value]
     return comparable(value, key.rpartition(".")[2])
 
 
 def _only_one(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """A group that one side leaves out has its defaults; a key without default is None."""
+    """The differences of a group that one side omits: its keys have their defaults, or None."""
     there, swap = (a, False) if b is _ABSENT else (b, True)
     if isinstance(there, dict):
         yield from _unlike(*(({}, there) if swap else (there, {})), key)
@@ -423,7 +423,7 @@ def _prompt_key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _model_name(evidence: Evidence) -> str:
-    """Architecture, size and folder name (of an export the run's name), and the adapter."""
+    """Architecture, size and folder name (for an export the run's name), and the adapter."""
     model = evidence.recipe.get("model", {})
     path = Path(str(model.get("path", "")))
     name = path.parent.name if path.name == "export" and path.parent.name else path.name

@@ -83,7 +83,7 @@ def slug(comparison: Comparison) -> str:
     """A file name from algorithm, model, and hardware and dtype of both sides: the same for the same pair."""
     trained = (_shared(comparison, "method"), _shared(comparison, "model"))
     readable = " ".join([*trained, *_pair(comparison, "dtype")]).lower()
-    # The digest distinguishes pairs by what the readable part leaves out: hardware and special characters.
+    # The digest distinguishes pairs by hardware and special characters, which the readable part omits.
     digest = hashlib.sha256(json.dumps([*trained, *_machines(comparison)]).encode()).hexdigest()[:8]
     return f"{'-'.join(re.findall('[a-z0-9]+', readable))[:60]}-{digest}"
 
@@ -141,7 +141,7 @@ def _machines(comparison: Comparison) -> tuple[str, str]:
 
 
 def _shared(comparison: Comparison, fact: str) -> str:
-    """A property that both sides should share: `A vs B` if it differs, one value if the other side is unknown."""
+    """A property that both sides should share: `A vs B` if it differs, one value if it is unknown on the other side."""
     a, b = _pair(comparison, fact)
     values = [value for value in (a, b) if value != UNKNOWN]
     return " vs ".join(dict.fromkeys(values)) or UNKNOWN
@@ -180,7 +180,7 @@ def _without_folders(value: Any, names: dict[str, str]) -> Any:
 
 
 def _name_of_path(value: Any) -> Any:
-    """The last name of a value that is a path, which may contain spaces."""
+    """The last component of a value that is a path, which may contain spaces."""
     if isinstance(value, list):
         return [_name_of_path(item) for item in value]
     return _name(value) if isinstance(value, str) and _PATH.fullmatch(value) else value

@@ -38,13 +38,13 @@ class SpeedTable:
         return tokens / (spent * self.devices) if spent > 0 else 0.0
 
     def response_tokens(self) -> float:
-        """The number of sequences is the tokens of the step over the mean length of prompt and response."""
+        """Response tokens. The number of sequences is the step's tokens over the mean length of prompt and response."""
         sequences = self.at(ALL_TOKENS) / (self.at(RESPONSE) + self.at(PROMPT))
         return float((sequences * self.at(RESPONSE)).sum())
 
 
 def throughput(a: Log, b: Log) -> Throughput:
-    """Ratios are B over A: above 1, B is faster. Rates are per device, like perf/throughput."""
+    """The throughput ratios, B over A: above 1, B is faster. Rates are per device, like perf/throughput."""
     warnings: list[str] = []
     rates = _first_rates(a, b, warnings)
     devices = (devices_of(a), devices_of(b))
@@ -71,7 +71,7 @@ def throughput(a: Log, b: Log) -> Throughput:
 
 
 def devices_of(log: Log) -> int:
-    """The number of devices that perf/throughput was divided by; 1 if the other metrics give no whole number."""
+    """The number of devices that perf/throughput was divided by; 1 if the other metrics give no integer."""
     tokens = ALL_TOKENS if ALL_TOKENS in log.metrics else ROW_TOKENS
     steps = _common_steps(log, log, [RATE, tokens, STEP])
     if not len(steps):

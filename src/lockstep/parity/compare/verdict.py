@@ -29,7 +29,7 @@ ALIKE = 2
 """Both absolute and scaled error are reported if one is more than this many times the other."""
 MATERIAL_DRIFT = 0.5
 """If the bar is met, a drift over all steps that the test finds fails the metric if it exceeds this many bars; a
-difference over a part of the run must exceed one bar. Smaller ones are remarks: two devices never round alike."""
+difference over a part of the run must exceed one bar. Smaller ones are remarks, because devices round differently."""
 ROUNDING = 1e-9
 REWARDS = ("critic/rewards/mean", "critic/score/mean")
 LOSS = "train/loss"
@@ -39,7 +39,7 @@ _MEASURED = {"timing_s", "perf"}
 
 @dataclass(frozen=True)
 class Bar:
-    """The bar of a metric, and why the scaled error is compared with it; "" if the mean error is."""
+    """The bar of a metric, and why the scaled error is compared with it; "" if the mean error is used."""
 
     percent: float
     scaled_because: str
@@ -61,7 +61,7 @@ class Judgement:
 
 
 def kind_of(name: str) -> Kind:
-    """From the parts of the name: `actor/pg_loss` is a loss, `val-core/gsm8k/reward/mean@1` a reward."""
+    """The kind of a metric from its name: `actor/pg_loss` is a loss, `val-core/gsm8k/reward/mean@1` a reward."""
     *groups, last = name.split("/")
     if groups and groups[0] in _MEASURED:
         return "other"
@@ -131,7 +131,7 @@ def _against(error: float, met: bool, bar: float) -> str:
 
 
 def _scaled(figures: Figures) -> str:
-    """The scaled error, if the curve is so small or so large that it is far from the absolute error."""
+    """The scaled error, if the curve is so small or so large that it differs much from the absolute error."""
     absolute, scaled = figures.mean_error_percent, figures.scaled_error_percent
     if scaled is None or ALIKE * min(absolute, scaled) >= max(absolute, scaled):
         return ""
@@ -144,7 +144,7 @@ def _with_test(met: bool, divergence_step: int | None, examined: Examined, allow
     if late and divergence_step is None:
         divergence_step = late[0].first
     note = "" if not met or divergence_step is None else f", but outside the bar from step {divergence_step} on"
-    # A difference that began at a step is described by that step, one from the first step on as a drift.
+    # A difference that began at a step is described by that step; one from the first step on is a drift.
     began = [each for each in late if each.first > int(examined.steps[0])]
     drift = [each for each in examined.findings if late and each.statistic == "drift"]
     first = began or drift
@@ -174,11 +174,11 @@ def _with_test(met: bool, divergence_step: int | None, examined: Examined, allow
 
 
 def _judged_by_test(found: Sequence[Finding], examined: Examined, allowed: float) -> Judgement:
-    """The bar limits the mean error alone. A metric that meets it still fails if the test finds a difference that is
-    large relative to the bar, or if noise could hide a drift of the size of the bar."""
+    """Applies the test to a metric that meets the bar, which limits only the mean error. It still fails if the test
+    finds a difference that is large relative to the bar, or if noise could hide a drift of the size of the bar."""
     assert examined.power is not None
     who = _who(examined)
-    found = sorted(found, key=lambda each: each.statistic != "drift")  # all steps before a part of them
+    found = sorted(found, key=lambda each: each.statistic != "drift")  # all steps first, then parts
     material = [each for each in found if _is_material(each, allowed)]
     if material and examined.repeats:
         explanation = f", but the test finds a difference: {describe(material[0], who)}{_and_more(material)}"
@@ -209,7 +209,7 @@ def _who(examined: Examined) -> str:
 def _is_material(found: Finding, allowed: float) -> bool:
     """Whether a finding is large relative to the bar."""
     if found.statistic in ("scatter", "opposed"):
-        return False  # a ratio and a correlation: the mean error contains their effect
+        return False  # ratio and correlation: the mean error includes their effect
     share = MATERIAL_DRIFT if found.statistic == "drift" else 1.0
     return abs(found.difference) > allowed * share * (1 + ROUNDING)
 

@@ -1,1 +1,1 @@
-"""Repeats a recorded run elsewhere, judges every stage, and finds the first divergence."""
+"""Replays a recorded run, judges every stage, and finds the first divergence."""

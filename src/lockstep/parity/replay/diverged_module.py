@@ -1,8 +1,8 @@
 """Finds the first module that diverges, by how the error grows from its input to its output.
 
-A module whose input already differs may be correct. So the first module in the order of execution is reported whose
-input agrees and whose output does not. If a child's *input* is the first to differ, its parent computed it wrongly. A
-parent is judged by what it computes from its children's outputs, not by the rounding that its children accumulate.
+A module whose input already differs may be correct. So the first module in execution order is reported whose input
+agrees and whose output does not. If a child's *input* is the first to differ, its parent is wrong. A parent is judged
+by its computation on its children's outputs, without the rounding that the children accumulate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.tape.tape_format import StepRecord, below
 BACKWARD_FACTOR = 5.0
 # Errors may grow by this factor more in the model's final outputs: log-probs near 0 are small compared with logits.
 ANSWERS = 2.0
-# A systematic difference of the input, within its limit, may come closer to it by this factor in the output.
+# A systematic difference within its limit may get this factor closer to the limit from input to output.
 PASSED_ON = 3.0
 
 
@@ -39,7 +39,7 @@ class DivergedModule:
     dtypes: tuple[list[str], list[str]]
     norms: tuple[float, float]
     between: tuple[str | None, str | None] = (None, None)
-    """The module's computation outside its children differs after this child and before that one."""
+    """The children between which the module's computation outside its children differs."""
     parameter: str | None = None
     """Backward: the parameter whose gradient differs, if the gradients that flow through the module agree."""
     systematic: str = ""

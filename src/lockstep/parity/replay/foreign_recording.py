@@ -33,14 +33,14 @@ from lockstep_record import LEARNER, MicroBatch, digest, logprobs, record
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KEYS = ("device", "model.dtype", "model.attention")
-# Weights of two dtypes differ by the rounding of the coarser one.
+# Weights of two dtypes differ by the rounding of the less precise one.
 ROUNDED = 1e-2
-# Call arguments that do not change the judged outputs, or that a replay sets itself.
+# Call arguments that do not change the judged outputs, or that the replay sets.
 NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_batch"}
 
 
 def compare_recordings(a: Path, b: Path) -> Replayed:
-    """Compare every rank that both have. The first rank that diverges gives the verdict."""
+    """Compares every rank that both have. The first diverged rank gives the verdict."""
     ours, theirs = recording_ranks(a), recording_ranks(b)
     shared = [rank for rank in ours if rank in theirs]
     if not shared:
@@ -72,7 +72,7 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
 
 
 def _refuse_dropout(folder: str, manifest: Mapping[str, Any]) -> None:
-    """No other run has the same dropout masks, so every comparison would fail."""
+    """Refuses recordings with dropout: no other run has the same masks, so every comparison would fail."""
     if "dropout" in manifest["recorder"]["notes"]:
         raise Refusal.at(folder, "was recorded with dropout on", "record again with all dropout rates set to 0")
 
@@ -82,7 +82,7 @@ def _weights_dtypes(manifests: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
-    """Both sides must start with the same weights. If not, later comparisons mean nothing."""
+    """Checks that both sides start with the same weights. Otherwise later comparisons mean nothing."""
     errors = relative_errors(one.tensors, other.tensors, f"{LEARNER}/0/start/")
     if not errors:
         return []
@@ -93,7 +93,7 @@ def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
 
 
 def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]:
-    """A's optimizer by AdamW's formula; `judge` checks B's."""
+    """Checks A's optimizer by AdamW's formula; `judge` checks B's."""
     info = record.info["updates"][0]
     if "lr" not in info or "grad_norm" not in info:
         return []
@@ -123,7 +123,7 @@ class _Limits:
 
 
 def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], only: Sequence[int] = ()) -> Replayed:
-    """Repeat the recorded calls on this machine from the recorded weights, and judge the results."""
+    """Repeats the recorded calls on this machine from the recorded weights, and judges the results."""
     tape = TapeFolder(folder)
     manifest = tape.manifest()
     _refuse_dropout(str(folder), manifest)
@@ -203,7 +203,7 @@ def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int])
 
 
 def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> torch.nn.Module:
-    """The recorded transformers class, so that modules have the recorded names."""
+    """Loads the recorded transformers class, so that modules have the recorded names."""
     import transformers
 
     cls = getattr(transformers, kind, None)
@@ -221,7 +221,7 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
 def _restore(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any], *, alike: bool
 ) -> None:
-    """Restore the recorded weights. If they were not recorded, the model folder must have the same ones."""
+    """Restores the recorded weights. If they were not recorded, the model folder must have the same weights."""
     parameters = dict(network.named_parameters())
     kept = tape.read_weights(step) if step in tape.weighed() else {}
     strange = [name for name in manifest["parameters"][LEARNER] if name not in parameters]

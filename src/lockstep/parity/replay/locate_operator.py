@@ -1,4 +1,4 @@
-"""Inside a diverged module: which side is wrong, and which operator.
+"""Finds the wrong side and the wrong operator inside a diverged module.
 
 Each side is compared with a float64 reference of the module (`numpy_modules.py`). The reference runs on the host with
 the inputs that both sides agree on and the recorded weights. A side is reported as wrong only if the reference agrees
@@ -78,7 +78,7 @@ class Located:
 
 
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:
-    """Runs on every rank, because a sharded model needs all of them. Rank 0 gets the result."""
+    """Locates the operator. Runs on every rank, because a sharded model needs all; rank 0 gets the result."""
     record = tape.read_step(step)
     batch = micro_batch(
         trace_examples(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0
@@ -119,7 +119,7 @@ def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Lea
 def judge_module(
     replayed: ModuleLog, same: ModuleLog, judged: SideVerdict, diverged: DivergedModule, run: Run
 ) -> Located:
-    """Find the wrong operator in the replay's module. `same` is a clean copy in the same dtype on the same inputs."""
+    """Finds the wrong operator in the replay's module. `same` is a clean copy in the same dtype on the same inputs."""
     tolerance = operator_tolerance(run.recipe.model.dtype, backwards=diverged.phase == BACKWARD)
     wrong = None
     if judged.side != RECORDED:
@@ -164,7 +164,7 @@ class SideVerdict:
     side: str
     why: str
     noted: NotedValues = field(default_factory=NotedValues)
-    """What the replay's module should have computed on the way, forward."""
+    """The expected intermediate values of the replay's module, forward."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class SideCase:
 
     @property
     def allowed(self) -> float:
-        """For a module's outputs, given the error of its inputs."""
+        """The tolerance of a module's outputs, given the error of its inputs."""
         floor = self.tolerance.module * (BACKWARD_FACTOR if self.diverged.phase == BACKWARD else 1.0)
         return max(floor, self.tolerance.growth * self.diverged.error_in)
 
@@ -203,7 +203,7 @@ def _case(
 
 
 def which_side(case: SideCase, replayed: ModuleLog, clean: ModuleLog, record: StepRecord) -> SideVerdict:
-    """`clean` has the gradients at the module's outputs, if the replay's module has lost them."""
+    """Finds the wrong side. `clean` has the gradients at the module's outputs, if the replay's module lost them."""
     diverged, traces = case.diverged, traces_of(record)
     trace = traces.get((diverged.learner, diverged.rank)) or traces.get((diverged.learner, 0))
     # Backward events do not have the module's class.
@@ -269,7 +269,7 @@ def _backward(
     clean: ModuleLog,
     trace: Trace,
 ) -> tuple[float, float] | None:
-    """The gradient at the first input, which are the hidden states, and those of the module's parameters.
+    """The gradients at the first input (the hidden states) and of the module's parameters.
 
     Returns the errors of the replay and of the recorded run, divided by the tolerance.
     """
@@ -380,7 +380,7 @@ def weights_for(
     """The weights of a module, or of the head, on the recorded and on the replayed side.
 
     They come from the tape, or from the model folder if the tape has none. The replay starts from the recorded master
-    weights. `dtypes` are those of the two models.
+    weights. `dtypes`: the dtypes of the two models.
     """
     heads = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 

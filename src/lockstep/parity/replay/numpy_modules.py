@@ -1,11 +1,11 @@
 """Standard modules in numpy float64, written from their definitions. They decide which side of a replay is wrong.
 
 They share no code with the modules that they judge: nothing here uses torch operators, transformers modelling files or
-our kernels. So a fault in one of those cannot be in the judge. Modules without a reference here are not judged.
+lockstep's kernels, so a fault there cannot affect the result. Modules without a reference here are not judged.
 
 References accept complex numbers. The derivative of an analytic function in a direction is the imaginary part of its
-value a tiny imaginary step away, without rounding of differences. That is used for gradients (`directional`). T are the
-tokens of a packed row, D is the head size.
+value after a tiny imaginary step, without cancellation. `directional` computes gradients this way. T: tokens of a
+packed row; D: head size.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Reference:
     compute: Callable[[Sequence[Array], Mapping[str, Array], NotedValues], list[Array]]
     weights: Mapping[str, Array]
     tied: bool = False
-    """Whether a weight is shared with another module, so that its gradient has other parts."""
+    """Whether a weight is shared with another module, so that its gradient includes other terms."""
 
 
 def reference_of(
@@ -137,7 +137,7 @@ def linear(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float, note: NotedValues) -> Array:
-    """Zhang and Sennrich, arXiv 1910.07467."""
+    """RMSNorm (Zhang and Sennrich, arXiv 1910.07467)."""
     mean = note(note(x * x, "pow", "square", "mul").mean(-1, keepdims=True), "mean", "sum")
     scale = note(1 / np.sqrt(note(mean + epsilon, "add")), "rsqrt")
     return note(note(x * scale, "mul") * weight, "mul", "norm")
@@ -174,7 +174,7 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def erf(x: Array) -> Array:
-    """For complex numbers to first order in the tiny imaginary part."""
+    """The error function of complex numbers, to first order in the tiny imaginary part."""
     real: Array = _erf(x.real)
     return real + 2j / math.sqrt(math.pi) * np.exp(-x.real * x.real) * x.imag if np.iscomplexobj(x) else real
 
@@ -247,7 +247,7 @@ def _attention(
 
 
 def _rotated(x: Array, cos: Array, sin: Array, note: NotedValues) -> Array:
-    """Su et al., arXiv 2104.09864, with the half-split layout of Hugging Face models."""
+    """Rotary embedding (Su et al., arXiv 2104.09864) with the half-split layout of Hugging Face models."""
     one, two = np.split(x, 2, axis=-1)
     half = note(np.concatenate([-two, one], -1), "cat")
     return note(note(x * cos, "mul") + note(half * sin, "mul"), "add", "rotary")

@@ -1,6 +1,6 @@
-"""Torch operators in numpy float64, written from their definitions, so that a wrong library does not judge itself.
+"""Torch operators in numpy float64, written from their definitions, so that a faulty library does not judge itself.
 
-The operators of language models are here. Others run in torch's float64 on the CPU (`operator_bisect.in_double`).
+Operators that language models do not use run in torch's float64 on the CPU (`operator_bisect.in_double`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.parity.replay.operator_log import Operator
 
 
 def numpy_results(call: Operator) -> list[torch.Tensor] | None:
-    """The results of a call in float64; None if the operator is not here."""
+    """The results of a call in float64; None if the operator is not implemented here."""
     library, _, name = call.name.partition(".")
     # An in-place operator has the same result.
     operator = OPERATORS.get(name.split(".")[0].rstrip("_"))
@@ -113,7 +113,7 @@ def _attention(
     attn_mask: Array | None = None,
     scale: float | None = None,
 ) -> Array:
-    """The output; the operator's second result, the log-sum-exp, is not compared."""
+    """The attention output. The second result of the operator, the log-sum-exp, is not compared."""
     if dropout:
         raise NotImplementedError
     times = q.shape[1] // k.shape[1]
@@ -122,7 +122,7 @@ def _attention(
 
 
 def _weights(scores: Array) -> Array:
-    """A fully masked query has zero weights."""
+    """Attention weights. A fully masked query has zero weights."""
     return np.where(np.isneginf(scores.max(-1, keepdims=True)), 0.0, softmax(scores))
 
 

@@ -1,9 +1,8 @@
 """Finds the wrong operator of a module. The judge is float64 on the host.
 
-There are two kinds of faults. A *kernel* returns another result than its operator has on its inputs. Or the *code*
-around the kernels is different: another constant, dtype or operator. Then the operators are compared with those of a
-clean copy of the module that runs on the same inputs. A fused operator is compared with the result of the operators
-that it replaces.
+There are two kinds of faults. A *kernel* returns a wrong result for its inputs. Or the *code* around the kernels
+differs: another constant, dtype or operator. Then the operators are compared with those of a clean copy of the module
+on the same inputs. A fused operator is compared with the result of the operators that it replaces.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: 
     wrong = [(end, near) for end in ours.ends() if (near := _differing_counterpart(end, theirs, tolerance)) is not None]
     if wrong and all(near for _, near in wrong):
         ours, theirs = ours.before([end for end, _ in wrong]), theirs.before([near for _, near in wrong if near])
-    # The number of inputs tells the product with a scalar from that of two tensors.
+    # The number of inputs distinguishes a product with a scalar from a product of two tensors.
     kinds, wanted_kinds = ([(call.name, len(call.inputs)) for call in graph.calls] for graph in (ours, theirs))
     for tag, i, j, k, m in difflib.SequenceMatcher(None, kinds, wanted_kinds, autojunk=False).get_opcodes():
         if tag != "equal":
@@ -113,7 +112,7 @@ def other_values(
 
 
 def _alike(one: OperatorResult, value: Array, word: str) -> bool:
-    """Whether it may be the value. Attention may pad sequences."""
+    """Whether an operator result may be this value. Attention may pad sequences."""
     return one.tensor.numel() == value.size or word == "attention"
 
 
@@ -181,7 +180,7 @@ def _other_part(
 ) -> WrongOperator | None:
     """Operators that the other module does not run here. They are harmless if the same results leave."""
     if not mine:
-        # What the clean module runs here must change nothing, or be computed elsewhere.
+        # The extra operators of the clean module must have no effect, or be computed elsewhere.
         candidates = theirs.given(wanted) + ours.results()
         if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None

@@ -1,8 +1,8 @@
-"""Records the operators that one module runs, forward or backward, without those of its children.
+"""Records the operators that one module runs, forward or backward, without its children's operators.
 
 Every tensor that crosses the module's border is recorded too: its inputs and its children's outputs, and in the
 backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run with the
-same border values. Then the operators of both are compared on equal numbers, whatever rounding happened before the
+same border values. Then the operators of both are compared on equal numbers, independent of rounding before the
 module.
 """
 
@@ -47,7 +47,7 @@ class Operator:
     outputs: list[torch.Tensor]
     device: str
     sources: tuple[CallResult | None, ...] = ()
-    """For each of `inputs`: the call and the result that produced it; None if it came from outside."""
+    """For each input: the call and result that produced it; None if it came from outside."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Operators are sent to other ranks by name.
@@ -112,7 +112,7 @@ class OperatorLog(TorchDispatchMode):
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """The address of its storage, which a view shares; a unique number for a tensor without storage."""
+    """The address of the tensor's storage, which views share; a unique number for a tensor without storage."""
     return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 
@@ -129,10 +129,10 @@ class ModuleLog:
     """The operators of a module's first call."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
-    """Its outputs; backward: the gradients at its inputs, in the order in which they were computed."""
+    """The outputs; backward: the gradients at the inputs, in the order of computation."""
     calls: list[Operator] = field(default_factory=list)
     border: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The tensors that came in, from outside and from its children."""
+    """The tensors that enter the module, from outside and from its children."""
     children: set[str] = field(default_factory=set)
     """The modules that it called directly."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -347,7 +347,7 @@ class OperatorGraph:
         ]
 
     def ends(self) -> list[OperatorResult]:
-        """Results that no operator here reads: they go to the module's caller or children."""
+        """Results that no operator in the log reads: they go to the module's caller or children."""
         return self.leaving(range(len(self.calls)))
 
     def leaving(self, part: range) -> list[OperatorResult]:
@@ -376,13 +376,13 @@ class OperatorGraph:
 
 
 def _floats(call: Operator) -> list[int]:
-    """The indices of its floating-point results; of an operator without any, all indices."""
+    """The indices of the floating-point results; all indices if there are none."""
     floats = [index for index, tensor in enumerate(call.outputs) if tensor.is_floating_point() and tensor.numel()]
     return floats or list(range(len(call.outputs)))
 
 
 def _selected(calls: Sequence[Operator], numbers: Sequence[int]) -> list[Operator]:
-    """These calls, with `sources` that refer to their new places."""
+    """These calls, with `sources` that refer to their new indices."""
     places = {number: place for place, number in enumerate(numbers)}
 
     def moved(source: CallResult | None) -> CallResult | None:

@@ -23,7 +23,7 @@ from lockstep.tape.tape_recorder import sampled
 SEEN = 1e-5
 # Digests of identical weights on one device differ at most by the order of their sums.
 UNTOUCHED = 1e-5
-# A gradient far below the average is rounding. Its error is relative to this share of the average.
+# A gradient far below the average is rounding. Its error is relative to this fraction of the average.
 NEGLIGIBLE = 1e-3
 # Rounding of a weight itself, in units of its last digit.
 ULPS = 4 * torch.finfo(torch.float32).eps
@@ -42,7 +42,7 @@ def check_optimizer(
     *,
     restored: bool,
 ) -> Iterator[Check]:
-    """`manifest` is the replay's. `restored`: the replay started from the recorded optimizer state."""
+    """Checks of the optimizer. `manifest`: the replay's; `restored`: it started from the recorded optimizer state."""
     rates = info[0]["lr"], info[1]["lr"]
     difference = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
     what = f"{learner}, update {number + 1}: learning rate"
@@ -57,7 +57,7 @@ def check_optimizer(
 
 
 def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Iterator[Check]:
-    """No weight may change between the last optimizer step and the start of the next step.
+    """Checks that no weight changes between the last optimizer step and the start of the next step.
 
     Each side is compared with itself, because the next step of a forced replay starts from recorded weights.
     """
@@ -190,7 +190,7 @@ def _adamw(
 
 
 def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> Iterator[Check]:
-    """Half-precision parameters must be exactly their rounded master weights."""
+    """Checks that half-precision parameters are exactly their rounded master weights."""
     samples, dtype = below(record.tensors, f"{learner}/0/sample/"), DTYPES[manifest["recipe"]["model"]["dtype"]]
     error, where = 0.0, ""
     for key, held in samples.items():
@@ -246,8 +246,8 @@ def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -
 def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str) -> float:
     """The relative difference of a parameter's gradient, at most 1. The gradient check judges it.
 
-    AdamW moves a weight by the sign of its gradient more than by its size. Where gradients nearly cancel, like those of
-    key biases, two clean updates may move in opposite directions.
+    AdamW's step depends more on the sign of a gradient than on its size. If gradients nearly cancel, as for key biases,
+    two clean updates may have opposite directions.
     """
     x, y = (record.tensors.get(f"{learner}/0/gradient/{name}") for record in (one, other))
     return 0.0 if x is None or y is None else min(1.0, relative(x, y))
@@ -256,7 +256,7 @@ def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str)
 def _movement_slopes(
     one: StepRecord, other: StepRecord, learner: str, names: Collection[str], bound: Bound
 ) -> Iterator[Check]:
-    """By which factor of the recorded movement a parameter moved: 0 if it stayed, 2 if it moved twice as far."""
+    """The ratio of a parameter's movement to the recorded one: 0 if it did not move, 2 if it moved twice as far."""
     worst: tuple[Excess, str] | None = None
     for name in names:
         start, after = (
@@ -297,7 +297,8 @@ def worst_parameter(
     total: float = 0.0,
     sizes: Mapping[str, float] | None = None,
 ) -> WorstParameter | None:
-    """Of the digests below `prefix`. Errors are relative to `sizes`, or to the parameter's norm (`total`: of all)."""
+    """The worst of the digests below `prefix`. Errors are relative to `sizes`, or to the parameter's norm (`total`: of
+    all)."""
     ours, theirs = below(one.tensors, prefix), below(other.tensors, prefix)
     errors: dict[str, float] = {}
     floor = NEGLIGIBLE * total / max(1, len(ours)) ** 0.5
@@ -344,7 +345,7 @@ def _how_many(differing: int, count: int) -> str:
 
 
 def _blocks(x: torch.Tensor, y: torch.Tensor) -> str:
-    """The blocks of rows that differ, if not all do."""
+    """The blocks of rows that differ, unless all do."""
     errors = distances(x, y)
     found = [i for i, error in enumerate(errors) if error > 0.05 * max(errors)]
     if not found or len(found) == BLOCKS or math.isinf(max(errors)):

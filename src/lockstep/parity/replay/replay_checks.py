@@ -12,8 +12,8 @@ import torch
 Stage = Literal["generation", "reward", "batch", "log-probs", "advantages", "loss", "gradient", "optimizer", "weights"]
 # In the order of a step.
 STAGES: tuple[Stage, ...] = get_args(Stage)
-# The first failing stage in this order is reported as the cause. Generation runs the same model as the log-probs, which
-# are computed for recorded tokens without the engine. So a wrong model fails both, and a wrong engine fails generation.
+# The first failing stage in this order is reported as the cause. Generation uses the same model as the log-probs, which
+# are computed for recorded tokens without the engine. A wrong model fails both; a wrong engine fails only generation.
 CAUSE_ORDER: tuple[Stage, ...] = (
     "batch",
     "log-probs",
@@ -71,7 +71,7 @@ def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
 
 
 def finite(error: float) -> float:
-    """NaN counts as infinite."""
+    """The value; infinite for NaN."""
     return error if math.isfinite(error) else math.inf
 
 

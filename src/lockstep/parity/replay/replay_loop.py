@@ -114,7 +114,8 @@ class Replay:
         """The recorded responses, scored again."""
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
-        # Generated responses check the engine. They must equal the recorded ones only from the recorded weights.
+        # Generated responses check the engine. They must equal the recorded ones only if the weights are the recorded
+        # ones.
         generates = self.mode == "forced" and not self._other_noise(recipe)
         generated = online.take_rollouts().experience.all_rollouts() if generates else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
@@ -178,7 +179,7 @@ class Replay:
 
 
 def refuse_other_weights(tape: TapeFolder, run: Run) -> None:
-    """A tape without all weights needs the model folder that the run started from."""
+    """Refuses a tape without all weights if the model folder is not the one that the run started from."""
     recorded, here = (model.get("weights") for model in (tape.manifest()["model"], run.fingerprint))
     if run.world.main and recorded and here and recorded != here:
         raise Refusal.at(
@@ -228,8 +229,8 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
 
 @contextmanager
 def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
-    """`kind-1`, or the first free number. Replays that start at the same time get different names; all ranks of one
-    replay get the same."""
+    """`kind-1`, or the first free number. Concurrent replays get different names; all ranks of one replay get the
+    same."""
     name = _reserve(source, kind) if int(os.environ.get("RANK", "0")) == 0 else ""
     try:
         with joined(Cpu()) as world:
@@ -241,7 +242,7 @@ def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
 
 
 def _reserve(source: RunFolder, kind: str) -> str:
-    """Create the reservation, which is atomic. It is removed when the replay's folder exists."""
+    """Creates the reservation atomically. It is removed when the replay's folder exists."""
     for number in count(1):
         name = f"{kind}-{number}"
         folder, mark = source.path / REPLAYS / name, _reservation(source, name)
@@ -310,7 +311,7 @@ def steps_by_part(
             "trains all steps from the first one on",
             "use --mode forced, which starts each step from the recorded weights",
         )
-    return found or [(parts[0], list(only))]  # nothing was recorded of these steps, which the replay reports
+    return found or [(parts[0], list(only))]  # these steps were not recorded, which the replay reports
 
 
 def skipped_steps(source: RunFolder, tape: TapeFolder, *, forced: bool) -> list[str]:

@@ -28,7 +28,7 @@ MODE_TITLES = {
 
 @dataclass(frozen=True)
 class Replayed:
-    """`cause` is the first failed check, in the order of `CAUSE_ORDER`."""
+    """The result of a replay. `cause` is the first failed check, in the order of `CAUSE_ORDER`."""
 
     mode: Mode
     folder: Path
@@ -109,7 +109,7 @@ def _other_noise(a: TapeSide, b: TapeSide, mode: Mode) -> Iterator[str]:
 
 
 def _explains(module: DivergedModule, cause: Check) -> bool:
-    """A module can only explain later stages: it does not cause a wrong mask or reward."""
+    """Whether a module can explain the failed check: only stages after it, not a wrong mask or reward."""
     if module.phase == FORWARD:
         return cause.stage not in ("batch", "reward")
     return cause.stage in ("gradient", "weights")

@@ -14,9 +14,9 @@ from lockstep.parity.replay.operator_log import Operator
 
 # The most numbers in the script itself; more go into a separate file.
 INLINE = 4096
-# A difference that is more than rounding of the judge.
+# A difference that exceeds the rounding of the judge.
 SEEN = 1e-6
-# Relative difference that a correct fp32 operator stays well below.
+# A relative difference well above that of a correct fp32 operator.
 ALLOWED = 1e-5
 
 
@@ -61,20 +61,20 @@ def case_of(wrong: WrongOperator) -> FaultCase | None:
         torchs = in_torch(call)
         if torchs is not None and _difference(torchs[index], wrong.expected) <= SEEN:
             return _shown(FaultCase(call, wrong.actual, call, wrong.expected, index))
-        # torch's float64 is wrong too, or cannot run: the judge are the expected numbers.
+        # torch's float64 is also wrong, or cannot run: the expected numbers are the judge.
         return _shown(FaultCase(call, wrong.actual, None, wrong.expected.to(wrong.actual.dtype), index))
     judge = with_settings(call, wrong.clean)
     wanted = in_double(judge) if judge is not None else None
     again = run(call, index)
     if again is None:
-        again = call.outputs[index]  # the operator runs only on its device, and so will the script
+        again = call.outputs[index]  # the operator runs only on its device, as will the script
     if (
         judge is not None
         and wanted
         and (case := _shown(FaultCase(call, again, judge, wanted[index], index))) is not None
     ):
         return case
-    # The inputs differ, or it replaces several operators: the judge are the expected numbers.
+    # The inputs differ, or it replaces several operators: the expected numbers are the judge.
     literal = wrong.expected
     if any(wrong.actual is one for one in call.inputs) and wrong.clean and wrong.clean.outputs:
         literal = wrong.clean.outputs[index]
@@ -86,7 +86,7 @@ def _shown(case: FaultCase) -> FaultCase | None:
 
 
 def smallest(case: FaultCase) -> FaultCase:
-    """Cut the case along one axis after another, as long as it shows the fault."""
+    """Cuts the case along one axis after another, as long as it shows the fault."""
     for axis in range(_axes(case)):
         width = case.found.shape[axis]
         differences = (case.found.double() - case.wanted.double()).abs()
@@ -168,7 +168,7 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """0 if the shapes differ: the fault does not show."""
+    """The difference of two results; 0 if the shapes differ, because the fault does not show."""
     return relative_difference(found, wanted) if found.shape == wanted.shape else 0.0
 
 
@@ -223,7 +223,7 @@ def _lines(case: FaultCase, title: str, heavy: bool) -> list[str]:
 
 
 def _quotable(title: str) -> str:
-    """The title contains a module's name, which must not end the docstring."""
+    """The title without characters that would end the docstring: it contains a module's name."""
     return "".join(sign if sign.isprintable() and sign not in '"\\' else "'" for sign in title)
 
 

@@ -39,8 +39,8 @@ from lockstep.types import Rollout
 # Names of the log-prob checks whose values the loss uses.
 LOSS_INPUTS = ("old", "reference", "values")
 SCORE = 1e-4
-# Shares of numbers that bf16 holds exactly. More than ROUNDED: the side was rounded to bf16. Less than FINE: it was
-# not. Of fp32 numbers one in 65,536 is exact by chance. Fewer than ENOUGH numbers prove nothing.
+# Shares of numbers that bf16 represents exactly. Above ROUNDED: the side was rounded to bf16. Below FINE: it was not.
+# One in 65,536 fp32 numbers is exact by chance. Fewer than ENOUGH numbers prove nothing.
 ROUNDED, FINE, ENOUGH = 0.99, 0.9, 32
 
 
@@ -118,7 +118,7 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
 
 
 def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
-    """The micro-batches as the models receive them. A packing or padding fault changes these and not the rows."""
+    """Compares the micro-batches that the models receive. A packing or padding fault changes these but not the rows."""
     meaning = {
         "target": "the target token",
         "position": "the position that the token is predicted from",
@@ -150,7 +150,7 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 def check_responses(
     a: TapeSide, record: StepRecord, ours: Sequence[Rollout], theirs: Sequence[Rollout], tolerance: Tolerance
 ) -> Check:
-    """Responses to a recorded step's prompts against the recorded responses."""
+    """Compares responses to a recorded step's prompts with the recorded responses."""
     return check_generation(
         record.step,
         ours,
@@ -182,10 +182,10 @@ def check_generation(
 ) -> Check:
     """Compare responses token by token up to the first different token.
 
-    Sampling adds noise to the log-probabilities and takes the largest sum. The noise depends on the position only and
-    is the same on every device. So engines that agree draw the same tokens. Where they draw different tokens, the two
-    sums must be a tie within rounding. `first_key` is the data position of the step's first prompt, which seeds the
-    noise. Without `known_noise` (a serving engine) the first different token is not judged.
+    Sampling adds noise to the log-probabilities and takes the largest sum. The noise depends only on the position and
+    is the same on every device, so engines that agree draw the same tokens. If tokens differ, the two sums must be a
+    tie within rounding. `first_key` is the data position of the step's first prompt, which seeds the noise. Without
+    `known_noise` (a serving engine) the first different token is not judged.
     """
     ours, theirs = by_prompt_and_sample(a), by_prompt_and_sample(b)
     missing = sorted(ours.keys() ^ theirs.keys())
@@ -201,7 +201,7 @@ def check_generation(
         errors = [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
         if shared < max(len(one.ids), len(other.ids)):
             diverged += 1
-            # An end token is a token too. If one side just stops, that is no tie.
+            # An end token is a token too. If only one side stops, that is no tie.
             ended = shared == min(len(one.ids), len(other.ids))
             if known_noise:
                 keys = sequence_keys(seed, first_key + key[0], key[1])
@@ -265,7 +265,7 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, same_dtype:
 
 
 def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: Limits) -> Iterator[Check]:
-    """Over all targets: a different temperature, scale or mean changes the slope or the offset."""
+    """Fits a line over all targets: a different temperature, scale or mean changes its slope or offset."""
     found = line(x, y)
     if found is None:
         return
@@ -278,7 +278,7 @@ def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: L
 
 
 def _only_rank(b: StepRecord, name: str, x: torch.Tensor, y: torch.Tensor) -> str:
-    """The rank that computed the differing values, if it is only one."""
+    """The rank that computed the differing values, if there is only one."""
     owner = b.tensors.get(name.replace("/answers", "/owner"))
     if owner is None or x.shape != y.shape or owner.max() == 0:
         return ""
@@ -295,7 +295,7 @@ def bf16_share(numbers: torch.Tensor) -> float | None:
 
 
 def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Check]:
-    """B's numbers must not be rounded to bf16 if A's are not. The size of an error cannot show one more rounding."""
+    """Checks that B's numbers are not rounded to bf16 if A's are not. The size of an error cannot show this."""
     ours, theirs = bf16_share(a), bf16_share(b)
     if ours is None or theirs is None or ours > FINE:
         return
@@ -304,7 +304,7 @@ def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torc
 
 
 def _advantages(a: StepRecord, b: StepRecord, tolerance: Tolerance, checks: Sequence[Check]) -> Iterator[Check]:
-    """Estimates from rewards and log-probabilities. They inherit the log-probabilities' differences."""
+    """Compares advantages, which inherit the differences of rewards and log-probabilities."""
     before = max((c.error for c in checks if c.stage == "log-probs" and "update" not in c.what), default=0.0)
     for name in ("rewards", "advantages", "returns", "keep", "importance"):
         x, y = a.tensors.get(f"step/{name}"), b.tensors.get(f"step/{name}")
@@ -349,7 +349,7 @@ class _Update:
         answers = 0.0 if outputs is None else root_mean_square(*outputs)
         if self.number:
             yield from self._updated_answers()
-        # Later updates of a step run with updated weights: differences of their outputs are not the loss's.
+        # Later updates of a step use updated weights, so differences of their outputs are not caused by the loss.
         inherited = tolerance.growth * answers if self.number else 0.0
         slopes = self._both("pulls")
         if self._has("loss"):
@@ -374,7 +374,7 @@ class _Update:
             )
 
     def _loss_input_error(self, answers: float, checks: Sequence[Check]) -> float:
-        """How far the loss's slopes may differ because of the loss's inputs. The loss itself is computed in fp32.
+        """How far the loss's slopes may differ because of its inputs. The loss is computed in fp32.
 
         A loss over sequences, such as a preference loss, sums the rounding of their tokens, which grows as the root of
         their length.
@@ -386,7 +386,7 @@ class _Update:
         return max(1.0, 0.3 * longest**0.5) * (answers + other) + 1.5 * estimated
 
     def _gradient(self, allowed: float, slope_error: float) -> Iterator[Check]:
-        """`slope_error`: the difference of the loss's slopes, which is not the gradient's."""
+        """Checks of the gradients. `slope_error`: the difference of the loss's slopes, which the limits allow for."""
         x, y = self.info[0]["grad_norm"], self.info[1]["grad_norm"]
         norms = f"{x:.8g} against {y:.8g}"
         digests = self.one, self.other, f"{self.learner}/{self.number}/gradient/"
@@ -413,7 +413,7 @@ class _Update:
     def _updated_answers(self) -> Iterator[Check]:
         """The outputs of a later update must have changed by the same amount on both sides. If not, weights were lost.
 
-        The tolerance is relative to that change, like that of the weights.
+        The tolerance is relative to that change, as for the weights.
         """
         key = f"{self.learner}/{self.number}/answers"
         before = [_before_updates(record, self.learner, self.number) for record in (self.one, self.other)]

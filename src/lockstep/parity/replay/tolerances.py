@@ -1,6 +1,6 @@
 """Tolerances of a replay: how far two correct computations may differ, for each pair of dtypes.
 
-Tolerances are relative to the size of the compared values; those of log-probabilities are absolute.
+Tolerances are relative to the size of the compared values; tolerances of log-probabilities are absolute.
 
 fp32: 5 to 30 times the worst of 50 clean repeats of small models (`tests/e2e/test_clean_repeats.py`: other
 micro-batches, packing, threads, engines, sums in double precision), each from recorded weights. The repeats showed:
@@ -14,8 +14,8 @@ bf16: rounding hides faults, so systematic differences have separate limits (bel
 models. If only one side is bf16, the limits are 5 % and 8 times.
 
 Systematic differences. Rounding has no direction: over n numbers it averages out as 1/sqrt(n). A fault does not. So
-five sums are compared besides the distance, each relative to the tensor's size: a factor of 1.01 has a slope of 0.01. A
-sum may differ by
+five sums are also compared, each relative to the tensor's size: a factor of 1.01 has a slope of 0.01. A sum may differ
+by
 
     floor + DEVIATIONS * rounding / sqrt(min(n, most))
 
@@ -63,7 +63,7 @@ class Limits:
     logprob_slope: Bound
     logprob_offset: Bound
     loss: float
-    """For the loss's slopes, added to the differences of log-probabilities and advantages."""
+    """For the loss's slopes, in addition to the differences of log-probabilities and advantages."""
     answers: bool = True
     """Whether the model's final outputs are checked like module outputs. In a trained model a few unlikely tokens
     dominate their size, so little averages out. The log-prob checks cover them in any case."""
@@ -111,14 +111,14 @@ class Tolerance:
     advantage: float
     loss: float
     gradient: float
-    """Of a parameter's gradient, relative to its norm."""
+    """For a parameter's gradient, relative to its norm."""
     optimizer: float
-    """Of a single weight's movement, compared with AdamW's formula for the weight's recorded gradient."""
+    """For a single weight's movement, compared with AdamW's formula on the weight's recorded gradient."""
     update: float
-    """Of a parameter's weights, relative to their movement. Adam turns the rounding of a gradient near 0 into a full
-    step, so this is wide."""
+    """For a parameter's weights, relative to their movement. Adam turns the rounding of a gradient near 0 into a full
+    step, so this is large."""
     module: float
-    """Of a module's output, relative to its norm."""
+    """For a module's output, relative to its norm."""
     growth: float
     """Factor by which an error may grow from a module's input to its output."""
     systematic: Limits | None = None
@@ -131,14 +131,14 @@ TOLERANCES = {
     "bf16": Tolerance(5e-2, 5e-2, 2e-2, 5e-1, 1e-3, 1.0, 1.5e-2, 2.5, BF16),
 }
 ORDER = ("fp32", "fp16", "bf16")
-# Of single operators with identical inputs. Bounds, not measurements: a result is rounded by up to half of the dtype's
-# spacing (2^-24, 2^-11, 2^-8), and the reference implementation rounds two to four times where a fused operator rounds
+# For single operators with identical inputs. These are bounds, not measurements: a result is rounded by up to half of
+# the dtype's spacing (2^-24, 2^-11, 2^-8). The reference implementation rounds two to four times, a fused operator
 # once.
 OPERATORS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
-    """By the coarser of the two sides' dtypes."""
+    """The tolerance for the less precise of the two dtypes."""
     coarser = TOLERANCES[max(dtypes, key=ORDER.index)]
     if len(set(dtypes)) == 1 or coarser.systematic is None:
         return coarser
@@ -146,15 +146,15 @@ def tolerance_of(*dtypes: str) -> Tolerance:
 
 
 def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
-    """For operators with identical inputs. A backward pass runs twice as many operators."""
+    """The tolerance of operators with identical inputs. A backward pass runs twice as many operators."""
     return replace(TOLERANCES[dtype], module=OPERATORS[dtype] * (2 if backwards else 1))
 
 
 def inherited(tolerance: Tolerance, step: int) -> Tolerance:
-    """For a step that does not start from recorded weights: what is abnormal, not what rounding explains.
+    """The tolerance of a step that does not start from recorded weights: only abnormal differences exceed it.
 
-    0.01 in a log-probability is the usual figure in the field, 2 % in a loss that of the Ascend documents. The weights'
-    tolerance grows with the number of updates.
+    0.01 for a log-probability is the usual value in the field; 2 % for a loss comes from the Ascend documents. The
+    weights' tolerance grows with the number of updates.
     """
     return replace(
         tolerance,
@@ -201,10 +201,10 @@ class Systematic:
     counts: Mapping[str, float]
     """The number of elements behind each value."""
     spread_share: float = 1.0
-    """Share of the squared size that is not the mean's; the spread is relative to it."""
+    """The fraction of the squared size that is not the mean; the spread is relative to it."""
 
     def rounding(self, kind: str) -> float:
-        """The difference without this kind of it, and at least `LEAST` of it."""
+        """The difference without this kind of systematic difference, at least the fraction `LEAST` of the total."""
         noise = self.noise / math.sqrt(self.spread_share) if kind == "spread" else self.noise
         return _rest(noise, self.values[kind], LEAST[kind])
 
@@ -219,7 +219,8 @@ class Systematic:
 
 
 def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> Systematic | None:
-    """From two digests of tensors of this shape; None if one has no profiles, is 0, not finite or too small."""
+    """Computed from two digests of tensors of this shape; None if one has no profiles, is 0, not finite or too
+    small."""
     ours, theirs = profiles(a), profiles(b)
     size, difference = norm(a), distance(a, b)
     if ours is None or theirs is None or not size or not math.isfinite(norm(b)) or not math.isfinite(size + difference):
@@ -252,7 +253,7 @@ def excess_of(
 
 
 def slope(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of B by A, least squares, minus 1.
+    """The least-squares slope of B by A, minus 1.
 
     |b|^2 = |a|^2 + 2 <a, b - a> + |b - a|^2, and the slope is 1 + <a, b - a> / |a|^2.
     """
@@ -313,7 +314,7 @@ class Line:
 
 
 def line(a: torch.Tensor, b: torch.Tensor) -> Line | None:
-    """None for vectors that are not finite, too short or constant."""
+    """The line; None if the vectors are not finite, too short or constant."""
     if a.shape != b.shape or len(a) < ENOUGH or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return None
     x, y = a.double() - a.double().mean(), b.double() - b.double().mean()

@@ -24,7 +24,7 @@ _EXPORT = "export its metrics as csv"
 
 
 def _records(file: str, content: bytes) -> Iterator[bytes]:
-    """The records of LevelDB's log blocks. A last record that is cut short is left out."""
+    """The records of LevelDB's log blocks. A truncated last record is left out."""
     offset, parts = _FILE_HEADER, b""
     while offset + _HEADER.size <= len(content):
         left = _BLOCK - offset % _BLOCK
@@ -136,7 +136,7 @@ Scalar = tuple[str, int, float]
 def swanlab_points(file: str, content: bytes) -> Points:
     """Every scalar of `run-ID.swanlab` (before 0.7 `backup.swanlab`); media, texts and machine metrics are skipped.
 
-    Format 1 contains JSON records, format 2 protobuf records. Steps are those of the user; SwanLab counts from 0.
+    Format 1 contains JSON records, format 2 protobuf records. Steps are the user's; SwanLab counts from 0.
     """
     version = content[_SWANLAB_VERSION] if len(content) > _SWANLAB_VERSION else 0
     readers = {1: _json_scalar, 2: _protobuf_scalar}
@@ -190,7 +190,7 @@ def tensorboard_points(path: Path) -> Points:
     logger.setLevel(logging.ERROR)
     try:
         events.Reload()
-    except Exception as error:  # on a damaged file the package raises whatever its parser raised
+    except Exception as error:  # the package raises any error of its parser on a damaged file
         raise Refusal.at(path, f"tensorboard cannot read it: {error}", "restore the file") from error
     finally:
         logger.setLevel(level)

@@ -48,7 +48,7 @@ def _lines(text: str) -> Iterator[str]:
     if "\x1b" in text:
         text = _COLOUR.sub("", text)
     *complete, rest = _BREAK.split(text)
-    # A progress bar is complete once its bracket is closed; no line break follows the newest one.
+    # A progress bar is complete when its bracket is closed, because the newest one has no line break.
     if _BAR_END.search(rest):
         complete.append(rest)
     for line in complete:
@@ -151,7 +151,7 @@ def _items(text: str) -> dict[str, float]:
 
 @dataclass
 class _Shown:
-    """New figures of a bar, its position, and how many bars of this title were complete before."""
+    """New values of a bar, its position, and the number of earlier complete bars with this title."""
 
     round: int
     at: int
@@ -168,7 +168,7 @@ class _Title:
 
 
 class _Bars:
-    """The progress bars of one log. New figures appear while the bar still shows the step before."""
+    """The progress bars of one log. New values appear while the bar still shows the previous step."""
 
     def __init__(self) -> None:
         self._titles: dict[str, _Title] = {}
@@ -232,8 +232,8 @@ _REQUIRED = ("loss", "norm", "learning rate")
 def megatron_points(file: str, text: str) -> Points:
     """` iteration  10/ 100 | lm loss: 1.234000E+00 | ... |`: every field with a number; other output is skipped.
 
-    Losses are means over the iterations since the previous line. Lines of several ranks may share one line of text.
-    Ranks that print the same values are one log; ranks that differ are refused.
+    Losses are means over the iterations since the previous line. Several ranks may print on one line of text. Ranks
+    with equal values are one log; ranks with different values are refused.
     """
     found, ranks = Points(), _Ranks(file)
     for row, line in _one_process_lines(text):

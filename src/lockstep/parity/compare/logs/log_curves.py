@@ -20,7 +20,7 @@ NON_FINITE = {
 }
 LARGEST_STEP = 2**62
 MAX_REPEATED_STEPS = 2
-"""A resumed run may log this many steps twice in a row: the step it had just logged when it stopped."""
+"""A resumed run may log this many consecutive steps twice: the last step before it stopped."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What only a run folder of lockstep contains: recipe, environment and samples."""
+    """Contents that only run folders of lockstep have: recipe, environment and samples."""
 
     recipe: dict[str, Any]
     env: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
     """The first training lines of samples.jsonl."""
     earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Recipes used before a resume, by the last step that each one trained. `recipe` is the newest."""
+    """Recipes used before a resume, by the last step trained with each. `recipe` is the newest."""
 
     @property
     def planned(self) -> int | None:
@@ -63,7 +63,8 @@ class Log:
     written: dict[str, str]
     evidence: Evidence | None = None
     means: frozenset[str] | None = None
-    """Metrics whose values are means over the steps since the previous value; None if the format does not say."""
+    """Metrics whose values are means over the steps since the previous value; None if the format does not specify
+    it."""
     planned: int | None = None
     """The last planned step; None if the log does not contain it."""
     ambiguous: dict[str, str] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Log:
 
 
 class Points:
-    """The points of each metric in file order. A resumed run logs some steps twice. `source` is the rank that wrote a
+    """The points of each metric in file order. A resumed run logs some steps twice. `source`: the rank that wrote a
     point, if the log names it."""
 
     def __init__(self) -> None:
@@ -158,8 +159,9 @@ def _same(one: float, other: float) -> bool:
 
 
 def _unexplained_repeat(steps: list[int], values: list[float]) -> str:
-    """A resumed run returns to a step after its first one and continues, or restarts and gets further than before.
-    Rows of several ranks or runs in one file do neither: each step repeats at once, or all steps repeat."""
+    """An example of a repeated step that no resumed run explains. A resumed run returns to a step after its first one
+    and continues, or restarts and gets further. Rows of several ranks or runs repeat each step at once, or all
+    steps."""
     step = np.asarray(steps, dtype=np.int64)
     back = np.flatnonzero(step[1:] <= step[:-1]) + 1
     if not len(back):

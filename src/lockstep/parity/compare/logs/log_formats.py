@@ -30,7 +30,7 @@ Averaging = Literal["none", "trainer", "megatron"]
 
 @dataclass(frozen=True)
 class LogFormat:
-    """Properties of a format. Formats without an entry have other names, and do not say which values are means."""
+    """Properties of a format. Formats without an entry have other metric names, and do not specify which are means."""
 
     averaging: Averaging
     verl_names: bool = False
@@ -65,8 +65,8 @@ BINARY_FORMATS: dict[bytes, tuple[str, Callable[[str, bytes], Points]]] = {
     ),
     binary_logs.SWANLAB_MAGIC: (SWANLAB, binary_logs.swanlab_points),
 }
-# Recognised if the reader finds points. The order matters: Megatron prints its lines between those of DeepSpeed, which
-# contain no loss.
+# Recognised if the reader finds points. The order matters: Megatron prints its lines between DeepSpeed's, which contain
+# no loss.
 CONSOLE_FORMATS: dict[str, Callable[[str, str], Points]] = {
     VERL_CONSOLE: lambda file, text: console_logs.pair_line_points(file, text, console_logs.VERL_LINE),
     OPENRLHF: lambda file, text: console_logs.openrlhf_points(text),
@@ -96,7 +96,8 @@ _MEGATRON_TIMES = ("elapsed time per iteration", "throughput per GPU")
 
 
 def interval_means(kind: str, written: Mapping[str, str]) -> frozenset[str] | None:
-    """The metrics (names here) whose values are means since the previous value; None if the format does not say."""
+    """The metrics (names here) whose values are means since the previous value; None if the format does not specify
+    it."""
     if kind not in FORMATS:
         return None
     averaging = FORMATS[kind].averaging
@@ -151,8 +152,9 @@ def _in_folder(path: Path) -> FoundLog | None:
 
 
 def _one_run(path: Path, candidates: list[FoundLog]) -> list[FoundLog]:
-    """A trainer's states and its log lines are one log. The state outside the checkpoints has the complete run; without
-    it the lines are used, which continue after the last checkpoint; without these the last checkpoint's state."""
+    """Selects one log of a trainer's states and log lines. The state outside the checkpoints has the complete run.
+    Without it the lines are used, which continue after the last checkpoint; otherwise the state of the last
+    checkpoint."""
     lines = [found for found in candidates if found.kind in (LLAMA_FACTORY, SWIFT) and found.path.parent == path]
     states = [found for found in candidates if found.path.name == table_logs.STATE_FILE]
     if len(lines) > 1 or len(lines) + len(states) != len(candidates):
@@ -217,7 +219,7 @@ def _json_formats(path: Path, text: str) -> Iterator[FoundLog]:
     if text.lstrip()[:1] not in ("{", "["):
         return
     first = [row for line in islice(io.StringIO(text), _HEAD_LINES) if isinstance(row := _parsed(line), dict)]
-    # A line with a complete history is a trainer state, or the last line of a log that has the history already.
+    # A line with a complete history is a trainer state, or the last line of a log that already has the history.
     rows = [row for row in first if table_logs.HISTORY not in row]
     found = [
         FoundLog(path, kind, partial(table_logs.row_points, file, text, form))

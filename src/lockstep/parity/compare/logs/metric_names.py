@@ -58,7 +58,7 @@ _MINDSPEED_RL = {
 _MINDSPEED_RL_MARKS = ("timing/all", *(f"{method}/{what}/mean" for method in _METHODS for what in ("rewards", "score")))
 
 
-# If a log contains the key, it comes from this kind of training, and these names replace those of NAMES.
+# If a log contains the key, it is from this kind of training, and these names replace the names in NAMES.
 KINDS: dict[str, dict[str, str]] = {
     # TRL's GRPO, RLOO and the like; OpenRLHF's PPO family
     "reward": {

@@ -98,7 +98,7 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
-    """The first training lines. A last line that is cut short is left out; other damage is refused."""
+    """The first training lines. A truncated last line is left out; other damage is refused."""
     if not file.is_file():
         return []
     found: list[dict[str, Any]] = []

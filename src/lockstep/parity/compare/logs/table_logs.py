@@ -38,7 +38,7 @@ def has_step(names: Collection[str]) -> bool:
 
 
 def json_lines(file: str, text: str) -> Iterator[LogRow]:
-    """The objects of JSON lines. A last line that is cut short is left out; other damage is refused."""
+    """The objects of JSON lines. A truncated last line is left out; other damage is refused."""
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -117,7 +117,7 @@ def _rank_of(row: Row) -> str:
 
 
 def _counts_from_zero(rows: Sequence[Row]) -> bool:
-    """Whether wandb's step 0 is an update: it has at least half of the next step's metrics. A validation has not."""
+    """Whether wandb's step 0 is an update, not a validation: it has at least half of the next step's metrics."""
     counted = list(islice((row for row in rows if WANDB_COUNT in row), 2))
     if not counted or as_step(counted[0][WANDB_COUNT]) != 0:
         return False
@@ -137,7 +137,7 @@ class RowFormat:
 
     is_row: Callable[[Row], bool]
     step: Callable[[Row], tuple[int | None, int | None]]
-    """The step of a row and the last planned step; None for what is missing."""
+    """The step of a row and the last planned step; None if missing."""
     metrics: Callable[[Row], Mapping[str, float]]
     expected: str
     """The name of a correct line, for messages."""
@@ -169,7 +169,7 @@ def _swift_step(row: Row) -> tuple[int | None, int | None]:
 
 
 def _swift_metrics(row: Row) -> Mapping[str, float]:
-    """Numbers may be written as strings."""
+    """The metrics of a row, whose numbers may be strings."""
     plain = {
         name: parsed if isinstance(value, str) and (parsed := parse_number(value)) is not None else value
         for name, value in row.items()
@@ -226,7 +226,7 @@ def refuse_cut_state(file: str, error: ValueError) -> Points:
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
-    """Of the states of one run: the one outside the checkpoints, otherwise that of the last checkpoint."""
+    """The state outside the checkpoints, otherwise the last checkpoint's."""
     if not files or any(file.name != STATE_FILE for file in files):
         return None
     numbered = {file: _CHECKPOINT.search(file.parent.name) for file in files}
@@ -238,7 +238,7 @@ def newest_state(files: Sequence[Path]) -> Path | None:
     return max(files, key=lambda file: int(match.group(1)) if (match := numbered[file]) else 0)
 
 
-# The csv export of tensorboard's page: one curve, whose name the file does not contain ------------------------------
+# The csv export of tensorboard's page: one curve without its name ----------------------------------------------------
 
 VALUE = "Value"
 TENSORBOARD_HEADER = ["Wall time", "Step", VALUE]
