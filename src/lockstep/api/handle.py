@@ -5,7 +5,7 @@
     model.forward_backward([r.datum(advantage=1.0) for r in responses], "policy_gradient")
     model.optim_step()
 
-One process and one device; runs on several are `lockstep.train`'s.
+It uses one process and one device. `lockstep.train` supports several.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Gathered:
-    """The count over which `forward_backward` has summed since the last step."""
+    """The count that `forward_backward` has accumulated since the last step."""
 
     count: int = 0
     per: Per | None = None
@@ -226,10 +226,11 @@ class Handle:
     ) -> dict[str, float]:
         """Adds the gradient of the summed losses and counts tokens or examples; `optim_step` divides by the count.
 
-        `loss` is one of ours by its name in a recipe (`settings` are its keys there), or a function that is called as
-        `loss(*logprobs, **columns)` for each example and returns a sum. `per` is what `optim_step` divides by: trained
-        tokens (ours of supervised and policy losses) or examples (ours of pairs, and functions). So the same examples
-        in one call or in several give the same step. Returns means over this call: `loss`, and what the loss counts.
+        `loss` is a built-in loss by its name in a recipe (`settings` are its keys), or a function that is called as
+        `loss(*logprobs, **columns)` for each example and returns a sum. `per` is the divisor of `optim_step`: trained
+        tokens (default of supervised and policy losses) or examples (default of pairs and functions). So the same
+        examples in one call or in several give the same step. Returns means over this call: `loss` and the loss
+        metrics.
         """
         data = as_data(examples)
         chosen = chosen_loss(loss, per, settings)

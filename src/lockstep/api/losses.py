@@ -55,7 +55,7 @@ class Datum:
         return sum(sequence.targets for sequence in self.sequences)
 
     def having(self, **columns: Any) -> Datum:
-        """The same sequences with more columns."""
+        """Returns the same sequences with additional columns."""
         return replace(self, columns={**self.columns, **columns})
 
 
@@ -141,7 +141,7 @@ LossFunction = Callable[..., "torch.Tensor | Sums"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """A loss with its settings, what it is divided by, and its name in messages."""
+    """A loss with its settings, its divisor, and its name in messages."""
 
     function: LossFunction
     per: Per
@@ -199,7 +199,7 @@ def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
     bound = partial(policy.LOSSES[name], **{word: getattr(keys, key) for word, key in arguments.items()})
 
     def loss(logprobs: torch.Tensor, *, advantage: Any, old: Any = None) -> Sums:
-        """`advantage`: one number, or one per token. `old`: log-probabilities before the update."""
+        """The policy loss. `advantage`: one number, or one per token; `old`: log-probabilities before the update."""
         before = logprobs.detach() if old is None else _vector(old, logprobs, "old")
         advantages = _vector(advantage, logprobs, "advantage", spread=True)
         sequence = torch.zeros(len(logprobs), dtype=torch.long, device=logprobs.device)
@@ -214,7 +214,7 @@ def _of_pair(name: str, settings: Mapping[str, Any]) -> LossFunction:
     keys = _checked(Preference, {"loss": name, **settings}, "preference").model_dump(include=set(read))
 
     def loss(chosen: torch.Tensor, rejected: torch.Tensor, *, reference: Any = None) -> Sums:
-        """`reference`: log-probabilities of the chosen and of the rejected tokens under the reference."""
+        """The pair loss. `reference`: log-probabilities of chosen and rejected tokens under the reference."""
         ref_logprobs: list[torch.Tensor | None] = [None, None]
         if reference is not None:
             both = zip(reference, (chosen, rejected), strict=True)

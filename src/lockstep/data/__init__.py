@@ -1,1 +1,1 @@
-"""From files to rows, chats, tokens, data sets and micro-batches. For `tape` and all above it; it may import `run`."""
+"""From files to rows, chats, tokens, data sets and micro-batches. Used by `tape` and all above; it may import `run`."""

@@ -136,7 +136,7 @@ class Store(_Items[T]):
 
 
 def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], origin_of: OriginOf) -> bytes | None:
-    """Serialise items with their row numbers. None if that would lose information: such items stay objects.
+    """Serialises items with their row numbers. None if that would lose information: such items stay objects.
 
     Items are rebuilt from the bytes and compared. For examples, the arrays are compared instead.
     """
@@ -230,7 +230,7 @@ def _judged(arrays: Arrays, index: int, examples: list[Example]) -> LabeledRespo
 
 
 def _steps_columns(items: Sequence[StepLabels]) -> Arrays:
-    """One label per step; a label has a number for each label token."""
+    """Columns with one label per step; a label has a number for each label token."""
     numbers = [number for item in items for label in item.labels for number in label]
     return {
         "labels": np.array(numbers, dtype=np.float64),

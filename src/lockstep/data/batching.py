@@ -26,10 +26,10 @@ def cost(length: int) -> float:
 def plan_micro_batches(
     lengths: Sequence[int], *, devices: int, tokens: int | None, rows: int | None
 ) -> list[list[list[int]]]:
-    """For each device, its micro-batches as lists of row numbers.
+    """The micro-batches of each device, as lists of row numbers.
 
-    Every device gets the same number of micro-batches, because a sharded step is a collective. Micro-batches that run
-    at the same time cost about the same. With fewer rows than devices, some micro-batches are empty.
+    Every device gets the same number of micro-batches, because a sharded step is a collective. Concurrent micro-batches
+    have similar costs. With fewer rows than devices, some micro-batches are empty.
     """
     bins = _pack(lengths, devices, tokens) if tokens is not None else _chunk(lengths, devices, rows or 1)
     # Micro-batches of similar cost run at the same time.
@@ -38,7 +38,7 @@ def plan_micro_batches(
 
 
 def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
-    """Longest first, into the bin with the least work that has room; adds bins if none has."""
+    """Packs rows, longest first, into the bin with the least work that has room; adds a bin if none has."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if lengths and max(lengths) > tokens:
         raise ValueError(f"a row of {max(lengths)} tokens fits no micro-batch of {tokens}")
@@ -60,7 +60,7 @@ def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
 
 
 def _chunk(lengths: Sequence[int], devices: int, rows: int) -> list[list[int]]:
-    """Rows of similar length together, to reduce padding."""
+    """Chunks rows of similar length, to reduce padding."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     count = _round_up(-(-len(lengths) // rows), devices)
     even = -(-len(lengths) // count)
@@ -73,7 +73,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def shared_beginnings(examples: Sequence[Example]) -> list[int]:
-    """Length of the prefix that each example shares with the last example before it that shares nothing.
+    """Length of the prefix that each example shares with the last preceding example that shares nothing.
 
     The last token of an example is never shared.
     """
@@ -104,12 +104,12 @@ def micro_batch(
     shares: Sequence[int] | None = None,
     places: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """The tensors of a micro-batch. Without examples, it is one untrained token.
+    """The tensors of a micro-batch; without examples, one untrained token.
 
-    `starts`: index of each example's first target among the targets of the update (default: of this batch).
-    `shares`: number of leading tokens of each example that the packed row already holds, from the last example before
-    it that shares nothing. Padded rows share nothing.
-    `places`: like `starts`, among the targets of this rank, if it does not have all of them.
+    `starts`: index of each example's first target among the targets of the update (default: of this batch). `shares`:
+    number of leading tokens of each example that the packed row already holds, from the last preceding example that
+    shares nothing. Padded rows share nothing. `places`: like `starts`, among the targets of this rank, if it does not
+    have all of them.
     """
     if not examples:
         blank = torch.full((1, 1), pad_id)
@@ -217,12 +217,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def own_part(batch: MicroBatch) -> MicroBatch:
-    """The part of a micro-batch that this rank runs: all of it, or its slice with context parallelism."""
+    """The part of a micro-batch that this rank runs: all, or its slice with context parallelism."""
     return batch if batch.context is None else batch.context.local_part(batch)
 
 
 def of_all(batch: MicroBatch, output: Any) -> Any:
-    """Gather the output for this rank's targets to the output for all targets of the micro-batch."""
+    """Gathers the outputs for this rank's targets to the outputs for all targets of the micro-batch."""
     return output if batch.context is None else batch.context.gather_outputs(output)
 
 
@@ -300,7 +300,7 @@ _Numbered = tuple[int, Outline]
 
 
 def _packed_row(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
-    """The first response of a group in the row includes the prompt."""
+    """Builds a packed row. The first response of each group includes the prompt."""
     before: Outline | None = None
     for number, one in members:
         yield PackedSequence(number, one.shared if before is not None and before.prompt == one.prompt else 0)
@@ -308,7 +308,7 @@ def _packed_row(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
 
 
 def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[list[_Numbered]]:
-    """As few packed rows as `tokens` allows, the same number per device, of about equal length."""
+    """Packs into the minimum number of rows that `tokens` allows, the same number per device, of similar lengths."""
     longest = max(one.length for _, one in responses)
     if longest > tokens:
         raise ValueError(f"a row of {longest} tokens fits no micro-batch of {tokens}")
@@ -325,7 +325,7 @@ def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[lis
 
 
 def _filled(responses: Sequence[_Numbered], room: int, tokens: int) -> list[list[_Numbered]]:
-    """Fill packed rows in order, starting a new one when the current one is full."""
+    """Fills packed rows in order; starts a new one when the current one is full."""
     bins: list[list[_Numbered]] = []
     used = full = 0
     for number, one in responses:

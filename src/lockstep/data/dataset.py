@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Rows are encoded in parts: in this process, in worker processes, or from the cache. Each row is encoded independently,
-# so parts can be made in any order.
+# Rows are encoded in parts: in this process, in worker processes, or from the cache. Rows are independent, so parts can
+# be encoded in any order.
 
 Span = tuple[int, int]
 NAMED = 3
-"""How many of the dropped rows are named."""
+"""Maximum number of dropped rows that are named."""
 
 
 @runtime_checkable
@@ -52,7 +52,7 @@ class RowPart:
     about: dict[str, Any] = field(default_factory=dict)
     problems: Sequence[Problem] = ()
     elsewhere: bool = False
-    """Another run has encoded them in the meantime."""
+    """Whether another run has encoded them in the meantime."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
     for span, part in in_processes(work, missing, processes_here(len(missing))):
         if part.elsewhere and _found(work, span, parts, advance):
             continue
-        made = work(span) if part.elsewhere else part  # deleted since
+        made = work(span) if part.elsewhere else part  # the entry may have been deleted
         if cache is not None and made.data is not None:
             made = RowPart(cache.put(span, made.data), made.items, made.about)
         parts[span] = made
@@ -149,7 +149,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
 
 
 def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Callable[[int], None]) -> bool:
-    """Take a part from the cache, if it is there."""
+    """Takes a part from the cache, if it exists."""
     assert work.cache is not None
     data = work.cache.get(span)
     if data is None:
@@ -160,7 +160,7 @@ def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Calla
 
 
 def _rank_offset_first(spans: list[Span]) -> list[Span]:
-    """Start each rank at another span. It finds the spans of the other ranks in the cache later."""
+    """Orders spans so that each rank starts at another one. The other ranks' spans are found in the cache later."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     begin = rank * len(spans) // max(1, ranks)
     return spans[begin:] + spans[:begin]
@@ -306,7 +306,7 @@ def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
 def unseparated_rows(
     parts: Sequence[RowPart], origin_of: OriginOf, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Warn about prompts joined to their responses without a separator: the answer's start is not visible."""
+    """Warns about prompts joined to their responses without a separator: the start of the answer is not visible."""
     found = [about for part in parts if (about := part.about["unseparated"])[0]]
     if found:
         why = "data.template is none" if tokenizer.chat_template else "the tokenizer has no chat template"

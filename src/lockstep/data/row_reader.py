@@ -76,9 +76,9 @@ class TrainedCounts(RowCounts):
 
 
 class RowReader(Protocol[T]):
-    """Converts the rows of one source to items within the token limit. A row may give several; None is a dropped one.
+    """Converts the rows of one source to items within the token limit. A row may give several items; None is dropped.
 
-    The result depends on the row alone, because rows are read in parts, by several processes, or from the cache. A
+    The result depends only on the row, because rows are read in parts, by several processes, or from the cache. A
     reader that counts something for `found` has a `tally` (`data/dataset.py`).
     """
 
@@ -103,5 +103,5 @@ class RowReader(Protocol[T]):
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]: ...
 
     def found(self) -> str:
-        """Describe what the rows were read as. Called after the last row."""
+        """Describes how the rows were interpreted. Called after the last row."""
         ...

@@ -1,1 +1,1 @@
-"""Engines that generate responses, and the loop that collects them. For `methods`, `train` and all above."""
+"""Engines that generate responses, and the loop that collects them. Used by `methods`, `train` and all above."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Prompts are divided over the ranks by expected response length. An idle rank takes prompts that another rank has not
 # started. Responses do not depend on the rank, because each has separate noise.
 
-# Interval of checks of the other ranks' shares; each check is a request to the store.
+# Seconds between checks of the other ranks' shares; each check is a request to the store.
 LOOK_SECONDS = 0.05
 
 
@@ -67,8 +67,8 @@ def costs_of(prompts: Sequence[Prompt], n: int, expected: Sequence[float]) -> li
 
 
 def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None = None) -> list[list[int]]:
-    """The prompts of each rank: longest first, each to the least-loaded rank. Prompts that are `given` to a rank stay
-    there. A single rank keeps the order."""
+    """The prompts of each rank: longest first, each to the least-loaded rank. Prompts in `given` stay on their rank. A
+    single rank keeps the order."""
     if ranks == 1:
         return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -226,11 +226,11 @@ def collect(
     expected: Sequence[float] | None = None,
     given: Mapping[int, int] | None = None,
 ) -> Collected:
-    """Generates and scores `n` responses for each prompt of this rank's share, which is balanced by `expected` length.
-    `given` has the rank of prompts that were requested ahead.
+    """Generates and scores `n` responses for each prompt of this rank's share, balanced by `expected` length. `given`:
+    the rank of each prompt that was requested ahead.
 
-    A finished response is scored while others are still decoding. Of tensor-parallel ranks only the first returns
-    responses.
+    A finished response is scored while others are still decoding. Only the first rank of a tensor-parallel group
+    returns responses.
     """
     pending: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
     costs = costs_of(prompts, n, expected or [1.0] * len(prompts))
@@ -268,7 +268,7 @@ def collect(
 
 
 def _sample(prompts: Sequence[Prompt], index: int, sample: int) -> str:
-    """The name of a sample in progress messages."""
+    """The description of a sample in progress messages."""
     return f"sample {sample} of prompt {index} of the step ({prompts[index].question.origin})"
 
 
@@ -344,8 +344,8 @@ def _request_source(
     costs: Sequence[float],
     given: Mapping[int, int] | None,
 ) -> Iterator[_OwnShare]:
-    # Work sharing makes the batches, and with them rounding, depend on timing. Deterministic runs and tensor-parallel
-    # ranks do not share.
+    # Work sharing makes batches, and therefore rounding, depend on timing. Deterministic runs and tensor-parallel ranks
+    # do not share work.
     alone = world.size == 1 or world.tensor > 1 or not isinstance(engine, NativeEngine)
     if alone or torch.are_deterministic_algorithms_enabled():
         yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.engine, world.engines, given=given), world)
@@ -365,7 +365,7 @@ def everyone(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:
 
 # Validation questions as prompts, and the judge protocol of their answers.
 
-# Noise keys of validation do not overlap with those of training prompts.
+# Noise keys of validation do not overlap with training keys.
 FIRST_KEY = 2**40
 
 
@@ -380,7 +380,7 @@ class Examiner(Judge, Protocol):
 
 
 def prompt_format(recipe: Recipe) -> Data | None:
-    """The prompt format: an online run uses that of its data, an offline run chats."""
+    """The prompt format: an online run uses its data format, an offline run chats."""
     return recipe.data if recipe.method in ONLINE else None
 
 
@@ -390,7 +390,7 @@ def encode_questions(
     system: str | None = None,
     data: Data | None = None,
 ) -> list[Prompt]:
-    """`data` decides whether a chat template is used; without it one is."""
+    """Encodes questions as prompts. `data` decides whether a chat template is used; without `data` one is."""
     for question in questions:
         check_prompt(tokenizer, question, data)
     formatted = [with_format(with_system(question, system), data) for question in questions]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """What a serving engine needs besides the policy: the ranks, the model folder or hub name, and a folder for
+    """Context of a serving engine besides the policy: the ranks, the model folder or hub name, and a folder for
     logs."""
 
     world: World
@@ -105,7 +105,7 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yields every completion of every request as soon as it is finished.
 
-        Log-probs are those of the sampling distribution, after temperature and truncation.
+        Log-probs are under the sampling distribution, after temperature and truncation.
         """
         ...
 
@@ -135,7 +135,7 @@ class Further(Protocol):
     """A source of more requests for an engine with free rows."""
 
     longest_prompt: int
-    """In tokens."""
+    """Maximum prompt length in tokens."""
 
     def take(self, room: int) -> Sequence[Request]:
         """Requests for at most `room` more responses; empty if none are left."""

@@ -45,7 +45,7 @@ def check_engine_architecture(config: Any, kernel: str, device: Device, torch_de
 
 
 def try_engine(miniature: Miniature, device: Device) -> None:
-    """Compares greedy tokens and their log-probs with those of transformers, with and without chunked prefill."""
+    """Compares greedy tokens and their log-probs with transformers', with and without chunked prefill."""
     policy = miniature.policy
     max_length = fixed_length(policy.causal_lm.config.get_text_config())
     longest = min(LONGEST, max_length or LONGEST)
@@ -97,8 +97,8 @@ LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str, *, paged_on: Device | None) -> None:
     """Refuses a model whose log-probs differ between engine and trainer.
 
-    This detects layers with other state than keys and values, and unusual attention. `paged_on` is the device of an
-    engine with `paged` in the registry: the architecture is checked there first.
+    This detects layers with state other than keys and values, and unusual attention. `paged_on`: the device of an
+    engine with `paged` in the registry; the architecture is checked there first.
     """
     run_trial(LOADED_ENGINE, lambda: _engine_problem(engine, policy, device, path, paged_on))
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Generator:
-    """`end_tokens` are added to those of model and tokenizer. `path` is the model path for error messages and for a
-    server. The server's log goes to the folder `logs`."""
+    """A policy with its engine. `end_tokens` are added to those of model and tokenizer. `path`: the model path for
+    error messages and servers; `logs`: the folder of the server's log."""
 
     def __init__(
         self,
@@ -165,12 +165,12 @@ class Generator:
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Gathers the full weights on every rank, so that each can generate."""
-        # A sharded model must be called through its root once; the engines call submodules.
+        # A sharded model must be called once through its root, because the engines call submodules.
         self._enter()
         with gathered(self.policy):
             yield
-            # The backward pass prefetches in the order of the last forward pass, so that must be the same on every
-            # rank, also on a rank without prompts.
+            # The backward pass prefetches in the order of the last forward pass, so that order must be the same on
+            # every rank, even without prompts.
             self._enter()
 
     def _enter(self) -> None:

@@ -21,8 +21,8 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def run_server(connection: int, command: list[str]) -> NoReturn:
-    """Runs under the supervisor and executes the server. The connection sends its environment, with the key, as one
-    line of JSON."""
+    """Runs under the supervisor and executes the server. The connection sends the environment, including the key, as
+    one line of JSON."""
     with os.fdopen(connection, "rb") as pipe:
         environment: dict[str, str] = json.loads(pipe.readline())
     os.execvpe(command[0], command, {**_without_rank(os.environ), **environment})

@@ -3,7 +3,7 @@
 `rollout(prompt, generate)` is called once per response and returns `(ids, trained)`: the tokens of the response and a
 loss mask, 1 for tokens of the policy and 0 for tokens of the environment. `generate(ids)` continues token ids with the
 policy. Functions run concurrently in threads, and waiting turns are generated as one batch. The noise of a turn depends
-on prompt, sample and turn only, so thread timing has no effect.
+only on prompt, sample and turn, so thread timing has no effect.
 
 A response is truncated (stop reason `length`) when it reached `rollout.max_tokens`, or when the function returns
 `(ids, trained, True)`. A smaller `max_tokens` of one `generate` call does not make it truncated. A function that
@@ -95,7 +95,7 @@ class _Response:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its position among all responses, independent of threads."""
+        """Position among all responses, independent of threads."""
         return self.number, self.sample
 
     def end(self) -> None:
@@ -194,7 +194,7 @@ class FunctionEngine:
                         running.remove(message.response)
                         yield self._completion(message)
                 if turns_waiting:
-                    # A fixed order makes the batch, and with it the rounding, reproducible.
+                    # A fixed order makes the batch, and therefore the rounding, reproducible.
                     self._answer(sorted(turns_waiting, key=lambda turn: turn.response.order), sampling)
                     turns_waiting = []
         finally:
@@ -268,7 +268,7 @@ def _stalled(running: Sequence[_Response], turns: Sequence[_Turn]) -> list[_Resp
 
 
 def _turn_key(key: int, turn: int) -> int:
-    """The noise key of a turn. The first turn uses that of the request, as without a function."""
+    """The noise key of a turn. The first turn uses the key of the request, as without a function."""
     if not turn:
         return key
     return int.from_bytes(sha256(f"{key}:{turn}".encode()).digest()[:7], "big")

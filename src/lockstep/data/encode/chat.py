@@ -302,7 +302,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 
 
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Tokens and whether each is trained, where the tokens can be counted between the borders of the spans."""
+    """Tokens and trained flags, if the tokens can be counted between the borders of the spans."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
     # Some tokenizers give a token of spaces no offset, or count it to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
@@ -316,7 +316,7 @@ def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[
 
 
 def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray, bool]:
-    """The same from token offsets; also returns whether the text was split."""
+    """Tokens and trained flags from token offsets; also returns whether the text was split."""
     ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
     trained, split = _inside(offsets, spans.trained)
     if split:
@@ -330,7 +330,7 @@ def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
-    """1 for each token inside a span, and whether a token crosses a border of one."""
+    """1 for each token inside a span, and whether a token crosses a border."""
     flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))
     starts, ends = flat[0::2], flat[1::2]
     inside, across = np.zeros(len(starts), dtype=bool), False

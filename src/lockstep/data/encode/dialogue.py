@@ -31,7 +31,7 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 
 
 def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
-    """The prompt, and each response without it. If the prompt is None, it is the common beginning of the responses.
+    """The prompt, and each response without it. If the prompt is None, the common beginning of the responses is used.
 
     Responses are texts or chats. A chat that does not start with the assistant is a full chat and must begin with the
     prompt. `names` are the columns of the responses.
@@ -56,7 +56,7 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
 
 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
-    """A dialogue stored as one text up to the answer mark, as a chat; None for anything else.
+    """Converts a dialogue stored as one text up to the answer mark to a chat; None for anything else.
 
     A chat template would otherwise put all of it into one user message.
     """

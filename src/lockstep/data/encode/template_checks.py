@@ -94,7 +94,7 @@ def _spellings(value: Any) -> tuple[str, ...]:
 
 
 def _found(part: str, text: str, start: int) -> int:
-    """End of the part in the text, as it is or JSON-escaped; -1 if it is missing."""
+    """End of the part in the text, unchanged or JSON-escaped; -1 if it is missing."""
     found = text.find(part, start)
     if found >= 0:
         return found + len(part)

@@ -1,1 +1,1 @@
-"""Files of rows made here: generated tasks, GSM8K, pairs of sampled responses. For the command line alone."""
+"""Writes row files: generated tasks, GSM8K, pairs of sampled responses. Used only by the command line."""

@@ -93,8 +93,8 @@ def write_arithmetic(
 
     Difficulty 1: sums of two or three 1-digit numbers (1,100 questions in all). 2: sums of two 2-digit numbers
     (8,100). 3: sums and differences of 3-digit numbers (1,214,550). 4: products of 2-digit numbers (8,100).
-    A level with fewer questions than requested gives all it has, at most a fifth of them for validation: the returned
-    counts say so. Questions are held out, not facts: `3 + 4 = 7` may be a step of another row's answer.
+    A level with fewer questions than requested gives all it has, at most a fifth of them for validation, as the
+    returned counts show. Questions are held out, not facts: `3 + 4 = 7` may be a step of another row's answer.
     """
     problems = too_few(train_rows=train_rows, val_rows=val_rows)
     if difficulty not in LEVELS:
@@ -229,9 +229,9 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
     """Write `pairs_*`, `prompts_*` (RL schema) and `steps_*`, a file for training and one for validation; returns rows
     by file.
 
-    There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; if more are requested, the
-    files hold what there is, a fifth of it for validation at most. No sum of a validation pair or prompt is among the
-    training rows, and no row of steps has the sums of another; single facts such as `3 + 4 = 7` are in both.
+    There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts. If more are requested, the files
+    hold all of them, at most a fifth for validation. No sum of a validation pair or prompt is in the training rows, and
+    no two rows of steps have the same sums; single facts such as `3 + 4 = 7` are in both.
     """
     refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
     wanted = {"train": train_rows, "val": val_rows}
@@ -275,8 +275,8 @@ def _pair_row(question: RequestedSum) -> Row:
 def _step_rows(draw: random.Random) -> Iterator[Row]:
     """Rows of several sums below ten, each wrong with probability one half.
 
-    One token for a number and one step like the other: what is left to learn is to add, which a tiny model can. There
-    are so many lists of sums (55 to the power of ten and more) that none comes twice.
+    A number is one token and all steps have the same form, so a tiny model only needs to learn to add. With at least
+    55 to the power of ten lists of sums, none occurs twice.
     """
     facts = [(a, b) for a in range(10) for b in range(10 - a)]
     while True:

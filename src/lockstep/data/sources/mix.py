@@ -130,7 +130,7 @@ def _numbers(length: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """Largest remainder, in exact fractions, so that float rounding does not decide."""
+    """Divides rows by largest remainder, in exact fractions, so that float rounding has no effect."""
     exact = [Fraction(weight) for weight in weights]
     quotas = [total * weight / sum(exact) for weight in exact]
     counts = [math.floor(quota) for quota in quotas]

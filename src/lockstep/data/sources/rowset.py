@@ -1,4 +1,4 @@
-"""The rows of one source with random access. Each row knows its origin and its columns.
+"""The rows of one source with random access. Each row has an origin and columns.
 
 Rows must agree in the columns that determine their format (`FORMAT_COLUMNS`): every row has them, with values of one
 kind. Other columns (an id, a comment) may be missing in some rows, which is reported, and may hold several kinds: an

@@ -69,8 +69,8 @@ def fitting_prefill(most: int, memory: int, config: Any, size: int) -> int:
 def prefill_bytes(config: Any, tokens: int, size: int) -> int:
     """Peak memory of a Llama-like layer for `tokens` without a backward pass.
 
-    Per token: three tensors of the feed-forward width, the layer's input, its sum with the attention's output, the
-    normalised one and its fp32 copies. `size` is the bytes per element.
+    Per token: three tensors of the feed-forward width, the layer's input, its sum with the attention output, the
+    normalised sum and its fp32 copies. `size`: bytes per element.
     """
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -87,7 +87,7 @@ KEPT_SHARE = 0.05
 
 
 def kept_cache(memory: int) -> int:
-    """The largest cache in bytes that a device with so much memory keeps with its CUDA graphs."""
+    """The largest cache in bytes that a device with this memory keeps with its CUDA graphs."""
     return int(KEPT_SHARE * memory)
 
 
@@ -101,7 +101,8 @@ class NativeEngine(SharedWeights):
         self.pause: Callable[[], bool] = lambda: False
         """Called between rounds. If True, `generate` yields the unfinished sequences and ends."""
         self.further: Further | None = None
-        """Source of more requests, used between rounds while rows are free. Their numbers follow those of the call."""
+        """Source of more requests, used between rounds while rows are free. Their numbers follow the call's
+        requests."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
@@ -157,7 +158,7 @@ class NativeEngine(SharedWeights):
         ahead: Round | None = None
         while self._filled(scheduler, sampling):
             if self.pause():
-                # Tokens that the device sampled ahead are sampled again: the noise depends on the position only.
+                # Tokens that the device sampled ahead are sampled again: the noise depends only on the position.
                 yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
                 return
             now = ahead or self._next(scheduler, runner)

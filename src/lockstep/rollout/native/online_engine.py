@@ -27,7 +27,7 @@ MAX_RUNNERS = 4
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A sampled token. If requested: its log-prob and the likeliest tokens with theirs, at temperature 1 without
+    """A sampled token. If requested: its log-prob and the most likely tokens with theirs, at temperature 1 without
     truncation."""
 
     token: int

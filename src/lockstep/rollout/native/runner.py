@@ -213,8 +213,8 @@ class Runner:
         return exact
 
     def _capture(self, batch: DecodeBatch, width: int) -> bool:
-        """Captures the graph for so many rows; False if the model cannot be captured, for example because an operator
-        synchronizes with the host."""
+        """Captures the graph for this number of rows; False if the model cannot be captured, for example because an
+        operator synchronizes with the host."""
         state = batch.state.first(width)
         # Use idle rows: the warm-up passes sample tokens and write to the cache.
         kept = state.clone()

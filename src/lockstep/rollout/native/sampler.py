@@ -18,8 +18,8 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples tokens; returns them with their log-probs under the distribution that the trainer scores.
 
-    That is the softmax at the temperature over the full vocabulary or, with `score_truncated`, over the truncated one,
-    without the repetition penalty. Greedy decoding (temperature 0) is scored at temperature 1.
+    The distribution is the softmax at the temperature over the full vocabulary or, with `score_truncated`, over the
+    truncated one, without the repetition penalty. Greedy decoding (temperature 0) is scored at temperature 1.
     `positions_B` counts the response's tokens from 0; `seen_BV` marks tokens that a repetition penalty applies to.
     `kernel` is a device's `sampler`.
     """
@@ -43,7 +43,7 @@ def choose(
 def _fused(
     logits_BV: torch.Tensor, sampling: Sampling, keys_B2: torch.Tensor, positions_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with a fused kernel: one pass over the (truncated) logits."""
+    """`choose` with a fused kernel: one pass over the (truncated) logits."""
     from lockstep.kernels.sampling_triton import draw
 
     truncation, temperature = truncation_of(sampling), sampling.temperature

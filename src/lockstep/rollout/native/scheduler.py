@@ -50,7 +50,7 @@ class SequenceState(CachedSpan):
 
     @property
     def order(self) -> tuple[int, int]:
-        """First come, first served."""
+        """Sort key: first come, first served."""
         return self.request, self.number
 
 
@@ -171,9 +171,9 @@ class Scheduler:
         return work
 
     def schedule_ahead(self, tokens: int) -> Work:
-        """The round after the current one, before its tokens are known: sequences that continue, and new ones on rows
-        that will be free. Empty if the result of the current round may change the schedule: a prompt needs prefill, or
-        blocks may run out."""
+        """The round after the current one, before its tokens are available: sequences that continue, and new ones on
+        rows that will be free. Empty if the current round may change the schedule: a prompt needs prefill, or blocks
+        may run out."""
         work = Work(0)
         if tokens == 1 or not all(sequence.ready for sequence in self.running):
             return work
@@ -197,7 +197,7 @@ class Scheduler:
         return work
 
     def finish(self, sequence: SequenceState) -> None:
-        """Frees the blocks of a finished sequence, and those of the prompt after its last sequence."""
+        """Frees the blocks of a finished sequence, and the prompt's blocks after its last sequence."""
         self.running.remove(sequence)
         self._release(sequence)
         self.prefixes[sequence.request].running -= 1
@@ -282,7 +282,7 @@ class Scheduler:
         return True
 
     def _has_room(self, blocks: int, request: int) -> bool:
-        """Whether a new sequence can take so many blocks and leave one per running sequence, to avoid preemption.
+        """Whether a new sequence can take this many blocks and leave one per running sequence, to avoid preemption.
 
         If no sequence runs, prefixes of later requests are evicted.
         """

@@ -67,7 +67,7 @@ def prompt_digest(ids: Sequence[int]) -> str:
 
 
 def refuse_other_prompt(wanted: WantedSample, answered: object) -> None:
-    """`answered` is the server's digest of the prompt of the answer."""
+    """Refuses an answer to another prompt. `answered` is the server's digest of the prompt."""
     digest = prompt_digest(wanted.ids)
     if answered != digest:
         raise ServerFailed(f"an answer to another prompt: the digest of its prompt is {answered}, not {digest}")
@@ -133,7 +133,7 @@ class Announced:
     sums: Sequence[int]
     """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`)."""
     dtype: str
-    """torch's name, such as `bfloat16`."""
+    """torch's dtype name, such as `bfloat16`."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Placed(Announced):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a run needs from a server, whether lockstep or the user starts it."""
+    """Requirements of a run for a server, whether lockstep or the user starts it."""
 
     device: str
     """Name of the device class (`device/`)."""
@@ -176,7 +176,7 @@ class ServerStart:
 
 @dataclass(frozen=True)
 class ServerMetadata:
-    """What a server reports about itself; None for what it does not report."""
+    """Properties that a server reports; None for missing ones."""
 
     engine: str
     """Name and version, as in `vllm 0.32.0`."""
@@ -205,7 +205,7 @@ class ServerAdapter(Protocol):
     gone_statuses: tuple[int, ...]
     """Statuses of GET /health that mean a dead engine behind the HTTP server."""
     bucket_bytes: int | None
-    """The most bytes per `receive`; None if it receives tensor by tensor itself."""
+    """The maximum bytes per `receive`; None if the engine receives tensor by tensor."""
 
     def install(self, device: str) -> str:
         """The command that installs the engine for a device class in a separate environment."""
@@ -216,7 +216,7 @@ class ServerAdapter(Protocol):
         """The command line of a server."""
 
     def environment(self, start: ServerStart) -> dict[str, str]:
-        """Environment variables of a server, in addition to those of the run; `rollout.server.env` overrides them."""
+        """Additional environment variables of a server; `rollout.server.env` overrides them."""
 
     def settings(self, needs: ServerNeeds) -> dict[str, str]:
         """Flags (`--name value`) that depend on the run's needs, each with its reason."""
@@ -227,8 +227,8 @@ class ServerAdapter(Protocol):
     # -- generate
 
     def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
-        """The path and the body of the request for one sample. Log-probs are those of the sampling distribution;
-        defaults of the model folder (penalties, end tokens) must be overridden."""
+        """The path and body of the request for one sample. Log-probs must be under the sampling distribution; defaults
+        of the model folder (penalties, end tokens) must be overridden."""
 
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
         """Parses the answer; `ServerFailed` if it does not match the request."""

@@ -16,7 +16,7 @@ from lockstep.rollout.servers.server_process import ServerProcess
 
 # Attempts per sample, if servers are lost.
 TRIES = 6
-# Concurrent samples per server with one connection each. With batched requests the server queues them.
+# Maximum concurrent samples per server with one connection each. With batched requests the server queues them.
 AT_ONCE = 1024
 _HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
 _POLL_SECONDS = 1.0

@@ -25,8 +25,8 @@ from lockstep.masking import comparable, conceal
 from lockstep.parallel.rendezvous import say
 from lockstep.rollout.servers.adapter import ServerFailed
 
-# Samples that are requested of a server at the same moment are sent as one HTTP request. The response has one line per
-# sample, sent when the sample is finished.
+# Simultaneous samples of a server are sent as one HTTP request. The response has one line per sample, sent when the
+# sample is finished.
 
 # Limit of one line: a response of 100,000 tokens with its log-probs has about 3 MB.
 MAX_BYTES = 256 * 2**20
@@ -42,7 +42,7 @@ Post = Callable[[str, Mapping[str, Any], float, Callable[[bytes], None]], Awaita
 
 
 class RequestBatcher:
-    """Used in one event loop only."""
+    """Combines simultaneous samples into one request. Used in one event loop only."""
 
     def __init__(self, post: Post):
         self._post = post
@@ -50,7 +50,7 @@ class RequestBatcher:
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def submit(self, address: str, body: Mapping[str, Any], seconds: float) -> Any:
-        """The answer to one sample. The request is sent once all samples of this moment are submitted."""
+        """The answer to one sample. The request is sent after all simultaneous samples are submitted."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         others = self._waiting.setdefault((address, seconds), [])
@@ -94,7 +94,7 @@ class RequestBatcher:
 
 
 def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tokens of a prompt are sent once: `token_ids` of a sample is the index of its prompt."""
+    """One request for several samples. A prompt is sent once: `token_ids` of a sample is the index of its prompt."""
     numbers: dict[tuple[int, ...], int] = {}
     indexed = [
         {**sample, "token_ids": numbers.setdefault(tuple(sample["token_ids"]), len(numbers))} for sample in samples
@@ -162,7 +162,7 @@ LEAVE_SECONDS = 10.0
 _JOIN_SECONDS = 30.0
 # Interval of health checks during a request, and their time limit.
 LOOK_SECONDS = 5.0
-# A wait is logged after the first; a server that is unreachable for the second is lost: within a minute of its end.
+# A wait is logged after the first; a server that is unreachable for the second is lost.
 TELL_SECONDS, GONE_SECONDS = 10.0, 35.0
 
 
@@ -331,7 +331,7 @@ class ServerClient:
 
     thread: ClientThread
     address: str
-    """For messages: with references instead of secrets."""
+    """The address in messages: with references instead of secrets."""
     seconds: float
 
     @cached_property

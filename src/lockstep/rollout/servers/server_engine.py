@@ -51,7 +51,7 @@ class ServerEngine:
         self.sync_seconds = 0.0
         """Seconds of the last sync, with the weight check."""
         self.sync_parts: dict[str, float] = {}
-        """Seconds of its phases."""
+        """Seconds of each phase of the last sync."""
         self._version_updates = 0
         self._pushed_fingerprint: tuple[int, ...] | None = None
         self.manager = ServerManager(server_adapter, policy, device, settings, place)
@@ -168,7 +168,7 @@ class ServerEngine:
             ends = ((i, why_ended(ids[:i], 0, wanted.sampling, self.decode)) for i in range(1, len(ids) + 1))
             length, found = next(((i, why) for i, why in ends if why), (len(ids), stop))
             ids, logprobs, stop = ids[:length], logprobs[:length], found
-            # Tokenizers may or may not decode a leading space at the start.
+            # Tokenizers may or may not decode a leading space.
             text = self.decode(ids)
             if stop == "string" and not any(each.strip() in text for each in wanted.sampling.stop_strings):
                 raise Refusal.at(

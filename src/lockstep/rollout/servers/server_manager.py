@@ -108,7 +108,7 @@ class ServerManager:
         self.engines[server.client.address] = metadata.engine
 
     def accept_late(self, server: Server) -> bool:
-        """Whether a server that was missing at the start fits the run. If not, it is excluded, and the run continues
+        """Whether a server that was missing at the start fits the run. If not, it is excluded and the run continues
         with the others."""
         if server.client.address in self.engines:
             return True

@@ -332,7 +332,7 @@ def _refuse_unsupported(sampling: Sampling) -> None:
 
 
 def _scores_truncated(sampling: Sampling) -> bool:
-    """Whether log-probs are those of the truncated distribution. By default SGLang's cover the full vocabulary."""
+    """Whether log-probs are under the truncated distribution. By default SGLang's cover the full vocabulary."""
     truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
     return sampling.score_truncated and truncation.active and sampling.temperature > 0
 
@@ -361,7 +361,7 @@ def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) ->
 
 
 def _one_version(meta: Any) -> str | None:
-    """All tokens of a response come from the same weights: a pause aborts running requests."""
+    """The weight version of a response. A pause aborts running requests, so all its tokens have the same version."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     versions = {span["version"] for span in spans}
     return str(versions.pop()) if len(versions) == 1 else " and ".join(str(span["version"]) for span in spans)

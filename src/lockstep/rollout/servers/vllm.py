@@ -58,7 +58,7 @@ class Vllm:
         words = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.needs)]
         words += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
         words += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
-        # Nobody reads these logs.
+        # These logs are not read.
         words += ["--disable-uvicorn-access-log", "--disable-log-stats"]
         return [*words, *serving_on(start.needs.device, self.name).words, *start.args]
 
@@ -172,8 +172,8 @@ class Vllm:
             raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
 
     def version(self, client: Channel) -> str:
-        """The version in the workers, which hold the weights. It must match that of the engine, which is part of every
-        answer."""
+        """The version in the workers, which hold the weights. It must match the engine's version, which is part of
+        every answer."""
         versions = {str(worker["version"]) for worker in _call(client, "lockstep_version")}
         if len(versions) > 1:
             raise ServerFailed(f"{client.address}: its workers have weights of several versions: {sorted(versions)}")
@@ -260,7 +260,7 @@ def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wante
 
 @contextmanager
 def _unless_unknown() -> Iterator[None]:
-    """Older versions of vLLM have no version route; the workers still report the version."""
+    """None if the version route is missing: older versions of vLLM lack it, but the workers report the version."""
     try:
         yield
     except ServerFailed as error:

@@ -32,8 +32,8 @@ class Bounds:
     largest: float
 
 
-# Bounds of the rounding error for equal weights: never below LEAST, never above MOST. In between they are ROOM times
-# the difference that two pushes of the same weights show.
+# Bounds of the rounding error for equal weights: between LEAST and MOST, ROOM times the difference between two pushes
+# of the same weights.
 LEAST = {
     torch.float32: Bounds(2e-5, 1e-4),
     torch.bfloat16: Bounds(0.02, 0.15),

@@ -96,7 +96,7 @@ class WeightSync:
 
     def _targets(self) -> list[Server]:
         """The servers to send to. A lost server gets the weights when it responds again (`bring_up`); if all are lost,
-        each is tried."""
+        each one is tried."""
         usable = [server for server in self.fleet.servers if not server.left_out]
         return [server for server in usable if not server.why] or usable
 
@@ -167,7 +167,7 @@ class WeightSync:
                 action(client)
 
     def _push_and_check(self, server: Server, weights: Weights) -> None:
-        """The first time pushes twice: the difference of the two checks is rounding noise."""
+        """Pushes and checks. The first time it pushes twice: the difference of the two checks is rounding noise."""
         self._push(server, weights)
         result = self._check(server)
         if self.bounds is None:
@@ -298,7 +298,7 @@ class WeightSync:
                 link.close(notify=server.process is None)
 
     def _push_refusal(self, server: Server, error: ServerFailed) -> Refusal:
-        # A server that fails at its first push would fail again; one that had weights may recover.
+        # A server that fails at its first push would fail again; one that already had weights may recover.
         lost = error.lost and self.bounds is not None
         return refusal_kind(lost=lost).at(
             f"rollout.engine {self.server_adapter.name} at {server.client.address}",

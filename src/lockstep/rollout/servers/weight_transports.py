@@ -153,7 +153,7 @@ class WeightLink:
     def join(self) -> None:
         """Creates the group with all workers of the server."""
         meeting = self.meeting
-        # Longer than our own limit: backends react differently when a collective times out.
+        # Longer than the limit above: backends react differently when a collective times out.
         limit = 2 * meeting.seconds + _MARGIN_SECONDS
 
         def ours() -> dist.ProcessGroup:
@@ -217,7 +217,7 @@ class WeightLink:
             self._progress(f"{self.meeting.backend} with {self.client.address}")
 
     def close(self, *, notify: bool = True) -> None:
-        """`notify`: the server is still running and must leave the group."""
+        """Closes the link. `notify`: the server is still running and must leave the group."""
         if notify and self._group is not None:
             with suppress(ServerFailed):
                 self.server_adapter.leave(self.client, self.meeting.name)
@@ -241,7 +241,7 @@ def _start_thread(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _buckets(weights: Weights, dtype: torch.dtype, max_bytes: int | None) -> Iterator[Weights]:
-    """Buckets of up to `max_bytes`, or of one larger tensor; a single bucket without a limit."""
+    """Buckets of up to `max_bytes`, or of one larger tensor; one bucket without a limit."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:

@@ -42,7 +42,7 @@ from lockstep.rollout.worker.worker_protocol import (
 from lockstep.types import Completion, Request, Sampling
 
 KEY = "rollout.max_staleness"
-# A worker without a message for so long has hung. It sends heartbeats, except while it loads a model.
+# A worker without a message for this long has hung. It sends heartbeats, except while it loads a model.
 SILENT_SECONDS = 900.0
 # Time to detect the end of the worker after a collective has failed.
 ENDED_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""What the run and its rollout worker exchange: messages and weights."""
+"""Messages and weight transports between the run and its rollout worker."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def probe(policy: Policy, device: torch.device) -> torch.Tensor:
 def refuse_other_weights(
     version: int, worker_K: torch.Tensor, trainer_K: torch.Tensor, before_K: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Raises if the worker's log-probs differ from the trainer's. `before_K` are the trainer's at the previous sync: an
+    """Raises if the worker's log-probs differ from the trainer's. `before_K`: the trainer's at the previous sync. An
     update may change log-probs by less than the bound, so the worker must be closer to the current ones."""
     off_K = (worker_K - trainer_K).abs()
     bound = TOLERANCE[dtype]
@@ -263,7 +263,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Ask:
-    """Requests by number. Those with `first` are processed before the others."""
+    """Requests by number. Requests with `first` are processed before the others."""
 
     requests: dict[int, Request]
     sampling: Sampling

@@ -140,8 +140,8 @@ def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _close_reload(worker: Any, model: Any) -> None:
-    """Closes a reload that raised. vLLM would count its tensors together with those of the next reload. Incomplete
-    layers drop their new tensors and get the previous ones back."""
+    """Closes a reload that raised. Otherwise vLLM would count its tensors with the next reload's. Incomplete layers
+    drop their new tensors and get the previous ones back."""
     try:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -241,8 +241,8 @@ def _refuse_missing(model: Any, loaded: set[str] | None) -> None:
 
 
 def _repack_heads(model: Any) -> None:
-    """On a CPU vLLM computes logits with a packed copy of the head, which a reload of a tied embedding does not update.
-    On other devices this does nothing."""
+    """Updates the packed copy of the head from which vLLM computes logits on a CPU: a reload of a tied embedding does
+    not update it. On other devices this does nothing."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
