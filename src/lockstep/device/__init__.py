@@ -1,4 +1,4 @@
-"""The devices and their facts. For `kernels` and all above; importing it is cheap and does not import torch."""
+"""The devices and their properties. Used by `kernels` and all above; importing it does not import torch."""
 
 from lockstep.device import process_setup
 

@@ -1,4 +1,4 @@
-"""The device interface: every fact that differs between devices, and what accelerators share."""
+"""The device interface: every property that differs between devices, and the code that accelerators share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 from lockstep.errors import Refusal
 
-# Set to a device's name by an emulator of it, so that an emulated run is not mistaken for one on hardware.
+# Set to a device's name by its emulator, so that an emulated run is not mistaken for one on hardware.
 EMULATED = "LOCKSTEP_EMULATED"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `total`: the device's; `free`: available to this process; `allocated` and `peak`: of this process."""
+    """Bytes. `total`: of the device; `free`: available to this process; `allocated` and `peak`: of this process."""
 
     total: int
     free: int
@@ -181,7 +181,7 @@ _before: dict[str, str | None] = {}
 
 
 def _ensure_variable(variable: str, accepted: tuple[str, ...]) -> str:
-    """Keep the user's value if it is deterministic too."""
+    """Sets the variable, unless the user's value is deterministic too."""
     present = os.environ.get(variable)
     if present is not None and present.lower() in accepted:
         return present

@@ -1,8 +1,8 @@
-"""Facts of devices that need not be present: memory, FLOP/s, links, and the shares of them that our code reaches.
+"""Data of devices that may be absent: memory, FLOP/s, links, and the efficiency of lockstep's kernels on them.
 
 Figures are the vendors' unless a comment says that they were measured; each row names its sources. A device is what
-torch counts as one: a die of an Ascend 910C, which holds two. Links are bytes per second in one direction, of one
-device.
+torch counts as one: an Ascend 910C has two dies, each of which is a device. Links are bytes per second in one
+direction, per device.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Reached:
-    """Measured efficiency of our kernels on a chip."""
+    """Measured efficiency of lockstep's kernels on a chip."""
 
     attention: float
-    """Speed of attention over packed rows, forward and backward, as a share of that of large matmuls."""
+    """Speed of attention over packed rows, forward and backward, relative to large matmuls."""
     layer_passes: float
     """Passes of an update over the activations saved for backward, at memory speed."""
     head_passes: float
-    """The same over the logits in fp32."""
+    """Passes of an update over the logits in fp32."""
     optimizer_passes: float
-    """Time of an AdamW step relative to that of reading its bytes."""
+    """Time of an AdamW step relative to reading its bytes."""
     decoding: float
-    """Speed of matmuls in a decoding step, as a share of that of large matmuls."""
+    """Speed of matmuls in a decoding step, relative to large matmuls."""
     reading: float
     """Speed of reading the KV cache relative to a copy."""
     layer_seconds: float
@@ -33,9 +33,9 @@ class Reached:
     """Overhead per layer of a micro-batch's forward and backward pass."""
 
 
-# On one H200 with bf16. Decoding: the three numbers are a fit to six rows of bench/results/engine_h200_*.json, which it
-# meets within 2.2 %. Attention and AdamW: the profile of an update in docs/speed.md (17 and 9 of 125 ms, floors 2.7 and
-# 3.4). The passes over layers and logits: what the two rows of bench/results/sft_h200_bf16_*_1024.json leave.
+# One H200 with bf16. Decoding: the three numbers are a fit to six rows of bench/results/engine_h200_*.json, with errors
+# up to 2.2 %. Attention and AdamW: the profile of an update in docs/speed.md (17 and 9 of 125 ms, minimum 2.7 and 3.4).
+# Passes over layers and logits: the rest of the time in the two rows of bench/results/sft_h200_bf16_*_1024.json.
 H200_REACHED = Reached(
     attention=0.16,
     layer_passes=4.43,
@@ -45,7 +45,7 @@ H200_REACHED = Reached(
     reading=1.07,
     layer_seconds=50.8e-6,
 )
-# On one core with fp32: a fit to rows of bench/results/predictions_cpu.json, as bench/predictions.py says.
+# One core with fp32: a fit to rows of bench/results/predictions_cpu.json, see bench/predictions.py.
 CORE_REACHED = Reached(
     attention=0.228,
     layer_passes=77.0,
@@ -55,7 +55,7 @@ CORE_REACHED = Reached(
     reading=1.0,
     layer_seconds=4.36e-3,
 )
-# Large matmuls and copies on that card, 790 TFLOP/s and 4.3 TB/s, as shares of the vendor's 989 and 4.8. Used for every
+# Large matmuls and copies on that card, 790 TFLOP/s and 4.3 TB/s, relative to the vendor's 989 and 4.8. Used for every
 # chip without a measurement.
 PRODUCTS, COPIES = 790 / 989, 4.3 / 4.8
 # Share of a link's speed in a large collective. Not measured by us.
@@ -74,7 +74,7 @@ class ChipFacts:
     half: float | None
     """Dense matrix FLOP/s in bfloat16; None if unknown."""
     single: float | None
-    """The same in float32, as torch computes it by default."""
+    """Dense matrix FLOP/s in float32, as torch computes it by default."""
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     inside: float
@@ -114,11 +114,11 @@ _GB = 10**9
 CHIPS = {
     chip.name: chip
     for chip in (
-        # Memory as torch reports it there (bench/results/memory_h200.json). Products and copies measured; the maker
-        # says 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s a GPU; PCIe 5 x16.
-        # float32 is the maker's times the same share. https://www.nvidia.com/en-us/data-center/h200/; links also in
+        # Memory as reported by torch (bench/results/memory_h200.json). Matmuls and copies are measured; the vendor
+        # states 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s per GPU; PCIe 5 x16.
+        # float32: the vendor's, times the same factor. https://www.nvidia.com/en-us/data-center/h200/; links also in
         # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json. Nodes: as
-        # of the H100, which has the same adapters.
+        # for the H100, which has the same adapters.
         ChipFacts(
             "h200",
             "cuda",
@@ -134,8 +134,8 @@ CHIPS = {
             most_nodes=3072,
         ),
         # SXM. https://www.nvidia.com/en-us/data-center/h100/: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink 900 GB/s both
-        # ways. DGX H100: a ConnectX-7 of 400 Gbit/s a GPU. 3,072 nodes: the clusters of 24,576 GPUs that Meta has told
-        # of, https://engineering.fb.com/2024/03/12/data-center-engineering/building-metas-genai-infrastructure/.
+        # ways. DGX H100: a ConnectX-7 of 400 Gbit/s per GPU. 3,072 nodes: Meta's clusters of 24,576 GPUs,
+        # https://engineering.fb.com/2024/03/12/data-center-engineering/building-metas-genai-infrastructure/.
         ChipFacts(
             "h100",
             "cuda",
@@ -150,7 +150,7 @@ CHIPS = {
             most_nodes=3072,
         ),
         # SXM. https://www.nvidia.com/en-us/data-center/a100/: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both
-        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s a GPU; PCIe 4 x16. 2,000 nodes: Meta's RSC,
+        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s per GPU; PCIe 4 x16. 2,000 nodes: Meta's RSC,
         # https://ai.meta.com/blog/supercomputer-meta-research-cluster-2023/.
         ChipFacts(
             "a100-80g",
@@ -165,11 +165,11 @@ CHIPS = {
             most_devices=8,
             most_nodes=2000,
         ),
-        # Ascend 910B3, the slowest of those with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
+        # Ascend 910B3, the slowest with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
         # 28 GB/s each way to the 7 others (392 GB/s both ways): https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/;
-        # 200 Gbit/s RoCE a device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
+        # 200 Gbit/s RoCE per device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
         # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). 1,024 nodes: the 8,192 devices
-        # of https://arxiv.org/abs/2504.07866. Not run by us on that hardware.
+        # of https://arxiv.org/abs/2504.07866. Not run on that hardware here.
         ChipFacts(
             "atlas-800t-a2",
             "npu",
@@ -184,8 +184,8 @@ CHIPS = {
             most_nodes=1024,
         ),
         # A die of an Ascend 910C in a super-node of 48 nodes of 16 dies (Atlas 900 A3, CloudMatrix384):
-        # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s a die, the unified bus 196 GB/s a die and direction,
-        # inside a node and between nodes alike. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run by us.
+        # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s per die, the unified bus 196 GB/s per die and direction,
+        # inside a node and between nodes. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run here.
         ChipFacts(
             "atlas-a3",
             "npu",
@@ -200,8 +200,8 @@ CHIPS = {
             most_nodes=48,
         ),
         # One core of an Arm Neoverse N1, measured with torch 2.13 on one thread: a product of 1,024^3 in fp32, a copy.
-        # bfloat16 has no arithmetic there. Processes of a machine share its memory; the links between them, gloo's over
-        # the loopback, are a guess, and so is the number of nodes.
+        # bfloat16 has no arithmetic there. Processes of a machine share its memory. Their links (gloo over loopback)
+        # and the number of nodes are guesses.
         ChipFacts(
             "cpu",
             "cpu",

@@ -121,7 +121,7 @@ ROUNDS = 5
 OPERATIONS, LONGEST = 1e7, 512
 # No further round after this many seconds.
 PATIENCE = 0.05
-# Ratios from which a warning is given. That of threads is higher, because contention may be momentary.
+# Ratios from which a warning is given. The one for threads is higher, because contention may be momentary.
 SLOWER_DTYPE, SLOWER_THREADS = 1.1, 1.5
 Call = Callable[[], object]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -193,7 +193,7 @@ def _product(sizes: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], to
 
 
 def _arm_chip(listing: str) -> str | None:
-    """Arm cores have numbers instead of a name: `Arm 0x41 part 0xd0c` for Neoverse N1."""
+    """The name of an Arm chip from its numbers: `Arm 0x41 part 0xd0c` for Neoverse N1."""
     numbers = dict(re.findall(r"^CPU (implementer|part)\s*: (\S+)$", listing, re.MULTILINE))
     return f"Arm {numbers['implementer']} part {numbers['part']}" if len(numbers) == 2 else None
 

@@ -22,7 +22,7 @@ class _Peak(NamedTuple):
     half: float
     """bfloat16 and float16 with float32 sums, dense."""
     single: float
-    """float32 proper, without TF32: torch's default."""
+    """float32 without TF32, torch's default."""
 
 
 # From NVIDIA's data sheets; figures "with sparsity" are halved. Matched as complete words of the device's name, the
@@ -162,7 +162,7 @@ class _CapturedGraph:
 
 @cache
 def _trial_stream(index: int) -> torch.cuda.Stream:
-    """One per device: libraries keep a workspace for every stream they have used."""
+    """The trial stream: one per device, because libraries keep a workspace for every stream they have used."""
     return torch.cuda.Stream(index)
 
 

@@ -1,4 +1,4 @@
-"""Device errors: what an error code of CUDA, CANN, HCCL or torch_npu means, and the remedy."""
+"""Explanations and remedies for error codes of CUDA, CANN, HCCL and torch_npu."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ MEMORY = KnownError(
     "use more devices; while a model is loaded it is often another process that holds the memory: look with nvidia-smi "
     "or npu-smi",
 )
-# The first matching row is used. Rows that name an operator come before those that only name a device.
+# The first matching row is used. Rows that name an operator come before rows that only name a device.
 DEVICE_ERRORS: tuple[KnownError, ...] = (
     MEMORY,
     KnownError(
@@ -155,7 +155,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def refuse_trouble(error: BaseException, device: torch.device) -> None:
-    """Raise a device error as a `Refusal` with its text, so that it is not mistaken for one of the model. Errors caused
+    """Raises a device error as a `Refusal` with its text, so that it is not mistaken for a model error. Errors caused
     by another process are re-raised unchanged."""
     if is_lost_peer(error):
         raise error

@@ -209,7 +209,7 @@ def installed_version() -> str | None:
 
 
 def _release(version: str) -> str:
-    """2.13.0 of 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: the part in which torch and torch_npu must agree."""
+    """2.13.0 for 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: the part in which torch and torch_npu must agree."""
     match = re.match(r"\d+\.\d+\.\d+", version)
     return match.group(0) if match else version
 
@@ -231,7 +231,7 @@ def _package_problem() -> str | None:
 
 @cache
 def _load_problem() -> str | None:
-    """Cached: a second import after a failed one uses half-initialised modules and gives a worse error."""
+    """Why torch_npu cannot be loaded. Cached: a second import after a failure gives a worse error."""
     try:
         import torch_npu  # noqa: F401
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything

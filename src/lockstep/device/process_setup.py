@@ -36,11 +36,11 @@ def restore() -> None:
         _deferred = False
 
 
-# OpenMP threads: their number, and that they sleep while they wait. By default waiting threads of GNU OpenMP spin. If
-# their core is shared (a second process, a virtual machine), the thread they wait for cannot run. Measured once with
-# the tiny model on two cores, in tokens per second: next to a busy loop 4,400 spinning, 7,200 asleep (next to another
-# training, uncontrolled: 430 and 6,600); alone on the machine 15,800 spinning, 12,700 asleep. For a tiny model alone on
-# a machine set OMP_WAIT_POLICY=ACTIVE.
+# OpenMP threads: their number, and sleeping waits. By default waiting threads of GNU OpenMP spin. If their core is
+# shared (a second process, a virtual machine), the thread they wait for cannot run. Measured once with the tiny model
+# on two cores, in tokens per second: with a busy loop 4,400 spinning, 7,200 sleeping (with another training,
+# uncontrolled: 430 and 6,600); on an idle machine 15,800 spinning, 12,700 sleeping. For a tiny model on an idle
+# machine set OMP_WAIT_POLICY=ACTIVE.
 
 THREADS = "OMP_NUM_THREADS"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -53,8 +53,8 @@ def wait_asleep() -> None:
 
 
 def follow_quota() -> None:
-    """Use no more threads than the container's CPU quota: with 2 of 64 cores there would be 64 threads. Call before
-    torch is loaded. The user's setting stays."""
+    """Limits the threads to the container's CPU quota: with 2 of 64 cores there would be 64. Call before torch is
+    loaded. The user's setting stays."""
     if "torch" in sys.modules or THREADS in os.environ:
         return
     allowed = quota()
@@ -79,7 +79,7 @@ def share(processes: int) -> None:
 
 
 def each_of(processes: int, threads: int) -> int:
-    """Threads of one of several concurrent processes, if one alone has `threads`. The user's setting stays."""
+    """Threads of one of several concurrent processes, if a single one has `threads`. The user's setting stays."""
     return max(1, threads // processes) if _is_ours() else threads
 
 

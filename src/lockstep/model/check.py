@@ -1,4 +1,4 @@
-"""Checks a model before training: our log-probs and gradients must equal those of transformers.
+"""Checks a model before training: lockstep's log-probs and gradients must equal those of transformers.
 
 The architecture is tested with a small random model (`miniature.py`) in fp32, on sequences longer than each of its
 limits; then the loaded model is tested on a few tokens in its dtype.
@@ -29,13 +29,13 @@ from lockstep.parallel.sharding import unit_gathered
 from lockstep.run.console import Console
 from lockstep.types import MicroBatch
 
-# Allowed difference of packed log-probs from those of transformers.
+# Allowed difference between packed log-probs and transformers' log-probs.
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 # Miniature in fp32: absolute error of log-probs, relative error of gradient norms.
 LOGPROB_ERROR, GRADIENT_ERROR = 2e-4, 2e-3
 GRADIENT_FLOOR = 1e-4
-# Allowed rounding error in bf16 or fp16, relative to transformers' attention. Correct attentions are within 1.2, one
-# that is 5 % too strong in bf16 above 2.3 (llama, mistral, mixtral, qwen2).
+# Allowed rounding error in bf16 or fp16, relative to transformers' attention. Correct attentions are below 1.2; an
+# attention that is 5 % too strong is above 2.3 in bf16 (llama, mistral, mixtral, qwen2).
 ROUNDING_RATIO = 1.8
 # Number of sequence sets needed to distinguish them.
 ROUNDING_SETS = 6
@@ -207,7 +207,7 @@ def check_architecture(
     run_trial(ARCHITECTURE, attempt, config=config, key=(str(dtype), kernel, *hardware(device)), console=console)
 
 
-# The cause of a failed check is the model, or the attention kernel of the device: the check is repeated with plain
+# A failed check is caused by the model or by the attention kernel of the device. So the check is repeated with plain
 # torch instead of the kernel, and on the CPU.
 
 PLAIN = "sdpa"
@@ -270,9 +270,9 @@ def _eager_difference(config: Any, device: torch.device) -> float:
 
 @torch.no_grad()
 def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
-    """Check the kernels in the training dtype: about as close to fp32 as transformers' attention in that dtype.
+    """Checks the kernels in the training dtype: they must be about as close to fp32 as transformers' attention.
 
-    Compares the median token, because rounding may send single tokens to other experts.
+    Compares the median token, because rounding may route single tokens to other experts.
     """
     sequences = [tokens(length, VOCABULARY, first) for first in range(ROUNDING_SETS) for length in LENGTHS]
     policy, model = miniature.policy, miniature.model
@@ -299,7 +299,7 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> None:
-    """Refuse a loaded model whose log-probs differ from transformers. `on` is the compute device, if the weights are
+    """Refuses a loaded model whose log-probs differ from transformers. `on`: the compute device, if the weights are
     elsewhere."""
     run_trial(LOADED_MODEL, lambda: _wrong_logprobs(policy, path, on))
 

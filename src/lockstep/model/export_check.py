@@ -27,8 +27,8 @@ LENGTHS = (5, 9, 13)
 # Allowed mean difference, for rounding on two devices. Single tokens may differ more in bf16 and fp16: logits are
 # rounded, and a token may go to another expert. For reward models it is relative to the largest score above 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# In bf16 and fp16, if the host has memory for fp32: allowed ratio of the median distance of the trained model from the
-# fp32 export to that of the rounded export, plus a floor.
+# In bf16 and fp16, if the host has memory for fp32: allowed ratio of the median distances from the fp32 export, of the
+# trained model to the rounded export, plus a floor.
 ROUNDING_RATIO, ROUNDING_FLOOR = 4.0, {torch.bfloat16: 0.01, torch.float16: 0.002}
 # Memory for loading, relative to the weights.
 MEMORY_MARGIN = 1.1
@@ -108,11 +108,11 @@ def _verdict(
     where: str,
     rows: int,
 ) -> Verification:
-    """Compare outputs of the export (`found`; in fp32, if computed: `exact`) with those of the model (`wanted`)."""
+    """Compares outputs of the export (`found`; `exact` in fp32, if computed) with the model's outputs (`wanted`)."""
     what = "log-probs" if kind == "policy" else "scores"
     allowed = TOLERANCE[dtype] * (1.0 if kind == "policy" else max(1.0, float(wanted.abs().max())))
     off, how = float((found - wanted).abs().mean()), "in the mean"
-    if exact is not found:  # the effect of rounding alone
+    if exact is not found:  # the effect of rounding
         allowed = max(allowed, ROUNDING_RATIO * float((found - exact).abs().mean()))
     if off <= allowed and exact is not found:
         usual, off = (float((one - exact).abs().median()) for one in (found, wanted))

@@ -53,7 +53,7 @@ class SavedNames:
     parameters: Mapping[str, str]
 
     def reader(self, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """A function that gives tensors by their file name. It calls `read` once per parameter, and frees the parameter
+        """A function that returns tensors by file name. It calls `read` once per parameter, and frees the parameter
         before the next."""
         parts: dict[str, torch.Tensor] = {}
 
@@ -199,7 +199,7 @@ def _write_by_tensor(
     folder: Path,
     end_tokens: Sequence[int],
 ) -> None:
-    """Write what `save_pretrained` would, from a model without storage and weights that are read one by one."""
+    """Writes the files of `save_pretrained` from a model without storage and weights that are read one by one."""
     model.config.dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     _stop_at(model, end_tokens)
@@ -297,14 +297,14 @@ def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path
         with written_aside(out, over=True) as aside:
             yield aside
             tokenizer, template = _tokenizer(settings, folders), aside / "chat_template.jinja"
-            if template.is_file():  # the template of the run replaces that of the model
+            if template.is_file():  # the template of the run replaces the model's
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             tokenizer.save_pretrained(aside)
             # Weights are written with owner-only permissions; give all files the same mode.
             mode = (aside / "tokenizer_config.json").stat().st_mode
             for file in aside.iterdir():
                 file.chmod(mode)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(out, error, "checkpoints are untouched: `lockstep export` writes the model again") from error
 
 

@@ -55,7 +55,7 @@ def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = Non
 
 
 def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> Streamed | None:
-    """The same without weights, which are read from the files when it is sharded; None if that is not possible."""
+    """`load_transformers` without weights, which are read from the files during sharding; None if not possible."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config = config_of(folder, name)

@@ -19,8 +19,8 @@ from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Values of an adapter's configuration that are plain LoRA. All other keys must be unset: variants of LoRA, also those
-# of later PEFT versions, would be trained wrongly.
+# Configuration values of plain LoRA. All other keys must be unset: variants of LoRA, including those of later PEFT
+# versions, would be trained wrongly.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -33,8 +33,7 @@ _ANY |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 
 
 def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
-    """The PEFT configuration of the adapter. An adapter that is `stored` in a folder determines its rank, scale and
-    layers."""
+    """The PEFT configuration of the adapter. Rank, scale and layers come from the folder if the adapter is `stored`."""
     from peft import LoraConfig
 
     keys: dict[str, Any] = {

@@ -71,7 +71,7 @@ class Scoring:
     truncation: Truncation | None = None
     entropy: bool = False
     alike: bool = False
-    """Whether the loss is a multiple of the sum of the log-probabilities: see `kernels/logprob.py`."""
+    """Whether the loss is a multiple of the sum of the log-probs: see `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
     """With a teacher: the divergence between its distribution and the policy's."""
     squares: bool = False
@@ -102,7 +102,7 @@ class Policy(nn.Module):
 
     @property
     def alike_up_to(self) -> int | None:
-        """Sequence length up to which a prefix does not depend on what follows; None: no limit."""
+        """Sequence length up to which a prefix does not depend on later tokens; None: no limit."""
         return self.decoder.alike_up_to
 
     @property

@@ -1,4 +1,4 @@
-"""Resolves whatever names a model (folder, run, checkpoint, adapter, GGUF file, hub id) to a Hugging Face folder."""
+"""Resolves a model name (folder, run, checkpoint, adapter, GGUF file, hub id) to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def looks_like_hub(path: str) -> bool:
 
 
 def hub_folder(name: str, where: str, hint: str = "") -> str:
-    """The local folder of a hub model, downloaded if necessary. `hint` is put before the remedy."""
+    """The local folder of a hub model, downloaded if necessary. `hint` precedes the remedy."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -57,7 +57,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
 
 @torch.no_grad()
 def _try_balance(config: Any) -> None:
-    """Compare our loss with that of transformers, on a miniature."""
+    """Compares lockstep's loss with transformers', on a miniature."""
     experts = experts_of_token(config)
     if experts is None:
         raise Unfit("it has no experts")

@@ -42,7 +42,7 @@ class Unmapped(Exception):
 
 @dataclass(frozen=True)
 class Shapes:
-    """Stands in for the model in operations: parameter shapes by name, without wrappers of the model."""
+    """Replaces the model in operations: parameter shapes by name, without wrappers of the model."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -56,7 +56,7 @@ class Made:
 
     name: str
     first: str
-    """The first tensor made of the same sources; transformers uses its name."""
+    """The first tensor with the same sources; transformers uses its name."""
     converter: Any
     sources: Mapping[str, tuple[str, ...]]
     shapes: Shapes

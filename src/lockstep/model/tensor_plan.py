@@ -1,7 +1,7 @@
 """The tensor-parallel plan of a model: transformers' `base_model_tp_plan`, and models that it does not support.
 
-With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are not
-divided, only sharded: every rank scores the full vocabulary, so log-probs, losses and samples need no other rank.
+With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are only
+sharded: every rank scores the full vocabulary, so log-probs, losses and samples need no other rank.
 """
 
 from __future__ import annotations

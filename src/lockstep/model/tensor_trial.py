@@ -1,6 +1,6 @@
 """Checks tensor parallelism on a small model before weights are loaded.
 
-The plan is that of transformers, and model code may not support a part of the heads. So a small model of the
+The plan comes from transformers, and model code may not support a part of the heads. So a small model of the
 architecture is run undivided and divided over the ranks, with the same random weights.
 """
 

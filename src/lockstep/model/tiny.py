@@ -32,7 +32,7 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
     """Write a random Qwen2 with a byte tokenizer to `folder` as a Hugging Face model.
 
     The same arguments give the same files. A file with other content is never overwritten.
-    The default has 1.0 M parameters (1 to 4 M is what the sizes are meant for).
+    The default has 1.0 M parameters; the sizes are meant for 1 to 4 M.
     """
     _refuse_bad_sizes(seed, hidden, layers)
     if folder.exists() and not folder.is_dir():

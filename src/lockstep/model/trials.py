@@ -1,4 +1,4 @@
-"""Trials: short runs of a part of a run on a small model or a few rows, before training starts.
+"""Trials: short checks on a small model or a few rows, before training starts.
 
 `TRIALS` lists them. `run_trial` runs one: it skips a trial that passed before on this machine with the same code and
 packages, shows its progress, prints its results and refuses the run if it fails.
@@ -161,7 +161,7 @@ def run_trial(
     agree: Callable[[bool], bool] = bool,
     console: Console | None = None,
 ) -> None:
-    """Runs a trial. `attempt` returns the problem that is refused, or what is printed.
+    """Runs a trial. `attempt` returns the problem to refuse, or the report to print.
 
     `config` and `key` identify a cached result; `agree` decides over the results of several ranks.
     """

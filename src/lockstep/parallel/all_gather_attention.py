@@ -2,7 +2,7 @@
 
 Keys and values are gathered a few heads at a time; the next all-gather overlaps with the computation. A rank uses the
 keys from the start of its first token's sequence on. The backward pass gathers them again and reduce-scatters their
-gradients. With long sequences, ranks with later parts have more work than those with earlier parts.
+gradients. With long sequences, ranks with later parts have more work.
 
 After the context parallelism of Llama 3 (Dubey et al., 2024).
 """

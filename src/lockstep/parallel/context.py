@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 
 def cut(length: int, parts: int) -> list[int]:
-    """Bounds of `parts` ranges that differ by one token at most; those of a short sequence may be empty."""
+    """Bounds of `parts` ranges that differ by at most one token; ranges of a short sequence may be empty."""
     return [length * part // parts for part in range(parts + 1)]
 
 
 def zigzag(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    """Every sequence is cut into 2 * ranks chunks; rank r gets chunk r and the r-th last. This balances the work,
-    because later chunks attend to more keys."""
+    """Cuts every sequence into 2 * ranks chunks; rank r gets chunk r and the r-th last. This balances the work, because
+    later chunks attend to more keys."""
     parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     for first, length in zip(_starts(lengths), lengths, strict=True):
         chunks = [torch.arange(first + start, first + stop) for start, stop in pairwise(cut(length, 2 * ranks))]
@@ -56,7 +56,7 @@ class ContextGroup:
     size: int
     layout: str
     ranks: tuple[int, ...]
-    """Their global ranks."""
+    """Global ranks of the members."""
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def pass_on(self, tensor: torch.Tensor, shape: Sequence[int]) -> Callable[[], torch.Tensor]:

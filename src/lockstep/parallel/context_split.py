@@ -18,9 +18,9 @@ from lockstep.parallel.ring_attention import RingLayout
 from lockstep.parallel.ulysses_attention import UlyssesLayout
 from lockstep.types import MicroBatch
 
-# Targets are attached to tokens before the split, so a boundary between two ranks costs no label. Every rank scores the
-# targets of its tokens. `together` all-gathers the scores, and all ranks compute the same loss. Each rank
-# backpropagates through its tokens only, so the sum over ranks counts every gradient once.
+# Targets are attached to tokens before the split, so no label is lost at a boundary. Every rank scores the targets of
+# its tokens. `together` all-gathers the scores, and all ranks compute the same loss. Each rank backpropagates only
+# through its tokens, so the sum over ranks counts every gradient once.
 
 # Token assignment and attention of each split.
 PLACES = {"zigzag": zigzag, "gather": contiguous, "ulysses": contiguous}
@@ -81,7 +81,7 @@ class Division:
         return [(owner_K == rank).nonzero()[:, 0] for rank in range(self.group.size)]
 
     def local_part(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of the micro-batch (which may have got a teacher since) and the targets they predict."""
+        """This rank's tokens of the micro-batch (which may have a teacher by now) and the targets they predict."""
         own_T, local_K = self.local_T, self.targets_of_ranks[self.group.rank]
         place_T = torch.empty(sum(self.lengths), dtype=torch.long)
         place_T[own_T] = torch.arange(len(own_T))
@@ -105,7 +105,7 @@ class Division:
         return _Together.apply(own_K, self)
 
     def gather_outputs(self, output: Any) -> Any:
-        """A module's output for this rank's targets as its output for all: a tensor, or a named tuple of tensors."""
+        """A module's output for all targets, from its outputs for each rank's targets: a tensor or a named tuple."""
         if isinstance(output, torch.Tensor):
             return self.together(output)
         parts = {name: part for name, part in output._asdict().items() if part is not None}

@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# A frozen model whose weights stay on the host between its passes. They are copied to the device for each pass and
-# dropped after it. The results are the same bits as without offload.
+# Offload of a frozen model: its weights are on the host between passes, are copied to the device for each pass, and
+# dropped after it. The results are bit-identical.
 
 # Bytes of a block of pinned memory, and the alignment of tensors in it.
 BLOCK, ALIGNED = 2**30, 512
@@ -83,7 +83,7 @@ class _Block:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device, even if that is the host: writes to one must not show in the other."""
+    """A copy on the device, even if the device is the host: writes to one must not affect the other."""
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 
@@ -110,8 +110,8 @@ def resident(module: nn.Module) -> Iterator[None]:
             home.leave()
 
 
-# Activation offload between forward and backward pass; values return bit for bit. What autograd saves for a decoder
-# layer is copied to the host while the layer computes, and freed on the device when the next layer is done. It is
+# Activation offload between forward and backward pass, bit-identical. Tensors that autograd saves for a decoder layer
+# are copied to the host while the layer computes, and freed on the device when the next layer is done. They are
 # prefetched while the layer above runs its backward, so about two layers are on the device at a time. Complete storages
 # are copied, so views return as views of one storage with their strides. Not offloaded: parameters, small tensors, ids,
 # masks, and the last layer, whose backward comes first.
@@ -308,7 +308,7 @@ class _KeepingPass:
 
 
 def _travels(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Not for parameters or views of them: a sharded model gathers them again anyway."""
+    """Whether a saved tensor is offloaded: not parameters or their views, which a sharded model gathers again."""
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, nn.Parameter):
         return False
     plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()

@@ -1,6 +1,6 @@
-"""Ring attention: keys and values are passed around the ring of ranks; every rank attends to each block in turn.
+"""Ring attention: keys and values are passed around the ring of ranks; every rank attends to one block after another.
 
-In zigzag order rank r has chunk r and the r-th last of the 2N chunks of every sequence. Which keys of rank j it sees:
+In zigzag order rank r has chunk r and the r-th last of the 2N chunks of every sequence. It sees these keys of rank j:
 
     j = r: its own, causally     j < r: all queries, j's first chunk     j > r: queries of its second chunk, all of j's
 
@@ -49,7 +49,7 @@ class RingLayout(DividedLayout):
         self.hops = [self._hop((group.rank - hop) % group.size, device) for hop in range(group.size)]
 
     def _hop(self, source: int, device: torch.device) -> Hop | None:
-        """None if no query sees a key of the source, as for sequences too short to fill all chunks."""
+        """The hop; None if no query sees a key of the source, as for sequences too short to fill all chunks."""
         rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
         # Whether the first and the second chunk are used.
         query_chunks, key_chunks = (True, True), (True, True)

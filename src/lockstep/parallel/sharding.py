@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The mesh of ranks, this rank's device, and whether weights and gradients stay on the host between the passes of
+    """The mesh of ranks, this rank's device, and whether weights and gradients stay on the host outside the passes of
     their layer."""
 
     mesh: DeviceMesh
@@ -226,7 +226,7 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
 
 
 def refuse_offload(settings: Parallel, ranks: int) -> None:
-    """Weights on the host are gathered layer by layer, which needs several ranks."""
+    """Refuses weights on the host for a single rank: they are gathered layer by layer, which needs several ranks."""
     for key, value in (("offload", settings.offload), ("offload_critic", settings.offload_critic)):
         if value in ("params", "all") and ranks == 1:
             raise Refusal.at(

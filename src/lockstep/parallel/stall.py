@@ -47,7 +47,7 @@ class Address:
 
 @contextmanager
 def dump_on_signal() -> Iterator[Address]:
-    """Write this process's stacks to an unnamed file on `ASKING`. A run that ends normally leaves no file."""
+    """On the signal `ASKING`, writes this process's stacks to an unnamed file. No file remains after a normal end."""
     with tempfile.TemporaryFile() as file:
         faulthandler.register(ASKING, file=file, all_threads=True)
         try:
@@ -121,7 +121,7 @@ class Activity:
 
 
 def activity_of(address: Address) -> Activity | None:
-    """None if the process is on another host or has ended."""
+    """The activity of a process; None if it is on another host or has ended."""
     return Activity(address.number) if _on_this_host(address) and _began(address.number) == address.began else None
 
 
@@ -217,7 +217,7 @@ def publish_address(store: dist.Store, rank: int, address: Address) -> None:
 
 
 def address_of(store: dist.Store, rank: int) -> Address | None:
-    """None if the rank has not published it."""
+    """The address of a rank; None if it has not published one."""
     key = f"address/{rank}"
     return Address(**json.loads(store.get(key))) if store.check([key]) else None
 
@@ -232,7 +232,7 @@ class Ending:
         self.patience = stall.seconds / 2 + _WAKING_SECONDS
 
     def run(self) -> None:
-        """Does not return."""
+        """Runs the shutdown; does not return."""
         store, verdict = self.store, self.verdict
         if self.rank in self.silent:
             # Resumed by another rank, which first reads this process's stacks.

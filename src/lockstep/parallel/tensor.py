@@ -1,10 +1,10 @@
 """Tensor parallelism: neighbouring ranks that each hold and compute a part of every projection.
 
 With a group size of N, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. A group sees the same
-tokens. Projections into attention and feed-forward are split by output (column parallel, in complete heads), those out
-of them by input (row parallel); `model/tensor_plan.py` lists them. Row-parallel outputs are all-reduced, so activations
-between layers are the same on every rank. Weights are DTensors over the group. Inside a module's hooks they are local
-plain tensors, for any kernel.
+tokens. Projections into attention and feed-forward are split by output (column parallel, in complete heads), output
+projections by input (row parallel); `model/tensor_plan.py` lists them. Row-parallel outputs are all-reduced, so
+activations between layers are the same on every rank. Weights are DTensors over the group. Inside a module's hooks they
+are local plain tensors, for any kernel.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TensorGroup:
         return entered
 
     def enter_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Same for the input of a single module, or for a parameter."""
+        """Same as `enter` for the input of a single module, or for a parameter."""
         entered: torch.Tensor = _Entered.apply(tensor, self)
         return entered
 
@@ -188,7 +188,7 @@ def _after_rows(module: nn.Module, output: Any, group: TensorGroup) -> torch.Ten
 
 
 def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
-    """For a per-head norm: each rank's heads contribute a part of its gradient."""
+    """Hook of a per-head norm: each rank's heads contribute a part of its gradient."""
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if torch.is_grad_enabled():
         _show(
@@ -198,8 +198,8 @@ def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGrou
 
 
 def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
-    """Map the experts chosen per token to local indices. Those of other ranks become the index after the last local
-    one, which transformers' modules skip, with weight 0 for modules that compute them anyway."""
+    """Maps the chosen experts to local indices. Experts of other ranks get the index after the last local one, which
+    transformers' modules skip, and weight 0 for modules that compute them anyway."""
     parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
     num_local = next(len(part) for part in parts.values() if part is not None)
     _show(module, **parts)

@@ -2,7 +2,7 @@
 
 Outside of attention each rank holds a contiguous part of the packed row. Inside, it has the complete row for some
 heads, so windows, sinks and soft caps work as in the device's attention. The number of heads must be divisible by the
-number of ranks. If that of the key heads is not, each key head goes to every rank whose queries use it.
+number of ranks. If the number of key heads is not, each key head goes to every rank whose queries use it.
 
 After Jacobs et al., "DeepSpeed Ulysses" (2023).
 """

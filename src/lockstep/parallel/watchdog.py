@@ -189,7 +189,7 @@ class Watch:
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
 
     def _look_at_start(self, now: float, moment: Moment) -> None:
-        """Count that this rank computes or reads while it starts."""
+        """Counts computation and disk reads of this rank as progress while it starts."""
         if not self._starting or self._activity is None or now - moment.since < self._pace:
             return
         if self._activity.advanced() and now - moment.since < LONGEST_START_SECONDS:
@@ -213,7 +213,7 @@ class Watch:
                 last.moved = now
 
     def _is_busy(self, rank: int) -> bool:
-        """For a silent rank on this host: one that loads a library may hold the GIL."""
+        """Whether a silent rank on this host is busy: while it loads a library it may hold the GIL."""
         if rank not in self._activities:
             address = address_of(self._store, rank)
             self._activities[rank] = None if address is None else activity_of(address)
@@ -313,7 +313,7 @@ class Watch:
             if silent >= self.after / 2:
                 missing[rank] = f"rank {rank} has sent no heartbeat for {silent:.0f} s; it was last seen at {where}"
             elif passed < moment.passed:
-                # Collectives of FSDP are not tracked, so outside of ours this rank may not wait for it.
+                # Collectives of FSDP are not tracked, so outside tracked collectives this rank may not wait for it.
                 missing[rank] = f"rank {rank} {'has not arrived' if moment.inside else 'is behind'}; it is at {where}"
         reporter = min(rank for rank in range(self.size) if rank not in missing)
         return list(missing.values()) if reporter == self.rank else []

@@ -53,8 +53,8 @@ def _store() -> dist.Store:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of a run. The rows of an update are split over `dp_size` data-parallel replicas.
-    The ranks of a context or tensor group form one replica and return the same results."""
+    """This process among all processes of a run. The rows of an update are split over `dp_size` data-parallel
+    replicas. The ranks of a context or tensor group form one replica and return the same results."""
 
     rank: int = 0
     size: int = 1
@@ -67,7 +67,7 @@ class World:
     dp_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     """Data-parallel group: one rank of each context or tensor group, with this rank's index in it."""
     turn: int = 0
-    """How often this process had joined a process group before."""
+    """The number of process groups that this process joined before."""
 
     @property
     def _ranks_per_replica(self) -> int:
@@ -166,7 +166,7 @@ class World:
         return group
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Names what the ranks do inside, for the log lines of ranks that wait for this one."""
+        """Names the current stage, for the log lines of ranks that wait for this one."""
         return nullcontext() if self.watch is None else self.watch.stage(name)
 
     def progress(self, next_part: str | None = None) -> None:

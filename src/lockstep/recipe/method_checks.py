@@ -1,4 +1,4 @@
-"""What a method makes of a recipe: invalid combinations of its keys, and which reference model it uses."""
+"""Checks of a method: invalid combinations of its keys, and which reference model it uses."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _tape_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _balance_problems(recipe: Recipe) -> Iterator[Problem]:
-    """The load-balancing loss needs full micro-batches and full layers on one rank."""
+    """Load-balancing losses without full micro-batches and full layers on one rank."""
     for key in ("context_parallel", "tensor_parallel"):
         ranks = getattr(recipe.parallel, key)
         if recipe.model.aux_loss_coef and ranks > 1:
@@ -205,7 +205,7 @@ def _prompt_format_problems(data: Data) -> Iterator[Problem]:
 
 
 def _offload_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Offloading needs the model that it names, and a tape reads the optimizer on the device."""
+    """Offload keys without the model that they name, or with a tape, which reads the optimizer on the device."""
     parallel = recipe.parallel
     if recipe.tape.record and {parallel.offload, parallel.offload_critic} != {"none"}:
         yield Problem("parallel.offload", "a tape cannot record offloaded state", "set it to none for a tape")

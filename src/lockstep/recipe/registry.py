@@ -1,4 +1,4 @@
-"""The registry: every name a recipe may use and what it stands for; user modules may add names."""
+"""The registry: every name a recipe may use, with its implementation; user modules may add names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from lockstep.errors import Problem
 from lockstep.functions import Unloadable, describe_error, run_file
 
-# Estimators, losses and engines declare what they need; callers check these rows, never the names. A new estimator or
-# loss is a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so their rows hold
+# Estimators, losses and engines declare their needs; callers check these rows, never the names. A new estimator or loss
+# is a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so their rows hold
 # `package.module:name`, which is imported on use.
 
 
@@ -39,7 +39,7 @@ class LossRow:
     ratio: bool = True
     """Whether the loss uses the ratio of new to old probability. Without it, a step can have only one update."""
     tokenwise: bool = False
-    """Whether the loss at a token depends on no other token of the update."""
+    """Whether the loss at a token is independent of the other tokens of the update."""
     selection_keys: Mapping[str, str] | None = None
     """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Such losses need
     old log-probs before the update."""

@@ -54,7 +54,7 @@ def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[st
 
 
 def stored_recipe(values: Any) -> Any:
-    """The recipe of a run, checkpoint or tape with the new names of keys. Anything but a mapping is returned as is."""
+    """The recipe of a run, checkpoint or tape with the new names of keys. Other values are returned unchanged."""
     return _renamed(values, "", []) if isinstance(values, dict) else values
 
 
@@ -80,7 +80,7 @@ def new_attribute(name: str, fields: Iterable[str]) -> str | None:
 
 
 def _renamed(values: dict[str, Any], group: str, found: list[str]) -> dict[str, Any]:
-    """The values with new names, in the same order. Old names are added to `found`. If both are given, the new wins."""
+    """The values with new names, in the same order. Old names are added to `found`. The new name wins if both exist."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{group}.{name}" if group else str(name)

@@ -1,4 +1,4 @@
-"""Base class of a recipe section, the declaration of a key, and what a difference in a key means for two runs."""
+"""Base class of a recipe section, the declaration of a key, and the effect of a difference in a key."""
 
 from __future__ import annotations
 
