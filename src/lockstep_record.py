@@ -55,7 +55,7 @@ COARSER = ("fp32", "fp16", "bf16")
 SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Parts of module names that wrappers add.
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
-# Inputs that no module computes, and that library versions pass in different ways.
+# Inputs that no module computes and that library versions pass in different ways.
 PASSED_ALONG = re.compile(r"mask|position|cache|past|cos$|sin$")
 
 Digested = tuple  # digest, shape, dtype

@@ -1,7 +1,7 @@
 """The HTTP client of remote rewards and of serving engines. It limits the time and the size of every response.
 
 It uses the client that huggingface_hub depends on: httpx up to its version 1, httpx2 from 2 on, with one interface. The
-client is asynchronous: its own time limits apply to single reads, and only cancellation limits a complete exchange.
+client is asynchronous: its time limits apply to single reads, and only cancellation limits a complete exchange.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class HttpClient:
         max_bytes: int,
         on_chunk: Callable[[bytes], None] | None = None,
     ) -> HttpResponse:
-        """The response, from the look-up of the name to the last byte within `seconds`. `on_chunk` receives the body of
-        a successful response instead."""
+        """The response, from name resolution to the last byte within `seconds`. `on_chunk` receives the body of a
+        successful response instead."""
         responses: list[HttpResponse] = []
         cause: Exception
         try:
@@ -118,7 +118,7 @@ class HttpClient:
         raise RequestFailed(why) from cause
 
     async def status(self, address: str, seconds: float) -> int | None:
-        """The status of a GET. None if the server accepts the connection and does not answer within `seconds`, as a
+        """The status of a GET. None if the server accepts the connection but does not answer within `seconds`, like a
         busy server; `RequestFailed` if there is no connection."""
         timeout = httpx.Timeout(None, connect=seconds)
         request = self._client.build_request(

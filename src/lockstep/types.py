@@ -233,7 +233,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 is greedy. `seed` is that of the run (see `kernels/sampling.py`)."""
+    """Sampling parameters. Temperature 0 is greedy. `seed` is the run's seed (see `kernels/sampling.py`)."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -245,7 +245,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Log-probs are those of the truncated distribution (top-p, top-k, min-p), not of the full one."""
+    """Whether log-probs are under the truncated distribution (top-p, top-k, min-p) instead of the full one."""
 
 
 @dataclass(frozen=True)
@@ -260,8 +260,8 @@ class PartialResponse:
 class Request:
     """A request for `n` samples of one prompt. `key` seeds the noise of the prompt, `first` is the first sample number.
 
-    `max_tokens` is an additional limit below that of the sampling. `question` is for rollout functions; engines ignore
-    it. After a pause, `partial_responses` has the unfinished samples; only engines that can pause read it.
+    `max_tokens` is an additional limit below the sampling's. `question` is for rollout functions; engines ignore it.
+    After a pause, `partial_responses` has the unfinished samples; only engines that can pause read it.
     """
 
     ids: Sequence[int]
@@ -377,7 +377,7 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """Number of tokens that the policy generated, without those of an environment."""
+        """Number of tokens that the policy generated, without environment tokens."""
         return sum(self.loss_mask)
 
     @property
@@ -399,14 +399,14 @@ class RolloutMeta:
     sample: int
     prompt_tokens: int
     response_length: int
-    """Tokens of the response, including those of an environment."""
+    """Tokens of the response, including environment tokens."""
     num_response_tokens: int
     """Tokens that the policy generated."""
     shared: int
     """Length of the untrained prefix that all scored responses to the prompt share."""
     stop: str
     score: Score | Failure
-    """Without `steps`."""
+    """The score without `steps`."""
 
     @property
     def length(self) -> int:

@@ -144,7 +144,7 @@ def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
 
 
 def read_deepspeed(folder: Path) -> Weights:
-    """ZeRO 0, 1 and 2: one file has all weights."""
+    """Reads ZeRO 0, 1 and 2: one file has all weights."""
     files = [file for file in folder.iterdir() if _MP.match(file.name)]
     if len(files) != 1:
         raise Refusal.at(folder, f"the model is split over {len(files)} devices (tensor parallel)", "merge it first")
@@ -163,7 +163,7 @@ def _is_weight(name: Any, value: Any) -> bool:
 
 
 def read_zero3(folder: Path) -> Weights:
-    """ZeRO 3: each rank has an equal slice of every weight, the last one padded."""
+    """Reads ZeRO 3: each rank has an equal slice of every weight, the last one padded."""
     models = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3.match(file.name))}
     optims = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3_OPTIM.match(file.name))}
     if set(models) != set(range(len(models))) or set(optims) != set(models):
@@ -234,7 +234,7 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _stored_dtype(model: Path) -> torch.dtype | None:
-    """The dtype of the config, in which the weights are stored."""
+    """The dtype in the config, which is the dtype of the stored weights."""
     config = json.loads((model / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
     return dtype if isinstance(dtype, torch.dtype) else None

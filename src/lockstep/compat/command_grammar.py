@@ -41,7 +41,7 @@ class ParsedOverrides:
 def parse_overrides(
     words: Sequence[str], locations: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> ParsedOverrides:
-    """`locations` has the place of each word. References to keys that are not set read `defaults`."""
+    """Parses overrides. `locations`: the place of each word. References to unset keys read `defaults`."""
     parsed = ParsedOverrides()
     position = 0
     while position < len(words):
@@ -239,7 +239,7 @@ class ParsedFlags:
 
 
 def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequence[str] = ()) -> ParsedFlags:
-    """`flags` has the flags by their written name, `locations` the place of each word."""
+    """Parses flags. `flags`: the flags by their written name; `locations`: the place of each word."""
     parsed = ParsedFlags()
     position = 0
     while position < len(words):
@@ -271,7 +271,7 @@ def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequ
 
 
 def is_flag(word: str) -> bool:
-    """A lone minus and a negative number are values."""
+    """Whether a word is a flag: a single minus and negative numbers are values."""
     return word.startswith("-") and len(word) > 1 and not _NEGATIVE.match(word)
 
 

@@ -184,7 +184,7 @@ def main(
     tables = load_tables(peer)
     words = sys.argv[1:]
     if words and words[0].startswith("--local_rank"):
-        words = words[1:]  # DeepSpeed's launcher puts it first; the environment has it too
+        words = words[1:]  # DeepSpeed's launcher puts it first; it is in the environment too
     if not words or words[0] in ("-h", "--help"):
         write(f"python -m lockstep.compat.{peer} PROGRAM SETTINGS: converts and trains; PROGRAM is one of")
         write(f"  {', '.join([*tables['programs'], *tables.get('inference', ())])}")

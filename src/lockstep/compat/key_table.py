@@ -66,7 +66,7 @@ def load_tables(peer: str) -> dict[str, Any]:
 
 @cache
 def table_rows(peer: str, table: str) -> tuple[KeyRow, ...]:
-    """The rows of a table in the order of the file, with those of the tables that it includes."""
+    """The rows of a table in the order of the file, including the tables that it includes."""
     rows: list[KeyRow] = []
     for section in load_tables(peer)["tables"][table]:
         if "include" in section:
@@ -204,7 +204,7 @@ class Conversion:
         return given[key].value if key in given else self.settings.defaults.get(key)
 
     def is_set(self, *keys: str) -> bool:
-        """Whether the command itself sets one of the keys."""
+        """Whether the command sets one of the keys."""
         return any(key in self.settings.given for key in keys)
 
     def below(self, prefix: str) -> list[str]:
@@ -240,7 +240,7 @@ class Conversion:
     # Results -----------------------------------------------------------------------------------------------------
 
     def write(self, to: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set a recipe value. A note means that it differs from what the sources mean."""
+        """Sets a recipe value. A note means that its meaning differs from its sources."""
         self.recipe[to] = WrittenKey(value, sources, note)
         for key in sources if note else ():
             self.decided.setdefault(key, ("changed", note))
@@ -315,7 +315,7 @@ def convert(
 
 
 def row_of(rows: Sequence[KeyRow], key: str) -> KeyRow | None:
-    """The row of the key, or else the longest pattern that covers it."""
+    """The row of the key, or the longest pattern that covers it."""
     covering = [row for row in rows if row.covers(key)]
     return max(covering, key=lambda row: (row.key == key, len(row.key)), default=None)
 

@@ -157,7 +157,7 @@ class _Shell:
                 self.script.remarks.append(f"the script does not call the function {name}; its body is converted once")
 
     def _loop(self, words: Sequence[RawWord]) -> None:
-        """Expand the body of a loop once, with the first value."""
+        """Expands the body of a loop once, with the first value."""
         if words[0].text == "for" and len(words) > 3 and words[2].text == "in":
             values = self.expand(words[3])
             if values:
@@ -195,7 +195,7 @@ class _Shell:
             return
         value = " ".join(self.expand(RawWord(word.text[match.end() :], word.line), split=False))
         if name in self.given and (self.branches or MARK in value):
-            # The caller decides about an unknown branch and the output of a program.
+            # The caller decides about an unknown branch and about program output.
             self.variables[name] = self.given[name]
             return
         if None in self.branches and not adds:
@@ -414,7 +414,7 @@ class _Shell:
 
 
 def _quotient(a: int, b: int) -> int:
-    """A shell rounds towards zero, Python down."""
+    """Integer division: a shell rounds towards zero, Python down."""
     return a // b if (a < 0) == (b < 0) else -(-a // b)
 
 

@@ -62,7 +62,8 @@ def refuse_unread(settings: Parallel) -> None:
 
 
 def starts_ranks(settings: Parallel) -> bool:
-    """Whether `lockstep train` starts the ranks as child processes; also a single one, if it may be restarted."""
+    """Whether `lockstep train` starts the ranks as child processes. This includes a single one that may be
+    restarted."""
     return (settings.devices or 1) > 1 or settings.max_restarts > 0 or settings.launcher == "ray"
 
 
@@ -92,7 +93,7 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("multiprocessing.api", "agent.server.api"):
-        # The rank or the code below reports the end of a rank.
+        # The rank, or the code below, reports that a rank ended.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
     share(devices)
@@ -180,7 +181,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 def first_host(nodes: str) -> str:
     """The first host of SLURM's short form, `gpu[03-05,11],login1`: gpu03."""
-    # The first name ends at a comma outside brackets; of each bracket the first number is used.
+    # The first name ends at a comma outside brackets; the first number of each bracket is used.
     name = re.match(r"(?:\[[^\]]*\]|[^,\[\]])*", nodes)
     host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name.group() if name else "")
     if not host:

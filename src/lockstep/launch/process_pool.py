@@ -32,7 +32,7 @@ _SHORTEST_SECONDS = 0.001
 # Time for a supervisor to kill everything that the function started.
 ENDING_SECONDS = 10.0
 
-# The arguments after it are for people who read the process list.
+# The arguments after it are only for readers of the process list.
 _START = (
     "import sys; sys.path[:] = {path!r}; from lockstep.launch.supervisor import started; started({fd})  # {shown!r}"
 )
@@ -53,7 +53,7 @@ class SupervisedProcess:
         end, parent_pipe = os.pipe()
         self._parent_pipe: int | None = parent_pipe
         output = None if log is None else str(log.absolute())
-        # Arguments may contain secrets, and command lines are public: that contains only the user's file and the log.
+        # Arguments may contain secrets, and command lines are public: they contain only the user's file and the log.
         file = arguments[0] if arguments and isinstance(arguments[0], str) else None
         shown = " ".join(filter(None, [serve, file, output]))
         arguments_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the pipe ends
@@ -116,7 +116,7 @@ class SupervisedProcess:
             self._gone = True
 
     def ended(self) -> str:
-        """How a process ended that closed its connection."""
+        """Describes how a process ended that closed its connection."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self.kill()
@@ -244,11 +244,11 @@ class ProcessPool(Generic[CallT, ReplyT]):
         A process that was killed or stopped twice while loading raises `LostProcess`: a restart may help."""
         self._start_worker, self._failed, self._closed = start, failed, closed
         self._jobs: queue.Queue[tuple[CallT, Future[ReplyT]] | None] = queue.Queue()
-        # A call is either queued before the pool closes, or answered by `submit`.
+        # A call is queued before the pool closes, or answered by `submit`.
         self._submit_lock = threading.Lock()
         self._closing = threading.Event()
         self._workers: list[PoolWorker[CallT, ReplyT] | None] = [None] * workers
-        # Wait for the first worker alone, so that an unusable file is reported once.
+        # Wait for the first worker separately, so that an unusable file is reported once.
         try:
             self._start(0)
         except LostProcess:

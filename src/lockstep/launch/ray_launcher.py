@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def fitting_devices(settings: Parallel, available: int) -> int:
-    """The largest number of devices, up to those available and those in the recipe, that the layout divides evenly; 0
-    if there are too few."""
+    """The largest number of devices, limited by the available ones and the recipe, that the layout divides evenly; 0 if
+    there are too few."""
     most = min(settings.devices or 1, available)
     return next((devices for devices in range(most, 0, -1) if _fits(settings, devices)), 0)
 
@@ -225,7 +225,7 @@ class Cluster:
 
     @contextmanager
     def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
-        """A placement group and its number of devices: that of the recipe, or fewer after a failure with
+        """A placement group and its number of devices: the recipe's, or fewer after a failure with
         `parallel.elastic`."""
         from ray.util.placement_group import placement_group, remove_placement_group
 

@@ -23,7 +23,7 @@ def status_of(code: int) -> int:
 
 
 def worst(statuses: Iterable[int]) -> int:
-    """The exit status of a run from those of its ranks: a stall, a kill and an error matter more than what follows."""
+    """The exit status of a run: a stall, a kill and an error take precedence over consequential failures."""
     order = [0, *sorted(_ASKED), _REFUSED]
 
     def weight(status: int) -> tuple[int, int]:

@@ -176,7 +176,7 @@ class OutputTail:
             self.waiting = False
 
     def _cut(self) -> None:
-        """Keep the end, from the start of a line if there is one."""
+        """Keeps the end, from the start of a line if possible."""
         kept = self._kept[len(_DROPPED) - KEPT_BYTES :]
         line_start = kept.find(b"\n") + 1
         self._kept = bytearray(_DROPPED) + (kept[line_start:] if line_start < len(kept) else kept)

@@ -1,1 +1,1 @@
-"""Rewards: rules, a function, models, a remote endpoint. For `methods`, `train` and all above."""
+"""Rewards: rules, a function, models, a remote endpoint. Used by `methods`, `train` and all above."""

@@ -1,4 +1,4 @@
-"""Dry run of the rewards before the first step: do they distinguish a correct answer from an empty one?"""
+"""Dry run of the rewards before the first step: checks that they distinguish correct from empty answers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule, boxed_example
 from lockstep.types import Failure, Question
 
-# Rows of each data source that are tried.
+# Rows per data source that are tried.
 ROWS = 3
-# Parts that get the ground truth, so their score of it is the score of a correct answer.
+# Parts that get the ground truth, so it is a correct answer for them.
 KNOWING = ("rule", "function", "remote")
 
 
@@ -41,11 +41,11 @@ def dry_run(
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
 ) -> TrialReport:
-    """One line per part and data source. Refuses exceptions and scores that are not finite numbers.
+    """Returns one line per part and data source. Refuses exceptions and scores that are not finite numbers.
 
-    With a rule every ground truth is checked. The candidates are those of `right_answers`. Warns if a part gives equal
-    scores to correct and empty answers (its format may be missing), and if the weighted score of the empty answer is
-    above that of all candidates.
+    With a rule every ground truth is checked. The candidates come from `right_answers`. Warns if a part gives equal
+    scores to correct and empty answers (its format may be missing), and if the empty answer has a higher weighted score
+    than all candidates.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):

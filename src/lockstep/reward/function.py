@@ -54,12 +54,12 @@ class Target:
         return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
 
     def shown_log(self, index: int) -> str | None:
-        """The log as it is named in a failure; None if the run folder does not exist."""
+        """The log's name in a failure message; None if the run folder does not exist."""
         log = self.log(index)
         return str(log) if log is not None and log.parent.parent.is_dir() else None
 
     def failed(self, index: int, why: str) -> Raised:
-        """The reply of worker `index` to a call that it could not get."""
+        """The reply of worker `index` to a call that did not reach it."""
         return Raised(why, log=self.shown_log(index))
 
 
@@ -132,7 +132,7 @@ class _Job:
 
 class LocalCalls:
     """Like a pool, for a function that exists only in this process: calls run one by one in a thread. A thread over the
-    time limit cannot be killed; it is abandoned, and the next call gets a new one.
+    time limit cannot be killed. It is abandoned, and the next call gets a new one.
     """
 
     def __init__(self, function: Callable[..., Any], path: str, seconds: float):
@@ -201,9 +201,9 @@ class FunctionPart(RewardPart):
     """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response in worker processes, or
     `f(queries=, prompts=, labels=)` with lists of one if that is its signature.
 
-    `name` is the part of scores and failures; `reference` is `path/to/file.py:name` from the setting `key`.
-    `output`-N.log keeps the last output lines of process N, if the parent folder exists. A function that only exists in
-    this process (`only_here`) is called in it.
+    `name`: the part of scores and failures; `reference`: `path/to/file.py:name` from the setting `key`. `output`-N.log
+    keeps the last output lines of process N, if the parent folder exists. A function that exists only in this process
+    (`only_here`) is called in it.
     """
 
     def __init__(

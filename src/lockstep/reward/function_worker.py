@@ -1,4 +1,4 @@
-"""The worker process that calls a user's reward function, and the format of its answers. It imports nothing heavy."""
+"""The worker process that calls a user's reward function, and the format of its replies. Its imports are light."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ LOADING = 0
 
 @dataclass(frozen=True)
 class Loaded:
-    """The function is loaded."""
+    """Reply: the function is loaded."""
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """The function cannot be called."""
+    """Reply: the function cannot be called."""
 
     why: str
     remedy: str = ""
@@ -57,7 +57,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Raised:
-    """A call without a score. `spent`: the process must be replaced. `log`: the file with its last output."""
+    """Reply: a call without a score. `spent`: the process must be replaced. `log`: the file with its last output."""
 
     why: str
     spent: bool = False
@@ -108,7 +108,7 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
 
 
 def number(value: Any) -> float | None:
-    """The value as a float; None for text and for what is not a finite number."""
+    """The value as a float; None for text and for numbers that are not finite."""
     if not isinstance(value, SupportsFloat):
         return None
     try:

@@ -43,7 +43,7 @@ def in_batches(rows: TokenRows, run: Callable[[TokenRows], Sequence[T]]) -> list
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Batches of row indices sorted by length, within a budget of padded tokens; a longer row is a batch alone."""
+    """Batches of row indices sorted by length, within a budget of padded tokens; a longer row is a separate batch."""
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if members and lengths[i] * (len(members) + 1) > tokens:

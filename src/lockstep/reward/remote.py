@@ -1,12 +1,12 @@
 """The reward part `remote`: HTTP endpoints that score batches.
 
 The request is `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}`; the response is
-`{"scores": [...]}` or the list alone, with one number per item in the same order. In OpenRLHF's format the request is
+`{"scores": [...]}` or only the list, with one number per item in the same order. In OpenRLHF's format the request is
 `{"query": [...], "prompts": [...], "labels": [...]}`, where a query is prompt and response, and the
 response is `{"rewards": [...]}`. `lockstep serve` of a reward model accepts both formats.
 
-Each endpoint has a circuit breaker: an endpoint that keeps failing is skipped for a while, so that it does not cost
-every batch the time limit. The last endpoint in use is skipped only after a batch has used all its retries. After the
+Each endpoint has a circuit breaker: an endpoint that keeps failing is skipped for a while, so that not every batch
+waits for the time limit. The last endpoint in use is skipped only after a batch has used all its retries. After the
 pause one batch tries it again.
 """
 
@@ -154,7 +154,7 @@ class RemotePart(RewardPart):
         self._first_pause = first_pause
         # A separate generator: pauses must not change the random numbers of the run.
         self._jitter = random.Random()
-        # Guards the next four attributes, and that a future is settled once.
+        # Guards the next four attributes, and ensures that a future is settled once.
         self._lock = threading.Lock()
         self._gathered: list[_Item] = []
         self._waiting: set[_Item] = set()
@@ -219,7 +219,7 @@ class RemotePart(RewardPart):
         return first
 
     def _settle(self, item: _Item, outcome: PartOutcome) -> None:
-        """The first outcome counts: a batch may finish while the part is closed."""
+        """Settles a future. The first outcome counts: a batch may finish while the part is closed."""
         with self._lock:
             if item not in self._waiting:
                 return

@@ -51,15 +51,15 @@ def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.de
         yield scorer
 
 
-# Columns that the rewards can read; rows need only those that are read.
+# Columns that the rewards can read; rows need only the columns that are read.
 EVERYTHING = frozenset({"ground_truth", "data_source"})
-# Argument names of functions for them.
+# Names of the function arguments for these columns.
 _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source": "data_source"}
 
 
 def read_by_rewards(settings: Reward) -> frozenset[str]:
-    """Which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models get what
-    exists."""
+    """Which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models get the
+    existing ones."""
     weights, _ = active_weights(settings)
     if weights.get("rule"):  # with weight 0 it is optional
         return EVERYTHING
@@ -76,7 +76,7 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
 
 
 def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
-    """Reads the names from the bytecode: a notebook cell has no file."""
+    """The names that a callable reads, from its bytecode: a notebook cell has no file."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__"):
         return EVERYTHING
@@ -96,7 +96,7 @@ def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _read_by(file: Path, name: str) -> frozenset[str]:
-    """Reads the names from the source without running it. In doubt everything counts as read."""
+    """The names that a source reads, without running it. In doubt everything counts as read."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -119,8 +119,7 @@ def _read_by(file: Path, name: str) -> frozenset[str]:
 def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, eq. 13), scaled by `factor`.
 
-    0 up to `limit - buffer` tokens, then linear down to `-factor` at the limit and beyond.
-    A buffer of 0 is off.
+    0 up to `limit - buffer` tokens, then linear down to `-factor` at the limit and beyond. A buffer of 0 disables it.
     """
     over = length - (limit - buffer)
     if buffer <= 0 or over <= 0:

@@ -19,7 +19,7 @@ from lockstep.errors import Problem, Refusal, missing_extra
 
 # The rule `math`: the last `\boxed{...}` of a text, compared as mathematics by the package math-verify.
 #
-# There is no time limit here, and a comparison can run forever. The scorer therefore uses a killable process
+# A comparison can run forever, and there is no time limit here. So the scorer uses a killable process
 # (`math_judge.py`).
 
 _LATEX_NUMBER = re.compile(
@@ -106,7 +106,7 @@ def _as_number(latex: str) -> str | None:
     return str(-size if sign == "-" else size)
 
 
-# A number as people write it: sign, currency, thousands separators, decimals. A trailing point is punctuation.
+# A number in common notation: sign, currency, thousands separators, decimals. A trailing point is punctuation.
 _NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
 # The mark is followed by one number and optional words: an expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
 # 1,00,000 is not a final number. Markdown stars around the number are accepted.
@@ -137,7 +137,7 @@ def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> flo
 
 
 def _truth(ground_truth: str) -> Decimal | None:
-    """The number of a ground truth; of a worked answer the number after the last `####`."""
+    """The number of a ground truth; for a worked answer the number after the last `####`."""
     return _value(re.sub(r"[\s$,]", "", ground_truth.rpartition("####")[2]))
 
 

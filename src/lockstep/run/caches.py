@@ -106,7 +106,7 @@ def _sweep(home: Path) -> None:
         # A converter may also write to a temporary path: the name then has the prefix twice.
         made = MadeFolder(home / re.sub(f"^({re.escape(ASIDE)}|{re.escape(_REMOVING)})+", "", leftover.name))
         with contextlib.suppress(OSError), made._making.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is making it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no process is converting it
             shutil.rmtree(leftover)
 
 

@@ -1,9 +1,9 @@
-"""Atomic checkpoints: written to a temporary folder, checksummed, renamed; in one file, or in shards of all ranks.
+"""Atomic checkpoints: written to a temporary folder, checksummed, renamed; one file, or shards of all ranks.
 
 A checkpoint folder of one process holds `model.safetensors` (the trained weights: all of them, or the adapter),
 `optimizer.safetensors` (moments, master weights, random states) and the same two files of a critic, if any. A
-checkpoint of several processes has the same tensors in `shards/`. Both have `state.json`
-and `manifest.json`, written last, with the size and SHA-256 of each file. Any number of processes can read both.
+checkpoint of several processes has the same tensors in `shards/`. Both have `state.json` and `manifest.json`, written
+last, with the size and SHA-256 of each file. Any number of processes can read both.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
                 save_file(_contiguous(content), aside / name)
             write_private(aside / STATE, json.dumps(asdict(state), indent=2))
             write_manifest(aside, told_of(aside, [aside / name for name in (*tensors, STATE)]))
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten_checkpoint(target, str(error)) from error
     return target
 
@@ -333,7 +333,7 @@ def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
 
 class ShardedWriter:
     """Writes the checkpoints of a run, one at a time. All ranks create it together. The thread of rank 0 calls `landed`
-    when a checkpoint is complete."""
+    after a checkpoint is complete."""
 
     def __init__(self, checkpoints: Path, world: World, landed: Callable[[Path], None]):
         self.checkpoints, self.world, self.landed = checkpoints, world, landed

@@ -22,7 +22,7 @@ from lockstep.run.screen import Screen
 
 
 class Pace:
-    """Estimates the remaining time from the latest steps."""
+    """Estimates the remaining time from recent steps."""
 
     def __init__(self, total: int | None, done: int = 0):
         self.total, self.done = total, done
@@ -30,7 +30,7 @@ class Pace:
         self._ticks: deque[tuple[float, int]] = deque([(self.began, done)], maxlen=50)
 
     def reach(self, done: int) -> None:
-        # The first step includes warm-up, so it is dropped as soon as there is another one.
+        # The first step includes warm-up, so it is dropped when there is another one.
         if len(self._ticks) == 2 and self._ticks[0][0] == self.began:
             self._ticks.popleft()
         now = time.monotonic()
@@ -100,7 +100,7 @@ class Console:
         yield TaskProgress()
 
     def begin(self, total_steps: int, done: int = 0) -> None:
-        """Training starts after `done` finished steps. `end` must follow, also after an error."""
+        """Called when training starts, after `done` finished steps. `end` must follow, also after an error."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Reports that step `step` of `total_steps` is finished."""
@@ -109,7 +109,7 @@ class Console:
         """Reports the validation metrics after `step`."""
 
     def end(self) -> None:
-        """Training ended or was interrupted. May be called twice."""
+        """Called when training ends or is interrupted. May be called twice."""
 
     def problems(self, refusal: Refusal) -> None:
         """Prints the problems with remedies to stderr. A silent console prints them too."""
@@ -118,7 +118,7 @@ class Console:
 
 
 def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
-    """Prints every problem of a refusal to stderr; `colour` defaults to what the terminal supports."""
+    """Prints every problem of a refusal to stderr; `colour` defaults to the terminal's support."""
     from rich.text import Text
 
     from lockstep.run.screen import Screen
@@ -299,7 +299,7 @@ class PlainConsole(Console):
             self._pending = line
 
     def _eta(self, line: str, step: int) -> str:
-        """The remaining time after the metrics, or sometimes on a separate line if it does not fit."""
+        """The remaining time after the metrics, or occasionally on a separate line if it does not fit."""
         assert self._pace is not None
         left = self._pace.left()
         if left is None or step == self._pace.total:

@@ -27,7 +27,7 @@ def written_aside(path: Path, *, over: bool = False, durable: bool = True) -> It
         yield aside
         take_name(aside, path, over=over, durable=durable)
     except BaseException:
-        with contextlib.suppress(OSError):  # on an unwritable disk there is nothing to remove
+        with contextlib.suppress(OSError):  # nothing to remove on an unwritable disk
             _remove(aside)
         raise
 

@@ -74,7 +74,7 @@ def own_commit() -> str | None:
 
 def checkout_commit(folder: Path) -> str | None:
     """The commit of the code in `folder`, with `-dirty` if it was changed; None outside a checkout."""
-    # A virtual environment inside another repository must not report the commit of that repository.
+    # A virtual environment inside another repository must not report that repository's commit.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -100,7 +100,7 @@ class RunFolder:
         return self.path / "recipe.yaml"
 
     def earlier_recipe(self, last: int) -> Path:
-        """The recipe that applied up to step `last`, of a run that was resumed with changed keys."""
+        """The path of the recipe that applied up to step `last`, in a run that was resumed with changed keys."""
         return self.path / f"recipe.to_step_{last}.yaml"
 
     def earlier_recipes(self) -> dict[int, Path]:
@@ -217,7 +217,7 @@ class RunFolder:
 
 
 def _current_recipe(recipe: str) -> str:
-    """A stored recipe with what earlier versions wrote converted: secrets masked, keys with their new names."""
+    """A stored recipe in the current form: secrets masked, keys with their new names."""
     # Imported on use: a list of runs does not wait for the schema.
     from lockstep.recipe.renamed_keys import stored_recipe
 

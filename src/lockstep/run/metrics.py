@@ -183,7 +183,7 @@ def _damaged(path: Path, number: int, text: str) -> Refusal:
 
 
 def _last_step(path: Path) -> int:
-    """The highest step in the log, -1 when there is none."""
+    """The highest step in the log; -1 without steps."""
     if not path.exists():
         return -1
     content = path.read_bytes()

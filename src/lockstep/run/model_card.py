@@ -33,7 +33,7 @@ SINGLE = (
 
 
 def before_and_after(history: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, str]]:
-    """Rows of a table: the name, and `first -> last`."""
+    """Table rows with a name and `first -> last`."""
     rows = []
     for label, name in AVERAGED:
         values = _values(history, name)

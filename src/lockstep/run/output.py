@@ -1,4 +1,4 @@
-"""Output to stdout and stderr: the only module that prints, and how text is fitted to a terminal."""
+"""Output to stdout and stderr: the only module that prints; fits text to a terminal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OFFLINE_COLUMNS = (
     Column("train/grad_norm", "grad", ".3g"),
     Column("perf/throughput", "tok/s", ",.0f"),
 )
-# `kl` is the divergence from the reference if there is one, otherwise that of the update.
+# `kl` is the divergence from the reference, or without one the divergence of the update.
 ONLINE_COLUMNS = (
     Column("critic/score/mean", "reward", ".3f"),
     Column(("actor/kl", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),

@@ -23,7 +23,7 @@ class Screen(Console):
 
     @classmethod
     def on_stdout(cls) -> Screen:
-        """As wide as the terminal; 80 columns in a file or a pipe."""
+        """A console as wide as the terminal; 80 columns in a file or a pipe."""
         return cls(width=None if sys.stdout.isatty() else WIDTH)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -190,7 +190,7 @@ def _stops(fields: BodyReader) -> tuple[str, ...]:
 
 
 def _max_tokens(ids: Sequence[int], requested: int | None, served: ServedModel, default: int | None) -> int:
-    """The limit of new tokens: that of the request, or the rest of the context."""
+    """The limit of new tokens: the request's, or the rest of the context."""
     room = served.max_model_len - len(ids)
     if room < 1 or (requested is not None and requested > room):
         answer = f" and {requested} of the answer" if requested is not None else ""

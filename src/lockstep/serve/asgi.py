@@ -1,6 +1,6 @@
 """The HTTP server: a starlette application on uvicorn, with limits for everything that a client can send.
 
-A request is cancelled as soon as its client disconnects. A client that closes its side of the connection counts as
+A request is cancelled when its client disconnects. A client that closes its side of the connection counts as
 disconnected.
 """
 
@@ -191,7 +191,7 @@ def _endpoint(site: HttpSite, handler: Handler, limits: ServeLimits) -> Callable
         try:
             reply = await answer(request)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody receives it
+            return Response(status_code=499)  # the client is gone
         except ApiError as error:
             reply = site.error(error)
         except Exception as error:  # noqa: BLE001 - a defect must not look like a lost connection
@@ -239,7 +239,7 @@ async def _body(request: Request, limits: ServeLimits) -> bytes:
 async def _drain(request: Request) -> None:
     """Read and drop a body for up to `LINGER_SECONDS`, so that the error reaches a client that is still sending."""
     if "expect" in request.headers:
-        return  # reading would tell the client to begin sending
+        return  # reading would make the client start sending
 
     async def drop_rest() -> None:
         while (await request.receive()).get("more_body"):
@@ -303,7 +303,7 @@ class LimitedProtocol(H11Protocol):
         cycle = self.cycle
         if cycle is not None and not cycle.more_body and self._answered_cycle is not cycle:
             self._answered_cycle = cycle
-            # The handler has its own limit of `seconds`; a slow client gets as much time to receive the answer.
+            # The handler has a limit of `seconds`; a slow client gets the same time to receive the answer.
             self._close_after(2 * self.limits.seconds + self.limits.idle_seconds)
 
     def on_response_complete(self) -> None:

@@ -70,7 +70,7 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class _RunningSequence:
-    """A sequence under way: its request, the index of its choice, and its text."""
+    """A running sequence: its request, the index of its choice, and its text."""
 
     pending: PendingRequest
     choice: int
@@ -88,7 +88,7 @@ class Load:
 
 
 class EngineWorker:
-    """`decode` returns the text of token ids without special tokens."""
+    """Runs the engine in a thread. `decode` returns the text of token ids without special tokens."""
 
     def __init__(self, engine: LiveEngine, decode: Callable[[list[int]], str], limits: ServeLimits):
         self._engine, self._decode, self._limits = engine, decode, limits
@@ -111,7 +111,7 @@ class EngineWorker:
 
     @property
     def load(self) -> Load:
-        """After the last decoding step, with the requests that came since."""
+        """The load after the last decoding step, with the requests since."""
         with self._changed:
             new = sum(pending.request.num_sequences for pending in self._new)
             last = self._load
@@ -239,7 +239,7 @@ class EngineWorker:
         return Delta(response.choice, text, drawn)
 
     def _post(self, deltas: Mapping[PendingRequest, Sequence[Delta | ApiError]]) -> None:
-        """One call into the event loop for all requests: waking the loop is the slow part."""
+        """Delivers to all requests with one call into the event loop, because waking the loop is slow."""
         loops = {pending.loop for pending in deltas}
         for loop in loops:
             local = [(pending, new_deltas) for pending, new_deltas in deltas.items() if pending.loop is loop]

@@ -38,7 +38,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """`path` is decoded; header names are lower case; `query` is the text after `?`."""
+    """A request. `path` is decoded; header names are lower case; `query` is the text after `?`."""
 
     method: str
     path: str
@@ -49,7 +49,7 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """`body` is complete, or an iterator of chunks. `done` runs after the body, also if the client disconnects."""
+    """A reply. `body` is complete, or an iterator of chunks. `done` runs after the body, also after a disconnect."""
 
     body: bytes | AsyncIterator[bytes] | Iterator[bytes]
     status: int = 200
@@ -92,8 +92,8 @@ Handler = Callable[[HttpRequest], Awaitable[HttpReply]] | Callable[[HttpRequest]
 
 @dataclass(frozen=True)
 class HttpSite:
-    """The routes of one server. The keys of `routes` are (method, path); a handler that is no coroutine function runs
-    in a thread. `check` runs before the body of a request is read, and raises `ApiError` to reject it."""
+    """The routes of one server, by (method, path). A handler that is not a coroutine function runs in a thread. `check`
+    runs before the body of a request is read, and raises `ApiError` to reject it."""
 
     routes: Mapping[tuple[str, str], Handler]
     check: Callable[[HttpRequest], None]
@@ -106,8 +106,8 @@ class HttpSite:
 
 @dataclass(frozen=True)
 class ServeLimits:
-    """`body_bytes` of a request; `queue` sequences that wait or run; `seconds` from the last byte of a request to the
-    last byte of its answer; `idle_seconds` to send a complete request, and between two requests."""
+    """`body_bytes`: of a request; `queue`: sequences that wait or run; `seconds`: from the last byte of a request to
+    the last byte of its answer; `idle_seconds`: to send a complete request, and between two requests."""
 
     body_bytes: int = 16 * 2**20
     queue: int = 256
@@ -158,7 +158,7 @@ def check_caller(request: HttpRequest, api_key: str | None) -> None:
         if not hmac.compare_digest(given.encode(), api_key.encode()):
             raise ApiError(401, "the key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
         return
-    # A page in a browser can send requests to this machine, also under a host name that resolves to it.
+    # A web page can send requests to this machine, also under a host name that resolves to it.
     for name in ("host", "origin"):
         value = request.headers.get(name)
         if value is not None and not is_loopback(_host_name(value)):

@@ -87,7 +87,7 @@ class LanguageModelApp:
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(self._encoder, parse, request.body, self.served)
         response = ApiResponse(parsed, self.served, chat=chat)
-        # Queued before a stream begins: a full queue must be a status, not an event.
+        # Queued before a stream begins, so that a full queue is a status and not an event.
         pending = self.worker.submit(parsed.generation)
         if parsed.stream:
             return as_events(response.events(pending), lambda: self.worker.release(pending))
@@ -156,7 +156,7 @@ class ApiResponse:
             yield {**self._body(kind, []), "usage": self._usage(generated)}
 
     def _is_event(self, delta: Delta) -> bool:
-        """No event is sent for tokens that complete no character."""
+        """Whether to send an event: not for tokens that complete no character."""
         return bool(delta.text or delta.finish or self.request.token_ids or self.request.logprobs)
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class ApiResponse:
         return {"index": delta.choice, **content, "finish_reason": delta.finish, **extras}
 
     def _extras(self, index: int, tokens: Sequence[DrawnToken], *, first: bool) -> dict[str, Any]:
-        """Log-probabilities and token ids, if the request wants them."""
+        """Log-probabilities and token ids, if requested."""
         extras: dict[str, Any] = {"logprobs": None}
         if self.request.logprobs:
             extras["logprobs"] = self._chat_logprobs(tokens) if self.chat else self._plain_logprobs(index, tokens)

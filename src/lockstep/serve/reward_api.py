@@ -148,7 +148,7 @@ class RewardWorker:
         finally:
             with self._changed:
                 self._rows -= len(rows)
-                # The request has ended: it need not be scored any more.
+                # The request has ended and need not be scored.
                 if batch in self._waiting:
                     self._waiting.remove(batch)
 

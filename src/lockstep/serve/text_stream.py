@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 # Bytes of an incomplete character are decoded as this character. Tokenizers with one token per byte (Llama 2, Mistral,
-# Gemma) return one of it for each byte.
+# Gemma) return it once per byte.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Limits of the window of tokens that is decoded again with each new token. The text of a token depends on the tokens
 # just before it (a space, the bytes of a character), not on distant ones.
 _MAX_WINDOW, _MIN_WINDOW = 24, 8
-# The limit for bytes that never form a character: they are returned as they are.
+# The limit for bytes that never form a character: they are returned unchanged.
 _MAX_INCOMPLETE = 8 * _MAX_WINDOW
 
 
@@ -30,7 +30,7 @@ class TextStream:
         self._pending = ""
 
     def push(self, token: int) -> str:
-        """Add a token; the new text that no later token can change."""
+        """Adds a token; returns the new text that no later token can change."""
         self._window.append(token)
         decoded = self.decode(self._window)
         settled = decoded.rstrip(_REPLACEMENT)
@@ -49,7 +49,8 @@ class TextStream:
         if decoded.startswith(self._seen):
             self._take(decoded)
         else:
-            # Byte-level decoders mark returned characters as broken too, because the last one is. Only that one is new.
+            # Byte-level decoders also mark returned characters as broken, because the last one is. Only the last one is
+            # new.
             unfinished = len(self._window) - max(self._complete, default=0)
             self._pending += _REPLACEMENT * min(unfinished, len(decoded) - len(decoded.rstrip(_REPLACEMENT)))
         return self._emit(final=True)

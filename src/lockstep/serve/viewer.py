@@ -1,8 +1,8 @@
 """The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs. It only reads.
 
-Three things keep other pages and other users out. The server listens on the loopback address. Every path begins with a
-random token, compared in constant time. And only the host names of the loopback address are accepted, because
-another site can let its host name resolve to 127.0.0.1 and would then read the replies.
+Three measures keep other pages and users out. The server listens on the loopback address. Every path begins with a
+random token, compared in constant time. Only host names of the loopback address are accepted: another site could let
+its host name resolve to 127.0.0.1 and read the replies.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; frame-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# A comparison's report has an inline script and comes from a folder that anyone may have written. The sandbox gives it
-# an origin without access to this page or its data.
+# A comparison's report has an inline script, and any user may have written its folder. The sandbox gives it an origin
+# without access to this page or its data.
 REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "frame-ancestors 'self'"
@@ -150,7 +150,7 @@ def _parsed(query: str) -> Query:
 
 
 def _as_json(data: dict[str, Any]) -> bytes:
-    """ASCII, because samples may contain lone surrogates."""
+    """The value as ASCII JSON, because samples may contain lone surrogates."""
     try:
         return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:

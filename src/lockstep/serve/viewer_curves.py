@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 from lockstep.serve.viewer_log import line_at, parsed
 
 FIRST_SECONDS, READ_SECONDS = 0.1, 0.4
-"""Time limits of reading in one request. The first request is shorter, so that the page soon shows a curve."""
+"""Time limits of reading per request. The first is shorter, so that the page soon shows a curve."""
 
 
 @dataclass
 class MetricCurve:
-    """The steps and values of a metric; steps with NaN or infinite values are kept apart."""
+    """The steps and values of a metric; steps with NaN or infinite values are stored separately."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -50,7 +50,7 @@ class Curves:
 
     @property
     def version(self) -> str:
-        """Changes with the data."""
+        """A value that changes with the data."""
         return f"{self._inode}-{self._offset}"
 
     def read_more(self, seconds: float | None = None) -> None:
@@ -73,7 +73,7 @@ class Curves:
             self._size = self._offset
 
     def _is_same_log(self, file: BinaryIO) -> bool:
-        """Whether the last line read is still there. A new file may already be longer."""
+        """Whether the last line read still exists. A new file may already be longer."""
         start, content = self._last_line
         file.seek(start)
         return file.read(len(content)) == content

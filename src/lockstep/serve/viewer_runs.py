@@ -30,7 +30,7 @@ RESCAN_SECONDS = 1.0
 FileStates = tuple[tuple[int, int, int], ...]
 RunCache = dict[Path, tuple[FileStates, dict[str, Any]]]
 """The summary of each run, and the state of the files that it was read from."""
-# Changed runs after which the index is written. Fewer are read again at the next start.
+# The index is written after this many changed runs. Fewer are read again at the next start.
 WRITE_AFTER = 20
 MAX_SHOWN = 2_000
 """Characters of a value in a list of differences."""
@@ -52,7 +52,7 @@ class FoundRuns:
 
 
 def find_runs(root: Path) -> FoundRuns:
-    """`root` is a resolved path. A run is a folder with a recipe or metrics; runs are not nested."""
+    """Finds the runs below `root`, a resolved path. A run is a folder with a recipe or metrics; runs are not nested."""
     if _is_run(root):
         return FoundRuns({root.name: root}, ())
     runs: dict[str, Path] = {}
@@ -110,8 +110,8 @@ def _is_run(folder: Path) -> bool:
 def summary(
     root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]], cache: RunCache | None = None
 ) -> dict[str, Any]:
-    """A run in the list: method, model, step, whether a process runs it, and its main metric. `cache` has earlier
-    summaries; those of unchanged files are used again."""
+    """A run in the list: method, model, step, whether a process runs it, and its main metric. Summaries in `cache` are
+    reused if their files are unchanged."""
     folder = RunFolder(path)
     files = [folder.recipe, folder.metrics]
     states = tuple(_file_state(file) for file in files)
@@ -143,7 +143,7 @@ def _read(root: Path, folder: RunFolder) -> dict[str, Any]:
 
 
 def _file_state(file: Path) -> tuple[int, int, int]:
-    """Changes whenever the file is written."""
+    """A value that changes whenever the file is written."""
     try:
         status = file.stat()
     except OSError:
@@ -154,7 +154,7 @@ def _file_state(file: Path) -> tuple[int, int, int]:
 def _from_recipe(recipe: Any) -> dict[str, Any]:
     sections = recipe if isinstance(recipe, dict) else {}
     run, model = (part if isinstance(part, dict) else {} for part in (sections.get("run"), sections.get("model")))
-    # Only values of the types that a run writes: others may be endless.
+    # Only values of the types that a run writes: other values may be endless.
     method, path, steps = sections.get("method"), model.get("path"), run.get("steps")
     return {
         "method": method if isinstance(method, str) else "",
@@ -172,15 +172,15 @@ def _from_metrics(line: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def first_metrics() -> list[str]:
-    """The main metrics in order of importance: those of the console and of validation."""
+    """The main metrics in order of importance: those of the console, then validation."""
     names = [column.metric for column in (*ONLINE_COLUMNS, *OFFLINE_COLUMNS)]
     shown = [name for each in names for name in ((each,) if isinstance(each, str) else each)]
     return list(dict.fromkeys(["critic/score/mean", "train/loss", "val/accuracy", "val/loss", *shown]))
 
 
 def file_locks() -> frozenset[tuple[int, int]]:
-    """(process, inode) of every file lock on this machine; empty if the system has no list of them. Trying a lock would
-    hold it for a moment, and a run that starts in that moment would fail."""
+    """(process, inode) of every file lock on this machine; empty if the system has no such list. Testing a lock would
+    hold it for a moment, and a run that starts then would fail."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -201,7 +201,7 @@ def _is_locked(root: Path, folder: RunFolder, locks: frozenset[tuple[int, int]])
 
 class RunIndex:
     """Summaries of the runs of a folder, stored in the cache folder for the next start. An entry is valid while its
-    files have the same time, size and inode. An index that is damaged or of another version is built again."""
+    files have the same time, size and inode. A damaged index, or one of another version, is rebuilt."""
 
     def __init__(self, root: Path):
         self.cache: RunCache = {}
@@ -235,7 +235,7 @@ class RunIndex:
         if self._file is None or not (new or changed >= WRITE_AFTER):
             return
         body = {str(run): [states, read] for run, (states, read) in self.cache.items()}
-        # As it will be read: JSON has no tuples.
+        # Converted to the form in which it is read: JSON has no tuples.
         body = json.loads(json.dumps(body))
         stored = {"version": self._version, "sha256": _checksum(body), "runs": body}
         with contextlib.suppress(OSError):
@@ -318,7 +318,7 @@ def _shown_text(text: str) -> str:
 
 
 def _without_secrets(values: dict[str, str]) -> dict[str, str]:
-    """Flat values with secrets masked. They are flat first, because anchors can expand without end."""
+    """Flat values with secrets masked. They are flattened first, because anchors can expand without end."""
     clean = {key: masked_tree(json.loads(value), key.rpartition(".")[2]) for key, value in values.items()}
     return {key: json.dumps(value, ensure_ascii=False) for key, value in clean.items()}
 

@@ -88,7 +88,7 @@ class _NoScorer:
         return future
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """No effect: nothing is buffered."""
 
 
 def _generated(

@@ -148,7 +148,7 @@ def _gated(done: Conversion) -> None:
 def _write_correction(
     done: Conversion, level: str, mode: str, gate: str, bounds: tuple[float, float], keys: tuple[str, ...]
 ) -> None:
-    """The kept tokens have their ratio as weight. Dropped tokens still count in the mean."""
+    """Writes the correction. Kept tokens have their ratio as weight. Dropped tokens still count in the mean."""
     low, high = bounds
     done.write("algorithm.rollout_correction.weight", "token", *keys)
     if mode == "clip":
@@ -163,7 +163,7 @@ def _write_correction(
 
 
 def _bounds(done: Conversion) -> tuple[float, float] | None:
-    """LOW HIGH, or only HIGH."""
+    """The bounds: LOW HIGH, or only HIGH."""
     given = done.numbers(BOUNDS)
     low, high = [0.0, *given] if len(given) == 1 else [*given, 0.0, 0.0][:2]
     if len(given) not in (1, 2) or not 0 <= low <= high or high <= 0:
@@ -290,7 +290,7 @@ def reward_rule(done: Conversion) -> None:
 
 
 def _remote(done: Conversion, remote: str) -> None:
-    """The function of a file, or endpoints."""
+    """Rewards from a function of a file, or from endpoints."""
     note = "a query is the prompt's text and the response, without the marks of a chat template"
     if remote.endswith(".py"):
         done.write("reward.function", f"{remote}:reward_func", "remote_rm_url", note=f"{note}; one response at a time")

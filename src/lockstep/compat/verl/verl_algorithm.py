@@ -42,7 +42,7 @@ _LOSS_PARAMETERS = {
 # Metrics of filter_groups that are the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 
-# What verl rejects by: the unit and the statistic. Its k1 is the inverse of lockstep's ratio.
+# verl's criteria for rejection: unit and statistic. Its k1 is the inverse of lockstep's ratio.
 _STATISTICS = {"k1": "ratio", "k2": "k2", "k3": "k3"}
 _OVER = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 CRITERIA = {
@@ -89,7 +89,7 @@ def _filter_groups(done: Conversion) -> None:
 
 
 def _resampling(done: Conversion, advantage: str) -> None:
-    """PF-PPO, which verl does only with gae."""
+    """PF-PPO, which verl supports only with gae."""
     switch, method, power = (f"algorithm.{n}" for n in ("use_pf_ppo", "pf_ppo.reweight_method", "pf_ppo.weight_pow"))
     if not done[switch] or advantage != "gae":
         why = "verl resamples only with gae" if done[switch] else "verl reads it only with use_pf_ppo"
@@ -319,5 +319,5 @@ def _bound(text: str) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Without the last digits that a division adds."""
+    """The value without the last digits added by a division."""
     return float(f"{value:.12g}")

@@ -1,1 +1,1 @@
-"""One file an outside tracker; each imports its package inside itself only. For `run` alone."""
+"""One file per external tracker; each imports its package on use. Used only by `run`."""

@@ -36,7 +36,7 @@ class SwanlabSink:
         )
         remember_id(self._folder, "swanlab", run_id)
         self._step = resumed_at
-        if mode in ("local", "offline"):  # a new file for each process; their server keeps what it has
+        if mode in ("local", "offline"):  # a new file for each process; a server keeps earlier steps
             for step, metrics in earlier_steps(self._folder, resumed_at):
                 self.log(step, metrics)
 

@@ -1,4 +1,4 @@
-"""Opens the trackers of a recipe, and code that they share.
+"""Opens the trackers of a recipe, and the code that they share.
 
 A tracker that cannot start stops the run before training. A later failure only gives a warning, because metrics.jsonl
 has every number.
