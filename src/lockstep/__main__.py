@@ -6,8 +6,7 @@ import signal
 
 
 def main() -> None:
-    """Runs the command line. Until it is imported, Ctrl-C ends the process silently instead of with the traceback of an
-    import."""
+    """Runs the command line. During its import, Ctrl-C ends the process silently, without a traceback."""
     waits = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if waits:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

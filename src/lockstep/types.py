@@ -206,7 +206,7 @@ class Sums:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-# From the output of a module and its micro-batch to sums.
+# Computes sums from the output of a module and its micro-batch.
 Loss = Callable[[Any, MicroBatch], Sums]
 
 
@@ -292,9 +292,9 @@ class Completion:
     """Stop reason: `token`, `string` or `length`; `environment` if a rollout function ended the response, `failed` if
     it failed."""
     loss_mask: Sequence[int] = ()
-    """As in `Rollout`."""
+    """Same as in `Rollout`."""
     versions: Sequence[int] = ()
-    """As in `Rollout`."""
+    """Same as in `Rollout`."""
     failure: str = ""
     """Error message of a failed rollout function."""
 

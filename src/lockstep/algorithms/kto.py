@@ -68,7 +68,7 @@ def kl_estimate(logratios: torch.Tensor) -> float:
 
 
 def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
-    """For each row, the row that provides the mismatched completion.
+    """Returns for each row the row that provides the mismatched completion.
 
     It is the next row (cyclic, never the row itself) with another prompt and another completion; if there is none, the
     next with another completion. A shift by one would use a matched pair if neighbours share a prompt.

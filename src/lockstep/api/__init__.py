@@ -1,2 +1,1 @@
-"""The Python API: a handle on a model, and comparisons. The package `lockstep` exports its names; lower packages do not
-import it."""
+"""The Python API: a handle on a model, and comparisons. `lockstep` exports it; lower packages do not import it."""

@@ -30,7 +30,7 @@ from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
-# Losses are sums, so gradients are larger than those of means by the number of tokens of an update.
+# Losses are sums, so gradients are larger than with means, by the number of tokens of an update.
 _FIRST_SCALE = 2.0**7
 
 

@@ -116,7 +116,7 @@ def smoke_test(recipe: Recipe) -> None:
         smoke = Smoke(recipe, Path(temporary))
         try:
             small = smoke.recipe()
-        except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+        except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
             raise unwritten(temporary, error, "set TMPDIR to another folder for temporary files") from error
         Console.open().banner(f"smoke test of {recipe.run.name}", smoke.changes)
         run = RunFolder(run_recipe(small))

@@ -1,1 +1,1 @@
-"""From files to rows, chats, tokens, data sets and micro-batches. Used by `tape` and all above; it may import `run`."""
+"""Converts files to rows, chats, tokens, data sets and micro-batches. Used by `tape` and above; may import `run`."""

@@ -106,10 +106,10 @@ def micro_batch(
 ) -> MicroBatch:
     """The tensors of a micro-batch; without examples, one untrained token.
 
-    `starts`: index of each example's first target among the targets of the update (default: of this batch). `shares`:
-    number of leading tokens of each example that the packed row already holds, from the last preceding example that
-    shares nothing. Padded rows share nothing. `places`: like `starts`, among the targets of this rank, if it does not
-    have all of them.
+    `starts`: index of each example's first target among the targets of the update (default: of this batch).
+    `shares`: number of leading tokens of each example that the packed row already holds, from the last preceding
+    example that shares nothing. Padded rows share nothing.
+    `places`: like `starts`, among the targets of this rank, if it does not have all of them.
     """
     if not examples:
         blank = torch.full((1, 1), pad_id)

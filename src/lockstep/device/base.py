@@ -43,7 +43,7 @@ class Device(ABC):
     adamw: ClassVar[str] = "torch"
     """Name of the AdamW step with fp32 master weights; see `train/optim.py`."""
     lean_layers: ClassVar[bool] = False
-    """Whether its fused norms and feed-forwards (`kernels/fused.py`) save only what the memory plan counts."""
+    """Whether its fused norms and feed-forwards (`kernels/fused.py`) save no more than the memory plan counts."""
     graph_capture: ClassVar[bool]
     attention: str
     """Name of the attention kernel for packed rows; see `kernels/attention/varlen.py`."""
@@ -54,7 +54,7 @@ class Device(ABC):
     generating_layers: str = "modules"
     """Name of the decoder layers used in generation; see `kernels/decode_layers.py`."""
     scored_by: str = "sampler"
-    """Where the log-prob of a sampled token comes from: the sampler, or the trainer's kernel."""
+    """Source of the log-prob of a sampled token: the sampler, or the trainer's kernel."""
     generates_beside: ClassVar[bool] = False
     """Whether a second process may generate on the device while the run trains on it."""
     meets_itself: ClassVar[bool] = False
@@ -132,7 +132,7 @@ class Device(ABC):
         """Driver and runtime versions; None if unavailable."""
 
     def seed(self, seed: int) -> None:
-        """Seed torch's generators: the CPU's and those of every visible device."""
+        """Seeds torch's generators: of the CPU and of every visible device."""
         torch.manual_seed(seed)
 
     def supports(self, dtype: torch.dtype) -> bool:

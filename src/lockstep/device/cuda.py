@@ -25,7 +25,7 @@ class _Peak(NamedTuple):
     """float32 without TF32, torch's default."""
 
 
-# From NVIDIA's data sheets; figures "with sparsity" are halved. Matched as complete words of the device's name, the
+# NVIDIA's data sheets; figures "with sparsity" are halved. Matched as complete words of the device's name, the
 # more specific name first.
 PEAKS: dict[str, _Peak] = {
     "H100 PCIe": _Peak(756e12, 51e12),
@@ -97,7 +97,7 @@ class Cuda(Accelerator):
         return (torch.float16,)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """For float32 without TF32, torch's default."""
+        """FLOP/s; float32 without TF32, torch's default."""
         peak = peak_of(self.chip())
         if peak is None:
             return None

@@ -10,7 +10,7 @@ from lockstep.device.cuda import Cuda
 from lockstep.device.npu import Npu
 from lockstep.errors import Refusal
 
-# In the order in which `auto` tries them.
+# Devices in the order in which `auto` tries them.
 DEVICES: dict[str, type[Device]] = {"npu": Npu, "cuda": Cuda, "cpu": Cpu}
 
 # Common names whose nearest spelling is the wrong device ("gpu" is one letter from "npu").

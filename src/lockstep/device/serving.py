@@ -92,7 +92,7 @@ _SGLANG_ASCEND = Serving(
     },
 )
 
-# By device class (`device/`) and `rollout.engine`.
+# Entries by device class (`device/`) and `rollout.engine`.
 SERVING: dict[str, dict[str, Serving]] = {
     "npu": {"vllm": _VLLM_ASCEND, "sglang": _SGLANG_ASCEND},
     "cuda": {

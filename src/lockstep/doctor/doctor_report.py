@@ -55,7 +55,7 @@ def examine(machine: Machine, device: str | None = None) -> Report:
 
 
 def cannot_train(facts: MachineFacts, device: str) -> tuple[str, ...]:
-    """For a machine with the Ascend stack of another project: the reason, then the alternatives."""
+    """The reason and the alternatives, for a machine with the Ascend stack of another project."""
     torch_npu = facts.packages.get("torch_npu")
     if device != "npu" or torch_npu is None or not older(release(torch_npu), MINIMUM["torch"]):
         return ()

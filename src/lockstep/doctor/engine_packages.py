@@ -1,4 +1,4 @@
-"""The rollout engines that a run on this machine can use, and what is missing for the others."""
+"""The rollout engines that a run on this machine can use, and the missing packages of the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineHere:
     install: str = ""
 
     def explanation(self) -> str:
-        """What is missing, and how to install it."""
+        """The missing packages, and how to install them."""
         if not self.install:
             return self.missing
         how = "to install it in a separate environment (it pins its torch), for rollout.server.python"

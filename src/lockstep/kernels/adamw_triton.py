@@ -224,7 +224,7 @@ class _Table:
 
 @lru_cache(maxsize=16)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every block: its entry, and its index within the entry."""
+    """The entry of every block, and the block's index within the entry."""
     counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]

@@ -36,7 +36,7 @@ def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
     return triton_layers.fused_layers(decoder)
 
 
-# By the name in a device's `generating_layers`; other names use the modules.
+# Layers by the name in a device's `generating_layers`; other names use the modules.
 GENERATING: dict[str, Callable[[nn.Module], GeneratingLayers | None]] = {"triton": _by_triton}
 
 

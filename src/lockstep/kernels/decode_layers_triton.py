@@ -60,7 +60,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
-# Tolerance of a layer's output in norm: relative to what the layer adds, and relative to the output.
+# Tolerance of a layer's output in norm: relative to the layer's contribution, and relative to the output.
 TOLERANCE = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (5e-2, 4e-3), torch.float16: (1e-2, 5e-4)}
 
 

@@ -158,8 +158,8 @@ def place_heads_(
     queries: int,
     norms: Norms | None = None,
 ) -> None:
-    """For concatenated QKV of each token (L = (H + 2 G) D): norm and rotate queries and keys in place, and write keys
-    and values to their slots of a layer's cache (slots, G, D)."""
+    """Norms and rotates queries and keys of each token in place, given concatenated QKV (L = (H + 2 G) D), and writes
+    keys and values to their slots of a layer's cache (slots, G, D)."""
     tokens = len(line_TL)
     _, groups, size = keys.shape
     assert all(tensor.is_contiguous() for tensor in (line_TL, cos_TD, sin_TD))

@@ -43,7 +43,7 @@ FUSED: dict[str, Callable[[nn.Module, Gather], list[str]]] = {
 }
 
 
-# Attribute of a model that lists what was replaced.
+# Attribute of a model that lists the replaced modules.
 REPLACED = "lockstep_fused"
 
 

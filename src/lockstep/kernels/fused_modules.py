@@ -260,8 +260,8 @@ class DeviceKernels(NamedTuple):
 
 
 def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullcontext) -> list[str]:
-    """Install the kernels; returns what was replaced, for the log. `gather` holds for a module and its parents during
-    the trial, so that no more of a sharded model is gathered at a time."""
+    """Installs the kernels; returns the replaced modules, for the log. `gather` gathers only a module and its parents
+    during the trial, so that no more of a sharded model is gathered at a time."""
     replaced: Counter[str] = Counter()
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:

@@ -61,7 +61,7 @@ def _bare(module: nn.Module, x: torch.Tensor) -> bool:
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With the signature of a modelling file; `_rotary_fits` accepts only the default `unsqueeze_dim`."""
+    """Rotary embedding with a modelling file's signature; `_rotary_fits` accepts only the default `unsqueeze_dim`."""
     return rotate(q, k, cos, sin)
 
 

@@ -67,7 +67,7 @@ def _addmm(
 
 
 def _forward(rows: torch.Tensor, columns: torch.Tensor) -> bool:
-    """Whether this is the forward of a linear layer: its second operand is transposed. Those of gradients are not."""
+    """Whether this is the forward of a linear layer: its second operand is transposed, unlike in gradients."""
     inputs, outputs = columns.shape
     transposed = columns.stride(0) == 1 and columns.stride(1) >= inputs and outputs > 1 and inputs > 1
     return transposed and rows.dtype in HALVES and columns.dtype == rows.dtype

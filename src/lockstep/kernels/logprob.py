@@ -34,7 +34,7 @@ class Head(NamedTuple):
     softcap: float | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In the dtype of the states if the head is a projection only, else in fp32."""
+        """Logits, in the dtype of the states if the head is only a projection, else in fp32."""
         return self.shaped(self.projected(hidden))
 
     def projected(self, hidden: torch.Tensor) -> torch.Tensor:

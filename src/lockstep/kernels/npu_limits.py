@@ -1,7 +1,7 @@
 """Documented limits of torch_npu 2.13.0's fused operators, checked before one of them is chosen.
 
 Each function returns which documented limit a call exceeds, or None. They check shapes and dtypes only, so they never
-sync with the device. The one limit on values, that of the rotary embedding, is checked in `fused_modules_npu.py`. Not
+sync with the device. The only limit on values (rotary embedding) is checked in `fused_modules_npu.py`. Not
 yet run on Ascend hardware.
 """
 
@@ -49,7 +49,7 @@ def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float)
 def part_problem(
     query_THD: torch.Tensor, value_SGE: torch.Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> str | None:
-    """For partial attention. The text contains no numbers of a batch, so that each problem is warned about once."""
+    """The exceeded limit of partial attention. The text has no batch sizes, so each problem is warned about once."""
     _, heads, size = query_THD.shape
     return _first(
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),

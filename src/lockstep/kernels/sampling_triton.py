@@ -1,6 +1,6 @@
 """Sampling in Triton: the next token and its log-prob in one pass over the logits.
 
-The plain-torch reference is the engine's `choose`. The noise equals that of `sampling.py` bit for bit, so both draw the
+The plain-torch reference is the engine's `choose`. The noise is bit-identical to `sampling.py`, so both draw the
 same tokens. B rows, V vocabulary. A row is split into parts of a fixed size, so neither a token nor its log-prob
 depends on the batch.
 """
@@ -126,7 +126,7 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row of `offered_BV` at the temperature (0: argmax), with its log-prob.
 
-    With `scored_BV` the log-prob is that of these logits, at the same temperature.
+    With `scored_BV` the log-prob is computed from these logits, at the same temperature.
     """
     batch, vocabulary = offered_BV.shape
     parts = triton.cdiv(vocabulary, PART)

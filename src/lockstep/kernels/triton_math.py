@@ -36,7 +36,7 @@ def log1p(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """From exponentials that cannot overflow; near 0, where their difference would cancel, from the series."""
+    """tanh from exponentials that cannot overflow; near 0, where their difference would cancel, from the series."""
     size = tl.abs(x)
     small = tl.exp(-2.0 * size)
     far = (1.0 - small) / (1.0 + small)

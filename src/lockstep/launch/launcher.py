@@ -62,8 +62,7 @@ def refuse_unread(settings: Parallel) -> None:
 
 
 def starts_ranks(settings: Parallel) -> bool:
-    """Whether `lockstep train` starts the ranks as child processes. This includes a single one that may be
-    restarted."""
+    """Whether `lockstep train` starts the ranks as child processes, including a single one with restarts."""
     return (settings.devices or 1) > 1 or settings.max_restarts > 0 or settings.launcher == "ray"
 
 

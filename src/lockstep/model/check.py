@@ -1,4 +1,4 @@
-"""Checks a model before training: lockstep's log-probs and gradients must equal those of transformers.
+"""Checks a model before training: lockstep's log-probs and gradients must equal transformers'.
 
 The architecture is tested with a small random model (`miniature.py`) in fp32, on sequences longer than each of its
 limits; then the loaded model is tested on a few tokens in its dtype.

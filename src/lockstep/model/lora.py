@@ -88,7 +88,7 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored:
 
 
 def _of_decoder(settings: Lora, prefix: str) -> Lora:
-    """Convert module names of the language model to those of its decoder, which carries a value model's adapter."""
+    """Converts module names of the language model to decoder names: a value model's adapter is in the decoder."""
     named = {
         key: [entry.removeprefix(f"{prefix}.") for entry in entries if (key, entry) != ("exclude", "lm_head")]
         for key, entries in (("targets", settings.targets), ("exclude", settings.exclude))

@@ -73,7 +73,7 @@ class Scoring:
     alike: bool = False
     """Whether the loss is a multiple of the sum of the log-probs: see `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
-    """With a teacher: the divergence between its distribution and the policy's."""
+    """The divergence between the teacher's distribution and the policy's, with a teacher."""
     squares: bool = False
     """Whether a pass without training also returns the sums of squared probabilities."""
 

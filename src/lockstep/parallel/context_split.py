@@ -73,7 +73,7 @@ class Division:
 
     @cached_property
     def targets_of_ranks(self) -> list[torch.Tensor]:
-        """For each rank, the targets that its tokens predict."""
+        """The targets that the tokens of each rank predict."""
         owner_T = torch.empty(sum(self.lengths), dtype=torch.long)
         for rank, place in enumerate(self.places):
             owner_T[place] = rank

@@ -34,7 +34,7 @@ class Sharding:
     tensor: TensorGroup | None = None
     """The tensor group; `mesh` has one rank of each such group."""
     every: DeviceMesh | None = None
-    """With a tensor group: a mesh of all ranks, for parameters that are not split."""
+    """A mesh of all ranks, for parameters that are not split; only with a tensor group."""
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | None) -> None:
@@ -148,7 +148,7 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """For tensors of one mesh: the norm of this rank's shards, reduced over the mesh."""
+    """The norm of this rank's shards, reduced over the mesh; for tensors of one mesh."""
     norm = torch.nn.utils.get_total_norm([one.to_local() if is_sliced(one) else one for one in tensors])
     first = tensors[0]
     if is_sliced(first):

@@ -46,7 +46,7 @@ from lockstep.parallel.stall import (
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
-# For requests that the store can answer at once.
+# Time limit of requests that the store can answer at once.
 STORE_TIMEOUT = timedelta(minutes=5)
 # Minimum interval between heartbeats: positions of shorter steps may be skipped.
 _TELL_PAUSE = 0.02

@@ -278,7 +278,7 @@ def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool
 def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     try:
         whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
-    except Refusal:  # of the recipe's own keys, on more devices than it was written for
+    except Refusal:  # the recipe's keys may be invalid on more devices
         whole = False
     return (
         [{}]

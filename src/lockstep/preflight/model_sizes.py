@@ -111,7 +111,7 @@ def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
 
 
 def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
-    """Parameters of a frozen reference or teacher. `own`: those of the policy, if it is also the reference."""
+    """Parameters of a frozen reference or teacher. `own`: of the policy, if it is also the reference."""
     if reference_kind(recipe) == "model":
         folder = reference_folder(recipe)
         return {"offload_reference": own if folder == recipe.model.path else _parameters_of(folder)}

@@ -99,7 +99,7 @@ def validation_questions(recipe: Recipe) -> list[Question]:
             columns = find_question_columns(finder, read_by_rewards(recipe.reward))
         questions += read_questions(rows, recipe.val.question_rows, columns)
     if not online:
-        # An online run scores them with its rewards, which have their own checks.
+        # An online run scores them with its rewards, which are checked separately.
         for source, rule in recipe.val.rules.items():
             rule_named(rule, f"val.rules.{source}")
         sources = sorted({question.data_source for question in questions})

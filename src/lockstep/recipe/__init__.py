@@ -1,5 +1,4 @@
-"""The recipe: one schema, a YAML file and dotted overrides; `load_recipe` is the entry point. Any folder may import
-it."""
+"""The recipe: one schema, a YAML file and dotted overrides; `load_recipe` reads it. Any folder may import it."""
 
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.loader import load_recipe, recipe_text

@@ -493,8 +493,8 @@ def with_derived_defaults(recipe: Recipe) -> Recipe:
 def _derived_correction(recipe: Recipe) -> dict[str, bool | str]:
     """Default rollout correction for stale responses and for serving engines.
 
-    Stale responses: the loss clips against the policy that generated them. An importance weight alone lets the policy
-    drift away (numbers in docs/online.md), so it is used only if the loss does not clip. A serving engine has the
+    Stale responses: the loss clips against the policy that generated them. With only an importance weight the policy
+    drifts away (numbers in docs/online.md), so it is used only if the loss does not clip. A serving engine has the
     current weights, so the mismatch is rounding and the weight is sufficient.
     """
     stale, correction = bool(recipe.rollout.max_staleness), recipe.algorithm.rollout_correction

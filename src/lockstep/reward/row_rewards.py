@@ -58,8 +58,7 @@ _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source
 
 
 def read_by_rewards(settings: Reward) -> frozenset[str]:
-    """Which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models get the
-    existing ones."""
+    """Which of `ground_truth` and `data_source` the rule or the function reads. Other rewards get existing ones."""
     weights, _ = active_weights(settings)
     if weights.get("rule"):  # with weight 0 it is optional
         return EVERYTHING

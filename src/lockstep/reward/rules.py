@@ -227,7 +227,7 @@ DEFAULT_RULES: dict[str, str] = {
 
 
 def rules_at_hand(rules: Mapping[str, str]) -> dict[str, str]:
-    """Rules by data source: those of the setting, and built-in ones whose package is installed."""
+    """Rules by data source: from the setting, and built-in ones whose package is installed."""
     return {source: name for source, name in DEFAULT_RULES.items() if _is_installed(name)} | dict(rules)
 
 

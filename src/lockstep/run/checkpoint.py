@@ -65,7 +65,7 @@ class State:
     probe: dict[str, Any] = field(default_factory=dict)
     """A few rows of tokens and their model outputs, which an export must reproduce; empty in earlier versions."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By recipe key of a model: its `path`, and digests of its `files`. Empty in earlier versions."""
+    """`path` and digests of the `files` of each model, by recipe key. Empty in earlier versions."""
     version: int = VERSION
 
 
@@ -366,7 +366,7 @@ class ShardedWriter:
             writing.result()
 
     def close(self) -> None:
-        """After an error: finishes the current checkpoint if possible."""
+        """Finishes the current checkpoint if possible, after an error."""
         if self._writing is not None:
             self._writing.exception()
         self._thread.shutdown()

@@ -8,7 +8,7 @@ A digest has three parts.
 - Three profiles, each as eight random projections: the column sums, the column sums of squares and the row sums of
   squares. Rounding averages out in these sums and a systematic error does not (`parity/replay/tolerances.py`).
 
-The random signs depend on the shape alone, so every device and version computes the same digest. Tapes of earlier
+The random signs depend only on the shape, so every device and version computes the same digest. Tapes of earlier
 versions have digests without profiles.
 """
 

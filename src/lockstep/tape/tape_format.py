@@ -192,7 +192,7 @@ def _write(file: Path, save: Callable[[Path], None]) -> None:
     try:
         with written_aside(file, durable=False) as aside:
             save(aside)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk with its own error type
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise _unwritten(file, error) from error
 
 

@@ -314,7 +314,7 @@ COLLAPSED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class WarningSign:
-    """A sign of trouble in the metrics, and what it usually means."""
+    """A sign of trouble in the metrics, and its usual meaning."""
 
     name: str
     shows: Callable[[dict[str, float]], bool]

@@ -67,7 +67,7 @@ class Optimizer:
 
     With master weights the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` names the fused
     step of the device (its `adamw`), which takes the gradient of a single micro-batch without conversion. Weight decay
-    skips the parameters in `spared` and those of one dimension, unless `settings.decay_all`.
+    skips the parameters in `spared` and one-dimensional ones, unless `settings.decay_all`.
     """
 
     def __init__(

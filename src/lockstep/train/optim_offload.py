@@ -49,7 +49,7 @@ class HostOptimizer(Optimizer):
         self._grads: dict[str, torch.Tensor] = {}
         """Gradients taken from the parameters; without master weights, after `gradient_norm`."""
         self._state = {name: self._fresh(parameter) for name, parameter in self.parameters.items()}
-        """By parameter: this rank's shard of master weight and moments, and the step count."""
+        """This rank's shard of master weight and moments, and the step count, by parameter."""
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         weight = local(parameter.detach())

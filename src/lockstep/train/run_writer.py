@@ -46,7 +46,7 @@ from lockstep.types import Rollout
 
 
 def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """For each recipe key with user code: the value, and the SHA-256 of its file (None without a readable file).
+    """The value of each recipe key with user code, and the SHA-256 of its file (None without a readable file).
 
     Imports of such a file are not included.
     """

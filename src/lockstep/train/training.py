@@ -195,7 +195,7 @@ class Training:
         last = step == prepared.batches.steps
         stopping, idle = self._should_stop()
         planned = last or _due(step, recipe.checkpoint.every)
-        # A checkpoint after Ctrl-C is not validated, so the log equals that of an uninterrupted run.
+        # A checkpoint after Ctrl-C is not validated, so the log is the same as without the interruption.
         measure = self.checkpointer.measure
         needed = planned and recipe.checkpoint.keep_best > 0 and measure.validated
         validated = self.keeps and (last or needed or _due(step, recipe.val.every))

@@ -1,1 +1,1 @@
-"""From rows to tokens: columns, chats, templates, and one file per kind of row."""
+"""Encodes rows as tokens: columns, chats, templates, and one file per kind of row."""

@@ -292,8 +292,7 @@ def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Pairs of the best and worst, then the next of either end, without repeated texts; otherwise the reason for
-    none."""
+    """Pairs of best and worst, then the next of either end, without repeated texts; otherwise the reason for none."""
     if group.tied:
         return EQUAL
     best = _ranked(group.responses, choice.length_tie, best_first=True)

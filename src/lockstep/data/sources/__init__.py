@@ -1,1 +1,1 @@
-"""From the paths of a recipe to rows: files, formats, hub data sets, user readers, and the order of mixed sources."""
+"""Reads rows from the paths of a recipe: files, formats, hub data sets, user readers, mixing order."""

@@ -55,7 +55,7 @@ class UserReader:
 
 
 def read_user_rows(path: str, reader: UserReader) -> RowSet:
-    """Read all rows. The hash of their content replaces that of a file.
+    """Reads all rows. The hash of their content replaces a file hash.
 
     A process that was killed or stopped from outside is restarted once. The second time raises `LostProcess`: the
     function is not at fault (the host may lack memory), so restarting the run may help.

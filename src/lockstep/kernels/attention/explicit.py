@@ -1,4 +1,4 @@
-"""Attention in plain torch for what torch's own lacks: soft-capped scores and attention sinks."""
+"""Attention in plain torch with soft-capped scores and attention sinks, which torch's attention lacks."""
 
 from __future__ import annotations
 

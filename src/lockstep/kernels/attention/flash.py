@@ -131,7 +131,7 @@ def flash_varlen(
 def flash_shared(
     query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, cascade: Cascade, scale: float
 ) -> torch.Tensor:
-    """For a packed row with shared prefixes."""
+    """Flash attention for a packed row with shared prefixes."""
     return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, FLASH_PARTS)
 
 

@@ -94,7 +94,7 @@ def transformers_attention(
 def _refuse_more(
     module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool | None, extra: dict[str, Any]
 ) -> None:
-    """Reject unknown arguments: they may change what this model's attention computes."""
+    """Rejects unknown arguments, which may change the attention of this model."""
     name = type(module).__name__
     if mask is not None:
         raise BeyondCausal(f"{name} makes a mask of its own")

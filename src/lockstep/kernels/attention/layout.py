@@ -111,7 +111,7 @@ class Sharing:
     packed_index_E: torch.Tensor
     """Packed index of each token of the expanded sequences."""
     first_T: torch.Tensor
-    """For each packed index, the first expanded token that it stands for."""
+    """The first expanded token of each packed index."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class DecodePass:
     _lengths: list[int] = field(default_factory=list)
 
     def lengths(self) -> list[int]:
-        """As host integers; the first layer that needs them copies them from the device."""
+        """The lengths as host integers; the first layer that needs them copies them from the device."""
         if not self._lengths:
             self._lengths.extend(self.lengths_B.tolist())
         return self._lengths

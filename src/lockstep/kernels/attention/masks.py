@@ -30,14 +30,14 @@ class BeyondCausal(NotImplementedError):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a mask lets a token see: itself and all earlier tokens, or the last `window` of them."""
+    """The tokens that a mask shows to a token: itself and all earlier tokens, or the last `window` of them."""
 
     window: int | None
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Stands for a mask tensor. It is evaluated only when a layer uses it, because models build masks that no layer
+    """Replaces a mask tensor. It is evaluated only when a layer uses it, because models build masks that no layer
     uses."""
 
     function: Callable[..., torch.Tensor]

@@ -17,7 +17,7 @@ from lockstep.kernels.npu_limits import part_problem
 
 # The trial compares a kernel with the reference before its first use: three sequences, one causal part and one full
 # part, merged, with the gradients of each part. It detects another output order, causal alignment at the start of a
-# sequence, and gradients computed from one part's output alone.
+# sequence, and gradients computed from the output of only one part.
 QUERIES, SEEN_CAUSALLY, SEEN_FULL = (3, 1, 70), (5, 1, 90), (4, 9, 33)
 WINDOW = 7
 
@@ -109,7 +109,7 @@ def plain_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """In fp32 or wider, one sequence and block of queries at a time, so that no (heads, T, S) tensor is allocated."""
+    """Partial attention in fp32 or wider, by sequence and block of queries, so that no (heads, T, S) tensor exists."""
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     out_THE = query_THD.new_empty(len(query_THD), heads, value_SGE.shape[-1], dtype=wide)
     lse_HT = query_THD.new_empty(heads, len(query_THD), dtype=wide)

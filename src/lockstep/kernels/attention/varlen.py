@@ -97,7 +97,7 @@ class Fused(NamedTuple):
     """The kernel for shared prefixes (a `Cascade`). None: every sequence is expanded before the kernel runs."""
 
 
-# By the name in a device's `attention`.
+# Kernels by the name in a device's `attention`.
 KERNELS: dict[str, Fused | None] = {
     "sdpa": None,
     "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks, flash_shared),

@@ -14,15 +14,15 @@ import numpy as np
 from lockstep.parity.compare.logs.log_curves import Log, Series
 
 MIN_DETECTION_POINTS = 5
-"""With fewer values means cannot be recognised."""
+"""Minimum number of values to recognise means."""
 CLEARLY = 2.0
 """The required ratio of distances to accept a match: means against single steps, one shift against others."""
 MIN_SHIFT_STEPS = 8
-"""With fewer common steps, curves agree under a shift by chance."""
+"""Minimum number of common steps: with fewer, curves agree under a shift by chance."""
 NEAREST_SHIFTS = 4
 """How many shifts with the smallest distances are examined one by one."""
 LONGEST_SHIFTED = 2**22
-"""In longer logs (first to last step) no shift is searched."""
+"""Maximum length of a log (first to last step) for which a shift is searched."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Pair:
 
     @property
     def finite(self) -> np.ndarray:
-        """Where both values are finite: the steps that the figures use."""
+        """Mask of the steps at which both values are finite; the figures use these."""
         return np.isfinite(self.a) & np.isfinite(self.b)
 
     @property
     def one_sided(self) -> np.ndarray:
-        """Where only one value is finite. The curves differ there, even if they are close elsewhere."""
+        """Mask of the steps at which only one value is finite. The curves differ there."""
         return np.isfinite(self.a) != np.isfinite(self.b)
 
     @property
@@ -301,7 +301,7 @@ class _Dense:
         return _Dense(int(series.steps[0]), values, there)
 
     def averaged(self, steps: int) -> _Dense:
-        """At each step the mean of the last `steps` steps, if all of them exist."""
+        """The mean of the last `steps` steps at each step, if all of them exist."""
         sums, counts = (
             np.cumsum(one)[steps - 1 :] - np.concatenate([[0], np.cumsum(one)[:-steps]])
             for one in (self.values, self.there)
@@ -332,7 +332,7 @@ def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
     size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
 
     def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """At index s the sum of left[i + s] x right[i]; negative shifts are at the end."""
+        """The sum of left[i + s] x right[i] at index s; negative shifts are at the end."""
         return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
 
     positions = np.arange(-(len(b.values) - 1), len(a.values))

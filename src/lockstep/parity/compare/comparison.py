@@ -110,7 +110,7 @@ class Metric:
     matching: str = ""
     """A description of what was averaged before the comparison, and how many steps are left out."""
     findings: list[Finding] = field(default_factory=list)
-    """For judged metrics, the strongest first."""
+    """Findings of judged metrics, the strongest first."""
     power: Power | None = None
     bar_result: BarResult | None = None
     """The result of the Ascend documents' bar; None: not judged."""
@@ -140,7 +140,7 @@ class Throughput:
     a: float | None
     b: float | None
     matched_ratio: float | None
-    """At equal response lengths."""
+    """The throughput ratio at equal response lengths."""
     matched_steps: int
     phases: list[PhaseTimes]
     warnings: list[str]
@@ -173,7 +173,7 @@ class Comparison:
     samples: list[tuple[dict[str, Any] | None, dict[str, Any] | None]]
     """The first responses of both sides to the same prompts."""
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """For the support table: method, model, hardware and versions of both sides; None if unknown."""
+    """Data of the support table: method, model, hardware and versions of both sides; None if unknown."""
     setup_known: bool = True
     """Whether both sides recorded their set-up. If not, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)

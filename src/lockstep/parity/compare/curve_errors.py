@@ -15,7 +15,7 @@ LONGEST_WINDOW = 9
 RESAMPLES = 2000
 MAX_BLOCKS = 100
 MIN_NOISE_STEPS = 8
-"""With fewer common steps there are too few blocks for the bootstrap."""
+"""Minimum number of common steps: with fewer there are too few blocks for the bootstrap."""
 
 
 def figures(pair: Pair, tolerance: np.ndarray | float | None) -> Figures:

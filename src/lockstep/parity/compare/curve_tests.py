@@ -185,8 +185,7 @@ def _window_findings(
 
 
 def _onset(difference: np.ndarray) -> int:
-    """The most likely start of the change: the step from which the mean difference to the end exceeds noise the
-    most."""
+    """The most likely start of the change: from this step on the mean difference exceeds noise the most."""
     from_here = np.cumsum(difference[::-1])[::-1]
     return int(np.argmax(np.abs(from_here) / np.sqrt(np.arange(len(difference), 0, -1))))
 

@@ -21,11 +21,10 @@ SHARES = {"drift": 0.025, "trend": 0.004, "end": 0.010, "window": 0.007, "scatte
 END_PARTS = (0.025, 0.05, 0.1, 0.2, 0.4)
 """The examined ends of the run, as fractions of its steps."""
 MIN_STEPS = 8
-"""With fewer common steps noise and drift cannot be separated."""
+"""Minimum number of common steps: with fewer, noise and drift cannot be separated."""
 MAX_MEMORY = 0.97
 MODERATION = 3.0
-"""The weight, in degrees of freedom, of the short-memory estimate relative to the estimate from few repeats on long
-windows."""
+"""The weight, in degrees of freedom, of the short-memory estimate, relative to few repeats on long windows."""
 CAUTION = 1.5
 """The assumed variance of long windows over the short-memory estimate, before repeats show it."""
 WANDER = 0.18
@@ -163,7 +162,7 @@ def as_t(deviate: np.ndarray, freedom: np.ndarray) -> np.ndarray:
 
 
 def contrasts(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From the runs of both sides (..., runs, N): the difference of the sides, and one residual curve per repeat.
+    """The difference of the sides, and one residual curve per repeat, from the runs of both sides (..., runs, N).
     Without a real difference all of them have the noise of a single run."""
     difference = (b.mean(axis=-2) - a.mean(axis=-2)) / np.sqrt(1 / a.shape[-2] + 1 / b.shape[-2])
     residuals = np.concatenate([_helmert(a), _helmert(b)], axis=-2)
@@ -207,7 +206,7 @@ def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
 
 
 def _within(runs: np.ndarray) -> list[np.ndarray]:
-    """For each run after the first: its differences from all runs before it."""
+    """The differences between each run after the first and all runs before it."""
     return [runs[..., k : k + 1, :] - runs[..., :k, :] for k in range(1, runs.shape[-2])]
 
 
@@ -420,5 +419,5 @@ def typical_size(values: np.ndarray) -> np.ndarray:
 
 
 def positive(values: np.ndarray) -> np.ndarray:
-    """At least TINY, so that identical runs do not divide by 0."""
+    """The values, at least TINY, so that identical runs do not divide by 0."""
     return np.maximum(values, TINY)

@@ -22,7 +22,7 @@ from lockstep.parity.compare.curve_tests import DEEP, Examined
 from lockstep.parity.compare.noise_model import MIN_STEPS
 
 BARS: dict[Kind, float] = {"loss": 2.0, "reward": 4.0, "other": 2.0}
-"""In percent. Losses and rewards: from the Ascend documents. Other metrics are judged only on request."""
+"""Bars in percent. Losses and rewards: from the Ascend documents. Other metrics are judged only on request."""
 SMALL = 5
 """A curve whose mean is below this many bars (0.1 for a bar of 2 %) is too small for an absolute bar."""
 ALIKE = 2

@@ -43,7 +43,7 @@ class DivergedModule:
     parameter: str | None = None
     """Backward: the parameter whose gradient differs, if the gradients that flow through the module agree."""
     systematic: str = ""
-    """The systematic difference as text, if the distance alone could be rounding."""
+    """The systematic difference as text, if rounding could explain the distance."""
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
@@ -135,7 +135,7 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
 
 
 def _growth(each: _ModuleCall, children: Sequence[_ModuleCall], phase: str, tolerance: Tolerance) -> _Growth | None:
-    """Where the error grows in a module's computation between its children; None if it does not.
+    """The part of a module's computation between its children in which the error grows; None if it does not.
 
     The computation's inputs are the module's inputs and the outputs of the children so far. So rounding that
     accumulates over many correct children is not attributed to the module.

@@ -179,7 +179,7 @@ def erf(x: Array) -> Array:
     return real + 2j / math.sqrt(math.pi) * np.exp(-x.real * x.real) * x.imag if np.iscomplexobj(x) else real
 
 
-# By transformers' name: the function, and parts of the names of operators that compute it.
+# Activation functions by transformers' name, with parts of the names of operators that compute them.
 ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], tuple[str, ...]]] = {
     "silu": (silu, ("silu", "sigmoid", "mul")),
     "gelu": (gelu, ("gelu", "erf")),

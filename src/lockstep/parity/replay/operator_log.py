@@ -47,7 +47,7 @@ class Operator:
     outputs: list[torch.Tensor]
     device: str
     sources: tuple[CallResult | None, ...] = ()
-    """For each input: the call and result that produced it; None if it came from outside."""
+    """The call and result that produced each input; None if it came from outside."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Operators are sent to other ranks by name.
@@ -89,7 +89,7 @@ class OperatorLog(TorchDispatchMode):
         self.wanted = wanted
         self.calls: list[Operator] = []
         self.makers: dict[int, CallResult] = {}
-        """By memory address: the call that last wrote the tensor."""
+        """The call that last wrote the tensor, by memory address."""
         self.alive: list[torch.Tensor] = []
         """Results are kept, so that their addresses are not reused."""
 
@@ -208,7 +208,7 @@ class _ModuleLogger:
         return any(first <= number < last for first, last in self.spans)
 
     def digest_gradients(self, ranks: int) -> None:
-        """Digest the gradients of the module's parameters. A sharded model has summed those of all ranks."""
+        """Digests the gradients of the module's parameters. A sharded model has summed them over all ranks."""
         for name, weight in self.weights.items():
             if weight.grad is not None:
                 self.log.parameters[name] = digest(weight.grad / ranks).cpu()

@@ -297,8 +297,7 @@ def worst_parameter(
     total: float = 0.0,
     sizes: Mapping[str, float] | None = None,
 ) -> WorstParameter | None:
-    """The worst of the digests below `prefix`. Errors are relative to `sizes`, or to the parameter's norm (`total`: of
-    all)."""
+    """The worst digest below `prefix`. Errors are relative to `sizes`, or to the parameter's (`total`: full) norm."""
     ours, theirs = below(one.tensors, prefix), below(other.tensors, prefix)
     errors: dict[str, float] = {}
     floor = NEGLIGIBLE * total / max(1, len(ours)) ** 0.5

@@ -1,4 +1,4 @@
-"""The checks of a replay: what was compared, how far it differs, and the tolerance. All stages yield `Check`s."""
+"""The checks of a replay: compared values, differences and tolerances. All stages yield `Check`s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 Stage = Literal["generation", "reward", "batch", "log-probs", "advantages", "loss", "gradient", "optimizer", "weights"]
-# In the order of a step.
+# Stages in the order of a step.
 STAGES: tuple[Stage, ...] = get_args(Stage)
 # The first failing stage in this order is reported as the cause. Generation uses the same model as the log-probs, which
 # are computed for recorded tokens without the engine. A wrong model fails both; a wrong engine fails only generation.
@@ -58,7 +58,7 @@ def first_cause(checks: Sequence[Check]) -> Check | None:
 
 
 def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
-    """For each stage: whether all its checks passed, and the worst one."""
+    """Whether all checks of each stage passed, and the worst one."""
     table: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         mine = [check for check in checks if check.stage == stage]

@@ -208,7 +208,7 @@ def run_replay(replay: Replay, recipe: Recipe, console: Console) -> Path | None:
 
 
 def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], recorded: Path) -> Recipe:
-    """The recorded recipe with the settings of a replay: a new folder, a tape, and nothing else to keep."""
+    """The recorded recipe with the settings of a replay: a new folder and a tape; nothing else is kept."""
     settled = [
         f"run.folder={source.path / REPLAYS}",
         f"run.name={name}",
@@ -229,8 +229,7 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
 
 @contextmanager
 def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
-    """`kind-1`, or the first free number. Concurrent replays get different names; all ranks of one replay get the
-    same."""
+    """`kind-1`, or the first free number. Concurrent replays get different names, all ranks of one the same."""
     name = _reserve(source, kind) if int(os.environ.get("RANK", "0")) == 0 else ""
     try:
         with joined(Cpu()) as world:

@@ -168,7 +168,7 @@ def _line(stage: str, checks: list[Check]) -> str:
 
 
 def first_divergence(result: Replayed) -> list[tuple[str, str]]:
-    """Where the replay diverges: stage, check, module, operator."""
+    """The location of the divergence: stage, check, module, operator."""
     rows: list[tuple[str, str]] = []
     if result.stage is not None:
         rows += [("stage", result.stage), ("step", str(result.step))]

@@ -16,7 +16,7 @@ from lockstep.parity.replay.operator_log import Operator
 INLINE = 4096
 # A difference that exceeds the rounding of the judge.
 SEEN = 1e-6
-# A relative difference well above that of a correct fp32 operator.
+# A relative difference well above the error of a correct fp32 operator.
 ALLOWED = 1e-5
 
 

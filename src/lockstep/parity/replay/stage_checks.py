@@ -405,7 +405,7 @@ class _Update:
             yield self._check("gradient", "norm", finite(abs(x - y) / size), allowed, norms)
 
     def summed_in_fp32(self) -> Iterator[Check]:
-        """With fp32 master weights the sum over several micro-batches is kept in fp32."""
+        """Checks that gradients of several micro-batches are summed in fp32, as with fp32 master weights."""
         if not self.number and all(info.get("micro_batches", 1) > 1 for info in self.info):
             sides = [_sampled_gradients(record, self.learner) for record in (self.one, self.other)]
             yield from check_precision("gradient", self.one.step, self.what, sides[0], sides[1])

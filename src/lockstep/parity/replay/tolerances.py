@@ -219,8 +219,7 @@ class Systematic:
 
 
 def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> Systematic | None:
-    """Computed from two digests of tensors of this shape; None if one has no profiles, is 0, not finite or too
-    small."""
+    """Compares two digests of tensors of this shape; None if one has no profiles, is 0, not finite or too small."""
     ours, theirs = profiles(a), profiles(b)
     size, difference = norm(a), distance(a, b)
     if ours is None or theirs is None or not size or not math.isfinite(norm(b)) or not math.isfinite(size + difference):

@@ -76,7 +76,7 @@ class DecodeState:
             tensor.copy_(getattr(other, name))
 
     def put_(self, rows_K: torch.Tensor, other: DecodeState) -> None:
-        """Replaces rows by those of another state."""
+        """Replaces rows by the rows of another state."""
         for name, tensor in vars(self).items():
             tensor.index_copy_(0, rows_K, getattr(other, name))
 

@@ -101,8 +101,7 @@ class NativeEngine(SharedWeights):
         self.pause: Callable[[], bool] = lambda: False
         """Called between rounds. If True, `generate` yields the unfinished sequences and ends."""
         self.further: Further | None = None
-        """Source of more requests, used between rounds while rows are free. Their numbers follow the call's
-        requests."""
+        """Source of more requests, used between rounds while rows are free. They are numbered after the call's."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None

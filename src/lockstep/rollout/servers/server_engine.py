@@ -152,7 +152,7 @@ class ServerEngine:
             self._refuse_changed()
 
     def _refuse_changed(self) -> None:
-        """For engines whose answers have no weight version: compares the version after generation."""
+        """Compares the version after generation, for engines whose answers have no weight version."""
         for server in self.fleet.up():
             version = self.manager.call(server, self.server_adapter.version)
             if version != self.fleet.version:
@@ -188,7 +188,7 @@ class ServerEngine:
     # -- memory and end
 
     def release_memory(self) -> None:
-        """With `rollout.sleep`: puts the servers to sleep while the run trains."""
+        """Puts the servers to sleep while the run trains (`rollout.sleep`)."""
 
         def sleep_all() -> None:
             put_to_sleep = partial(self.server_adapter.sleep, discard_weights=self.manager.lora_rank is None)

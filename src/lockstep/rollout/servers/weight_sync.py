@@ -334,7 +334,7 @@ class WeightSync:
             )
 
     def _refuse_other_truncation(self, server: Server) -> None:
-        """With `rollout.truncated_sampling: mask` both sides must exclude the same tokens."""
+        """Checks that both sides exclude the same tokens (`rollout.truncated_sampling: mask`)."""
         settings = self.settings
         sampling = Sampling(
             max_tokens=1,

@@ -63,8 +63,7 @@ class Log:
     written: dict[str, str]
     evidence: Evidence | None = None
     means: frozenset[str] | None = None
-    """Metrics whose values are means over the steps since the previous value; None if the format does not specify
-    it."""
+    """Metrics whose values are means over the steps since the previous value; None if unspecified."""
     planned: int | None = None
     """The last planned step; None if the log does not contain it."""
     ambiguous: dict[str, str] = field(default_factory=dict)

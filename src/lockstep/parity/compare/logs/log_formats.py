@@ -96,8 +96,7 @@ _MEGATRON_TIMES = ("elapsed time per iteration", "throughput per GPU")
 
 
 def interval_means(kind: str, written: Mapping[str, str]) -> frozenset[str] | None:
-    """The metrics (names here) whose values are means since the previous value; None if the format does not specify
-    it."""
+    """The metrics (names here) whose values are means since the previous value; None if unspecified."""
     if kind not in FORMATS:
         return None
     averaging = FORMATS[kind].averaging
