@@ -225,7 +225,7 @@ PREFERENCES = [
         "dpo",
         [{"chosen": [user("a?"), bot("b")], "rejected": [user("a?"), bot("c")]}],
         ["b<|im_end|>", "c<|im_end|>"],
-        "chosen/rejected pairs (the prompt is what the responses begin with, chosen, rejected)",
+        "chosen/rejected pairs (the common beginning is the prompt, chosen, rejected)",
     ),
     Published(
         "helpful_harmless",
@@ -237,7 +237,7 @@ PREFERENCES = [
             }
         ],
         ["Gladly.<|im_end|>", "No.<|im_end|>"],
-        "what the responses begin with, 1 dialogues of Human and Assistant read as chats, chosen, rejected)",
+        "the common beginning is the prompt, 1 dialogues of Human and Assistant read as chats, chosen, rejected)",
         holds="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nHelp?<|im_end|>",
     ),
     Published(
@@ -374,7 +374,7 @@ ONLINE = [
             }
         ],
         [],
-        "ground truth from answer, whole, beside a solution with \\boxed{} (as HuggingFaceH4/MATH-500))",
+        "ground truth from answer, full text, with a solution that has \\boxed{} (as HuggingFaceH4/MATH-500))",
         holds="HuggingFaceH4/MATH-500, answer \\frac{1}{2}\n<|im_start|>user",
     ),
     Published(

@@ -304,7 +304,7 @@ def _trial(fused: FusedLayers) -> str | None:
         if len(args) != 1 or not torch.equal(args[0][0], stream):
             return f"something is done before {type(module).__name__} {module.self_attn.layer_idx}"
         if not all(torch.equal(a[0], b) for a, b in zip(kwargs["position_embeddings"], angles, strict=True)):
-            return "its layers have positions of their own"
+            return "its layers use different positions"
         stream = output[0]
     if not _close(_norm(stream, decoder.norm), out[0], torch.zeros_like(stream)):
         return "something is done after the last layer"

@@ -181,7 +181,7 @@ class Fit:
     keys: Mapping[str, Any]
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items()) or "the recipe as it is"
+        return " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items()) or "the unchanged recipe"
 
 
 def fitting(outlook: Outlook, cluster: TargetCluster) -> Fit | None:

@@ -246,8 +246,8 @@ def seen_in_training(train: Sequence[Any], held_out: Sequence[Any], key: str) ->
     if not both:
         return []
     return [
-        f"{key}: {both:,} of {len(held_out):,} are in data.train too, token for token: "
-        "what is measured on them is memory, not skill"
+        f"{key}: {both:,} of {len(held_out):,} are in data.train too, with the same tokens: "
+        "metrics on them do not measure generalization"
     ]
 
 

@@ -91,7 +91,7 @@ class StepTimes:
         self.recipe, self.models, self.work, self.cluster, self.kernels = recipe, models, work, cluster, kernels
         self.chip, self.size = cluster.chip, DTYPES[recipe.model.dtype].itemsize
         flops = self.chip.flops(self.size)
-        assert flops is not None, "asked for a chip without a figure"
+        assert flops is not None, "the chip table has no FLOP/s for this dtype"
         self.flops, self.memory = flops, self.chip.memory_speed
         self.grid = grid_of(recipe.parallel, cluster.devices)
         # A tensor group has consecutive ranks. Its parameters are sharded over the same rank of other groups.

@@ -159,7 +159,7 @@ def _title(
         f"# {_cell(run.path.resolve().name)}",
         "",
         f"{what} `{_short(recipe['model']['path'])}` by lockstep, method `{recipe['method']}`: the weights after step "
-        f"{step} of {last}. All below is taken from the run's own files.",
+        f"{step} of {last}. The following comes from the files of the run.",
     ]
 
 

@@ -135,7 +135,7 @@ def _as_options(refusal: Refusal) -> Refusal:
 
     def advised(remedy: str) -> str:
         if "rollout.engine" in remedy:
-            return "use `lockstep generate`, which runs whatever transformers generates from"
+            return "use `lockstep generate`, which supports every model that transformers can generate with"
         return renamed(remedy)
 
     return Refusal([Problem(renamed(p.where), renamed(p.why), advised(p.remedy)) for p in refusal.problems])

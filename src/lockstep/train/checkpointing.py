@@ -305,7 +305,7 @@ class Checkpointer:
                 run.console.warn(f"no checkpoint has a finite {self.measure.name}: the last one is exported")
             else:
                 step, value = best
-                run.console.say(f"the best checkpoint is that of step {step}: {self.measure.name} {value:.6g}")
+                run.console.say(f"the best checkpoint is step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
         messages, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)

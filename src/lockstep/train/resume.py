@@ -117,7 +117,7 @@ def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]
         else:
             found.append(
                 f"the {name} up to step {step} was planned for {before} steps and from there on for {steps}: "
-                f"{rates_text}; its curve is not that of a run of {steps} steps"
+                f"{rates_text}; its curve differs from a run of {steps} steps"
             )
     return found
 

@@ -193,8 +193,8 @@ class Run:
         for number, what in ((counts.dropped, "dropped"), (counts.truncated, "truncated")):
             if number:
                 self.console.warn(
-                    f"{number:,} rows were {what}: over the limit (data.overlong={self.recipe.data.overlong}), or as "
-                    "the data line says"
+                    f"{number:,} rows were {what}: over the limit (data.overlong={self.recipe.data.overlong}), or for "
+                    "the reason in the data line"
                 )
 
     # -- a step

@@ -224,7 +224,7 @@ def prompt_description(columns: RankingColumns, tally: Counter[str]) -> str:
     """Text for the data report: the columns of the prompts, and how they were read."""
     count = tally[DIALOGUES]
     spoken = f", {count:,} dialogues of Human and Assistant read as chats" if count else ""
-    return (columns.prompt or "the prompt is what the responses begin with") + columns.extra.description() + spoken
+    return (columns.prompt or "the common beginning is the prompt") + columns.extra.description() + spoken
 
 
 def pair_names(columns: RankingColumns) -> str:

@@ -265,10 +265,10 @@ class PromptRows:
 
 
 _WORKED = {
-    "": "whole",
+    "": "full text",
     GSM8K: f"after its {MARK}",
     MATH: r"in its last \boxed{}",
-    MATH_500: r"whole, beside a solution with \boxed{}",
+    MATH_500: r"full text, with a solution that has \boxed{}",
 }
 
 

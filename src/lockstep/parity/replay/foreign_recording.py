@@ -189,8 +189,8 @@ def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int])
         skip |= {"gradient", "optimizer", "weights"}
         phases = (FORWARD,)
         why.append(
-            "Gradients are not judged: the gradient at the logits is not one of log-probabilities alone (an entropy "
-            "bonus, an auxiliary loss, or a temperature other than that of `record(temperature=...)`)."
+            "Gradients are not judged: the gradient at the logits does not come only from log-probabilities (an "
+            "entropy bonus, an auxiliary loss, or a temperature that differs from `record(temperature=...)`)."
         )
     elif manifest["world_size"] > 1 or manifest["recorder"]["sharded"]:
         skip |= {"gradient", "optimizer", "weights"}

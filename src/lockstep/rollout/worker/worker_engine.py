@@ -125,7 +125,7 @@ class WorkerEngine:
         index = {}
         for place, request in enumerate(requests):
             number, before = self._sent.pop(_request_key(request, sampling))
-            assert list(before.ids) == list(request.ids), "a prompt's key stands for the prompt"
+            assert list(before.ids) == list(request.ids), "a key identifies one prompt"
             index[number] = place
         received = dict.fromkeys(index, 0)
         wanted = {number: requests[place].n for number, place in index.items()}
