@@ -141,7 +141,7 @@ def together(processes: int, recipe_file: Path, words: list[str]) -> None:
         pytest.param(*("dpo", 2, ["model.lora.rank=4", "optim.lr=3e-3"]), marks=pytest.mark.slow),
         pytest.param(*("kto", 2, []), marks=pytest.mark.slow),  # in three processes below
         pytest.param(*("rm", 2, []), marks=pytest.mark.slow),
-        pytest.param(*("distill", 2, []), marks=pytest.mark.slow),  # one rank's parts: test_preference_invariance.py
+        pytest.param(*("distill", 2, []), marks=pytest.mark.slow),  # one rank: invariance/test_recipes.py
         pytest.param(*("dpo", 2, ["preference.precompute=true"]), marks=pytest.mark.slow),
         pytest.param(*("distill", 2, ["distill.top_k=6"]), marks=pytest.mark.slow),
         # Fewer rows than processes: somebody's share is empty.

@@ -27,8 +27,6 @@ from lockstep.preflight.prepared import Context
 from lockstep.recipe.registry import ENGINES
 from lockstep.rollout.engine import refuse_unknown_ids
 from lockstep.rollout.native.native_engine import refuse_moving_positions
-from lockstep.rollout.servers.server_process import refuse_absent
-from lockstep.rollout.servers.weight_transports import refuse_shared_device
 from lockstep.run import checkpoint as checkpoints
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder, run_folder
@@ -97,11 +95,16 @@ def async_worker(context: Context) -> None:
     refuse_beside(context.recipe, device, ranks_here(context.devices), device.count() if context.local else None)
 
 
+# The server modules are imported only for runs with a serving engine.
 def engine_package(context: Context) -> None:
+    from lockstep.rollout.servers.server_process import refuse_absent
+
     refuse_absent(context.recipe.rollout, context.device)
 
 
 def engine_device(context: Context) -> None:
+    from lockstep.rollout.servers.weight_transports import refuse_shared_device
+
     refuse_shared_device(context.recipe.rollout, context.device)
 
 
