@@ -157,7 +157,7 @@ def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights:
         return None
     question, text, score, empty = worse[0]
     return (
-        f"data source {source}: on {len(worse)} of {len(by_part[0])} tried rows the empty answer earns more "
+        f"data source {source}: on {len(worse)} of {len(by_part[0])} rows the empty answer earns more "
         f"than a right one, by reward {' + '.join(weights)}; on {question.origin} {empty:g} against {score:g} for "
         f"{text[:60]!r}. Training would teach the policy to say nothing. Check sign and weights, or set "
         "extra_info.answer to a right answer in the format that the reward reads"
