@@ -161,7 +161,7 @@ def write_recipe(file: Path, choices: Choices) -> list[str]:
 
 
 def _inspect(values: dict[str, Any]) -> RowsInfo:
-    """Imported here so that the prompts and early errors are fast."""
+    """Inspects the rows. Imported here so that the prompts and early errors are fast."""
     from lockstep.commands.init_rows import inspect_rows
 
     return inspect_rows(values)

@@ -75,7 +75,7 @@ class RowCache:
         tokenizer: PreTrainedTokenizerBase,
         limit: int,
     ) -> RowCache | None:
-        """None if the cache is off, or if the reader or tokenizer cannot be identified by content."""
+        """The cache; None if it is off, or if the reader or tokenizer cannot be identified by content."""
         home, reader, content = cache_folder(data), _named(open_rows), tokenizer_content(tokenizer)
         if home is None or reader is None or content is None:
             return None

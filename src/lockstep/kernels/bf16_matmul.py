@@ -27,7 +27,7 @@ _IN_PLACE = ("addmm_", "baddbmm_")
 
 
 def prepare_products(dtype: torch.dtype) -> None:
-    """Call before a model of this dtype runs. No effect where the CPU has bf16 instructions."""
+    """Prepares matmuls before a model of this dtype runs. No effect if the CPU has bf16 instructions."""
     if dtype is torch.bfloat16 and not _has_bf16():
         _install()
 
@@ -38,7 +38,7 @@ def _has_bf16() -> bool:
 
 @cache
 def _install() -> torch.library.Library:
-    """Once per process. The operators stay registered as long as the result lives; the cache keeps it."""
+    """Registers the operators once per process, as long as the result lives; the cache keeps it."""
     library = torch.library.Library("aten", "IMPL")
     wide = {name: _wide(torch.library.get_kernel(f"aten::{name}", "CPU")) for name in _FUNCTIONAL}
     wide |= {f"{name}.out": _into(torch.library.get_kernel(f"aten::{name}.out", "CPU"), wide[name]) for name in _INTO}

@@ -243,7 +243,7 @@ def _like(decoder: Any) -> torch.Tensor:
 
 
 def _sized(attention: Any) -> bool:
-    """Heads of one even size, with optional per-head norms, and no parameters other than the projections."""
+    """Whether all heads have one even size, with only projections and optional per-head norms as parameters."""
     if not hasattr(attention, SHAPE):
         return False
     heads, size, value_size = getattr(attention, SHAPE)
@@ -264,7 +264,7 @@ def _is_product(module: nn.Module, like: torch.Tensor) -> bool:
 
 
 def _silent(module: nn.Module) -> bool:
-    """Its forward is its class's or one of our kernels, and it has no hooks."""
+    """Whether the module has no hooks, and its forward is its class's or a lockstep kernel."""
     forward = vars(module).get("forward")
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return (forward is None or isinstance(forward, KernelForward)) and not any(hooks)

@@ -84,7 +84,7 @@ def is_gated(module: nn.Module) -> bool:
 
 
 def is_silu_gated(module: nn.Module) -> bool:
-    """No other submodules: dropout would not show in a trial."""
+    """Whether the module is a SiLU-gated MLP without other submodules: dropout would not show in a trial."""
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return is_gated(module) and silu and {name for name, _ in module.named_children()} <= {*PROJECTIONS, "act_fn"}
 

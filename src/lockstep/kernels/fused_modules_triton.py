@@ -45,7 +45,7 @@ def _gated(self: Any, *args: Any, **more: Any) -> torch.Tensor:
 
 
 def _bare(module: nn.Module, x: torch.Tensor) -> bool:
-    """A plain linear layer without hooks: then its weight can be used without calling the module."""
+    """Whether this is a plain linear layer without hooks, whose weight can be used without calling the module."""
     if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
         return False
     hooks = (

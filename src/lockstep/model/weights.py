@@ -117,6 +117,6 @@ def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, In
 
 
 def _is_stored_in_fp32(folder: str) -> bool:
-    """The dtype of the folder's config; the config of the loaded model has the dtype of the load."""
+    """Whether the folder's config has fp32; the loaded model's config has the dtype of the load."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return (config.get("dtype") or config.get("torch_dtype")) == "float32"

@@ -89,7 +89,7 @@ class _FastTemplate:
         """Values of `open_turn` for which it was compared with `apply_chat_template`."""
 
     def __call__(self, messages: list[Message], special: dict[str, Any], open_turn: bool) -> str | None:
-        """None if the template fails."""
+        """Renders the messages; None if the template fails."""
         variables = {**self._globals, "messages": messages, "add_generation_prompt": open_turn, **special}
         compiled = self._compiled
         context = compiled.environment.context_class(compiled.environment, variables, compiled.name, compiled.blocks)
@@ -100,7 +100,7 @@ class _FastTemplate:
 
 
 def _fast_template_of(tokenizer: PreTrainedTokenizerBase) -> _FastTemplate | None:
-    """None if the tokenizer overrides `apply_chat_template`."""
+    """The compiled template; None if the tokenizer overrides `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     kind, base = type(tokenizer), PreTrainedTokenizerBase

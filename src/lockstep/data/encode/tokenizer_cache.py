@@ -100,7 +100,7 @@ class Pieces(dict[str, bytes]):
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Pieces | None:
-        """None for a tokenizer that does not work word by word, or whose word pattern is not in `_CUTS`."""
+        """The cache; None for a tokenizer that does not work word by word, or whose word pattern is not in `_CUTS`."""
         patterns, added = _patterns(backend), _plain_added(backend)
         return None if patterns is None or added is None else cls(backend, *patterns, added)
 
@@ -395,7 +395,7 @@ _TOKEN_FACTS: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDi
 
 
 def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
-    """Cached; computed again when tokens were added."""
+    """The facts of a tokenizer, cached; computed again when tokens were added."""
     facts = _TOKEN_FACTS.get(tokenizer)
     if facts is None or facts.size != len(tokenizer):
         facts = _TOKEN_FACTS[tokenizer] = TokenFacts(tokenizer)

@@ -12,7 +12,7 @@ from lockstep.kernels.attention.layout import Cascade, Layout
 from lockstep.kernels.attention.partial_attention import Gradients, PartialKernel, Sections, Tensors, merge
 
 # Cascade attention: sequences that share a prefix, without copying it. Every token attends to the unshared tokens of
-# its sequence and, where there is one, to the shared prefix. The two parts are merged by their log-sum-exp (lse). With
+# its sequence and, if there is one, to the shared prefix. The two parts are merged by their log-sum-exp (lse). With
 # the merged output and lse, the backward of each part returns its exact contribution to the gradients. Shapes: T tokens
 # of the packed row, R of them behind a shared prefix, H query heads, G key/value heads, D head size.
 

@@ -25,7 +25,7 @@ UNBOUNDED = 2**31 - 1
 
 @cache
 def corner(device: torch.device) -> torch.Tensor:
-    """Built on the host: one copy per device, for all lengths."""
+    """The causal mask corner, built on the host: one copy per device, for all lengths."""
     return torch.ones(CORNER, CORNER, dtype=torch.bool).triu(1).to(device)
 
 

@@ -66,7 +66,7 @@ def same_parts(
 def partial_kernel(
     name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sections, window: int | None = None
 ) -> PartialKernel:
-    """The kernel of the device whose `attention` is `name`, where it supports these inputs; else plain torch."""
+    """The kernel of the device whose `attention` is `name`, if it supports these inputs; else plain torch."""
     if name in ("flash_varlen", "invariant") and flash_part_fits(query_THD, value_SGE):
         return FLASH_PARTS
     if name == "npu_fusion" and _fusion_serves(query_THD, value_SGE, where, window):
@@ -93,7 +93,7 @@ def _warn_once(problem: str) -> None:
 
 @cache
 def _fusion_passes(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], windowed: bool) -> bool:
-    """Cached: one trial per device, dtype and shape."""
+    """Whether the kernel passes its trial. Cached per device, dtype and shape."""
     like = torch.empty(0, dtype=dtype, device=device)
     return same_parts("npu_fusion_attention", FUSION_PARTS, PLAIN, TRIAL, like, shape, windowed)
 

@@ -159,7 +159,7 @@ def _path_effect(has_fingerprints: bool, how: str) -> Effect:
 
 
 def _length(sides: _Recipes) -> Difference:
-    """Runs of different lengths share their first steps if the learning rate does not depend on the length."""
+    """The effect of different lengths: first steps agree if the learning rate does not depend on the length."""
     key, (a, b) = "run.steps", sides.get("run.steps")
     if a == b:
         key, (a, b) = "run.epochs", sides.get("run.epochs")

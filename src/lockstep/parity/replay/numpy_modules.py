@@ -107,7 +107,7 @@ def reference_of(
 def _single(
     last: str, kind: str, params: dict[str, Array], config: Mapping[str, Any], tokens: PackedTokens
 ) -> Reference | None:
-    """A module with one weight and perhaps a bias."""
+    """A module with one weight and optionally a bias."""
     shape = params["weight"].shape if "weight" in params else ()
     if kind == "Linear" and len(shape) == 2:
         return Reference(

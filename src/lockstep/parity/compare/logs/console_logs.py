@@ -21,7 +21,7 @@ _WRAPPED = re.compile(rf"(?:(?:np|numpy|torch)\.)?\w*\(?\s*({_NUMBER})\s*(?:,[^)
 
 
 def decoded(content: bytes) -> str | None:
-    """UTF-8, or UTF-16 with a byte order mark as Windows shells write it; None for binary content."""
+    """Decodes UTF-8, or UTF-16 with a byte order mark as Windows shells write it; None for binary content."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         text = content.decode("utf-16", errors="replace")
         return None if "\0" in text[:4096] else text

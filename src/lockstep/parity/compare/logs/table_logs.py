@@ -75,7 +75,7 @@ def delimiter(text: str) -> str:
 
 
 def _without_run_name(header: list[str]) -> list[str]:
-    """A chart exported from wandb names its columns `run - metric`, with columns for the range."""
+    """Column names without the run name: a chart exported from wandb has columns `run - metric`."""
     header = [name.strip() for name in header]
     runs = {name.partition(" - ")[0] for name in header if " - " in name}
     if len(runs) != 1:
