@@ -245,7 +245,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Log-probs are those of the truncated distribution (top-p, top-k, min-p), not of the full one."""
+    """Whether log-probs are under the truncated distribution (top-p, top-k, min-p) instead of the full one."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """Number of tokens that the policy generated, without those of an environment."""
+        """Number of tokens that the policy generated, without environment tokens."""
         return sum(self.loss_mask)
 
     @property
@@ -399,7 +399,7 @@ class RolloutMeta:
     sample: int
     prompt_tokens: int
     response_length: int
-    """Tokens of the response, including those of an environment."""
+    """Tokens of the response, including environment tokens."""
     num_response_tokens: int
     """Tokens that the policy generated."""
     shared: int

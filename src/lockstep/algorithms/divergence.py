@@ -46,8 +46,8 @@ def divergence(
 ) -> torch.Tensor:
     """The estimate at each token: `k1`, `abs`, `k2`, `k3`, or one of them with `+`.
 
-    As a term of the loss only k2 has a gradient whose mean is the gradient of the divergence (k1's mean gradient is
-    zero, k3's is that of the reverse divergence). The forms with `+` have the estimator's value and the gradient of k2.
+    As a term of the loss only k2 has a gradient whose mean is the gradient of the divergence. (k1's mean gradient is
+    zero; k3's is that of the reverse divergence.) The forms with `+` have the estimator's value and k2's gradient.
     With `old_K`, the log-probs of the sampling policy, that gradient is weighted by the detached ratio of new to old
     (at most 10). A token that is impossible under both has divergence 0; see `floor_logprobs`.
     """

@@ -156,7 +156,7 @@ class Handle:
         """Samples `n` responses per prompt, grouped by prompt. Temperature 0 is greedy.
 
         Each call samples new responses; the same sequence of calls with the same `seed` gives the same responses.
-        Log-probabilities are those of the sampling distribution (greedy: of the unmodified model).
+        Log-probabilities are under the sampling distribution (greedy: under the unmodified model).
         """
         if n > 1 and not temperature:
             raise Refusal.at(

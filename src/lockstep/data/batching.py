@@ -326,7 +326,7 @@ def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[lis
 
 
 def _filled(responses: Sequence[_Numbered], room: int, tokens: int) -> list[list[_Numbered]]:
-    """Fill packed rows in order, starting a new one when the current one is full."""
+    """Fills packed rows in order; starts a new one when the current one is full."""
     bins: list[list[_Numbered]] = []
     used = full = 0
     for number, one in responses:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Reached:
-    """Measured efficiency of our kernels on a chip."""
+    """Measured efficiency of lockstep's kernels on a chip."""
 
     attention: float
     """Speed of attention over packed rows, forward and backward, relative to large matmuls."""
@@ -166,11 +166,11 @@ CHIPS = {
             most_devices=8,
             most_nodes=2000,
         ),
-        # Ascend 910B3, the slowest of those with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
+        # Ascend 910B3, the slowest with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
         # 28 GB/s each way to the 7 others (392 GB/s both ways): https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/;
         # 200 Gbit/s RoCE per device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
         # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). 1,024 nodes: the 8,192 devices
-        # of https://arxiv.org/abs/2504.07866. Not run by us on that hardware.
+        # of https://arxiv.org/abs/2504.07866. Not run on that hardware here.
         ChipFacts(
             "atlas-800t-a2",
             "npu",

@@ -57,7 +57,7 @@ def examine(machine: Machine, device: str | None = None) -> Report:
 
 
 def cannot_train(facts: MachineFacts, device: str) -> tuple[str, ...]:
-    """For a machine with the Ascend stack of another project: the reason, then the alternatives."""
+    """The reason and the alternatives, for a machine with the Ascend stack of another project."""
     torch_npu = facts.packages.get("torch_npu")
     if device != "npu" or torch_npu is None or not older(release(torch_npu), MINIMUM["torch"]):
         return ()
@@ -81,7 +81,7 @@ class Fact:
     value: str | None
     findings: tuple[Diagnosis, ...] = ()
     missing: str = ""
-    """What an absent engine needs, or empty."""
+    """Requirements of an absent engine, or empty."""
 
     @property
     def shown(self) -> str:
@@ -156,7 +156,7 @@ def _nvidia(facts: MachineFacts, device: str) -> Iterator[tuple[str, str, str | 
 
 
 def _folders(path: str, facts: MachineFacts) -> str:
-    """A search path is too long to show; only CANN's folders in it matter."""
+    """The CANN folders of a search path. The full path is too long to show."""
     count = f"{len([folder for folder in path.split(':') if folder])} folders"
     if facts.cann is None:
         return count
@@ -164,7 +164,7 @@ def _folders(path: str, facts: MachineFacts) -> str:
 
 
 def _counted(devices: Sequence[tuple[str, int | None]]) -> str | None:
-    """8 x 910B4 (32 GiB)."""
+    """Text such as `8 x 910B4 (32 GiB)`."""
     kinds = Counter(devices)
     return (
         ", ".join(

@@ -1,7 +1,7 @@
 """Documented limits of torch_npu 2.13.0's fused operators, checked before one of them is chosen.
 
 Each function returns which documented limit a call exceeds, or None. They check shapes and dtypes only, so they never
-sync with the device. The one limit on values, that of the rotary embedding, is checked in `fused_modules_npu.py`. Not
+sync with the device. The only limit on values (rotary embedding) is checked in `fused_modules_npu.py`. Not
 yet run on Ascend hardware.
 """
 

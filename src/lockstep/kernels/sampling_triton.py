@@ -127,7 +127,7 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples one token per row of `offered_BV` at the temperature (0: argmax); returns it with its log-prob.
 
-    With `scored_BV` the log-prob is that of these logits, at the same temperature.
+    With `scored_BV` the log-prob is computed from these logits, at the same temperature.
     """
     batch, vocabulary = offered_BV.shape
     parts = triton.cdiv(vocabulary, PART)

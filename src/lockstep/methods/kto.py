@@ -24,7 +24,7 @@ def reader(recipe: Recipe) -> Reader[LabeledResponse]:
 
 
 def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[list[Problem], list[str]]:
-    """The data needs rows of both kinds, and every update at least two rows for mismatched pairs."""
+    """Checks that the data has rows of both kinds, and every update at least two rows for mismatched pairs."""
     problems, settings = [], recipe.preference
     verdicts = [item.desirable for item in rows.items]
     good, bad = sum(verdicts), len(verdicts) - sum(verdicts)

@@ -1,4 +1,4 @@
-"""Checks a model before training: our log-probs and gradients must equal those of transformers.
+"""Checks a model before training: lockstep's log-probs and gradients must equal transformers'.
 
 The architecture is tested with a small random model (`miniature.py`) in fp32, on sequences longer than each of its
 limits; then the loaded model is tested on a few tokens in its dtype.
@@ -29,7 +29,7 @@ from lockstep.parallel.sharding import unit_gathered
 from lockstep.run.console import Console
 from lockstep.types import MicroBatch
 
-# Allowed difference of packed log-probs from those of transformers.
+# Allowed difference between packed log-probs and transformers' log-probs.
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 # Tolerances for the small model in fp32: absolute error of log-probs, relative error of gradient norms.
 LOGPROB_ERROR, GRADIENT_ERROR = 2e-4, 2e-3

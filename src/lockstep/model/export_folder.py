@@ -304,14 +304,14 @@ def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path
         with written_aside(out, over=True) as aside:
             yield aside
             tokenizer, template = _tokenizer(settings, folders), aside / "chat_template.jinja"
-            if template.is_file():  # the template of the run replaces that of the model
+            if template.is_file():  # the template of the run replaces the model's
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             tokenizer.save_pretrained(aside)
             # Weights are written with owner-only permissions; give all files the same mode.
             mode = (aside / "tokenizer_config.json").stat().st_mode
             for file in aside.iterdir():
                 file.chmod(mode)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(out, error, "checkpoints are untouched: `lockstep export` writes the model again") from error
 
 

@@ -54,7 +54,7 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
         with written_aside(folder, over=True) as aside:
             save_model(model, aside)
             tokenizer.save_pretrained(aside)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(folder, error) from error
     count = sum(p.numel() for p in model.parameters())
     return [f"wrote {type(model).__name__} with {count:,} parameters to {folder}", *notes]

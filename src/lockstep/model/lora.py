@@ -19,8 +19,8 @@ from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Values of an adapter's configuration that are plain LoRA. All other keys must be unset: variants of LoRA, also those
-# of later PEFT versions, would be trained wrongly.
+# Configuration values of plain LoRA. All other keys must be unset: variants of LoRA, including those of later PEFT
+# versions, would be trained wrongly.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),

@@ -119,7 +119,7 @@ def _shrink(data: dict[str, Any]) -> None:
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
-        # In these models the head size is that of its rotary part.
+        # In these models the head size is the size of its rotary part.
         data["head_dim"] = data["qk_rope_head_dim"]
     for rope in ropes:
         _shrink_rope(rope, data)

@@ -71,7 +71,7 @@ class Scoring:
     truncation: Truncation | None = None
     entropy: bool = False
     alike: bool = False
-    """Whether the loss is a multiple of the sum of the log-probabilities: see `kernels/logprob.py`."""
+    """Whether the loss is a multiple of the sum of the log-probs: see `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
     """The divergence between the teacher's distribution and the policy's, if there is a teacher."""
     squares: bool = False

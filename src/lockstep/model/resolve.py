@@ -75,7 +75,7 @@ def hub_folder(name: str, where: str, hint: str = "") -> str:
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """Errors of the hub client: its own, file errors, and connection errors of its HTTP package."""
+    """Errors of the hub client, of files, and of connections of its HTTP package."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)

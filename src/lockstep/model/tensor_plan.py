@@ -1,8 +1,8 @@
 """Reads the tensor-parallel plan of a model (`base_model_tp_plan` of transformers); refuses models without a usable
 one.
 
-With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are not
-divided, only sharded: every rank scores the full vocabulary, so log-probs, losses and samples need no other rank.
+With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are only
+sharded: every rank scores the full vocabulary, so log-probs, losses and samples need no other rank.
 """
 
 from __future__ import annotations

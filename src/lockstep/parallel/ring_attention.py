@@ -1,4 +1,4 @@
-"""Ring attention: keys and values are passed around the ring of ranks; every rank attends to each block in turn.
+"""Ring attention: keys and values are passed around the ring of ranks; every rank attends to one block after another.
 
 In zigzag order rank r has chunk r and the r-th last of the 2N chunks of every sequence. It sees these keys of rank j:
 

@@ -15,13 +15,13 @@ from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 
 KEY = "rollout.max_staleness"
 WORKER = "rollout worker"
-"""The phase of a worker with a separate device."""
+"""Name of the phase of a worker with a separate device."""
 DEVICE_KEY = "rollout.worker_device"
 _TURNS = "remove the key: generation and training then take turns"
 
 
 def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, seen: int | None) -> None:
-    """Refuse a worker that the devices do not allow. `ranks`: of this machine; `seen`: its devices, or None."""
+    """Refuses a worker that the devices do not allow. `ranks`: on this machine; `seen`: visible devices, or None."""
     rollout = recipe.rollout
     if rollout.max_staleness is None:
         return
@@ -94,9 +94,9 @@ def with_worker(
     on_host: bool,
     memory: int,
 ) -> MemoryPlan:
-    """The plan with the worker's model, KV cache and prefill pass: added to every phase of its rank if both share a
-    device, otherwise a separate phase. `on_host`: the device uses host memory, which holds the synced weights once
-    more. The cache takes a share of the free part of `memory`."""
+    """Adds the worker's model, KV cache and prefill pass: to every phase of its rank if both share a device, otherwise
+    as a separate phase. `on_host`: the device uses host memory, which also holds the synced weights. The cache takes a
+    share of the free part of `memory`."""
     rollout, size = recipe.rollout, DTYPES[recipe.model.dtype].itemsize
     if rollout.max_staleness is None:
         return plan
@@ -130,7 +130,7 @@ def with_worker(
 
 
 def handed_lines(plan: MemoryPlan, ranks: int) -> list[str]:
-    """Host memory of the weight sync, for a host with `ranks` ranks."""
+    """Lines about the host memory of the weight sync on a host with `ranks` ranks."""
     if not plan.handed_bytes:
         return []
     each = f"{plan.handed_bytes / 2**20:,.1f} MiB of the host's memory"

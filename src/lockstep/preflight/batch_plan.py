@@ -186,7 +186,7 @@ def logprob_limit(recipe: Recipe) -> float | None:
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Longest prompt in tokens: the recipe's, or what a response leaves of the context and of a micro-batch."""
+    """Longest prompt in tokens: the recipe's, or the context or micro-batch minus the response."""
     longest = recipe.rollout.max_tokens
     context = getattr(config, "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}

@@ -36,7 +36,7 @@ from lockstep.run.trackers.tracker import open_sinks
 
 
 class CheckStage(IntEnum):
-    """When a check runs, by what it reads."""
+    """When a check runs, determined by its inputs."""
 
     SETTINGS = 1
     """The recipe and the device."""
@@ -64,7 +64,7 @@ class PreflightCheck:
     stage: CheckStage
     applies: Callable[[Context], bool] = _always
     in_plan: Literal["refuse", "remark", "last"] = "refuse"
-    """In `lockstep plan` a problem is refused, printed as a remark, or refused after the plan is printed."""
+    """How `lockstep plan` treats a problem: refused, printed as a remark, or refused after the plan is printed."""
 
     def problems(self, context: Context) -> list[Problem]:
         problems: list[Problem] = []
@@ -76,7 +76,7 @@ class PreflightCheck:
         return problems
 
 
-# Functions of the sections that have no file of their own.
+# Checks of sections without a separate file.
 
 
 def context_ranks(context: Context) -> None:

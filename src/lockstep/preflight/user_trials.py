@@ -119,7 +119,7 @@ def _stub_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @contextmanager
 def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
-    """The scorer of an online run, tried on real rows."""
+    """Opens the scorer of an online run after a trial on real rows."""
     recipe, world = prepared.recipe, runtime.world
     output = run_folder(recipe).reward_output(world.rank)
     device = runtime.device.torch_device(world.local_rank)
@@ -130,7 +130,7 @@ def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
 
 
 def try_rewards(prepared: PreparedOnline, device: Device, console: Console) -> None:
-    """The trial of a plan: of rewards that need no weights and no server."""
+    """Tries the rewards that need no weights and no server."""
     reward = prepared.recipe.reward
     not_tried = [name for name in ("model", "process", "remote") if getattr(reward, name) is not None]
     if not_tried:

@@ -168,8 +168,8 @@ def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights:
     return (
         f"data source {source}: on {len(worse)} of {len(by_part[0])} tested rows the empty answer scores higher "
         f"than a right one, by reward {' + '.join(weights)}; on {question.origin} {empty:g} against {score:g} for "
-        f"{text[:60]!r}. Training would teach the policy to say nothing. Check sign and weights, or put a right answer "
-        "in the form that the reward reads into extra_info.answer"
+        f"{text[:60]!r}. Training would teach the policy to say nothing. Check sign and weights, or set "
+        "extra_info.answer to a right answer in the format that the reward reads"
     )
 
 

@@ -36,12 +36,12 @@ LOADING = 0
 
 @dataclass(frozen=True)
 class Loaded:
-    """The function is loaded."""
+    """Reply: the function is loaded."""
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """The function cannot be called."""
+    """Reply: the function cannot be called."""
 
     why: str
     remedy: str = ""

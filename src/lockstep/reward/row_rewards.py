@@ -51,7 +51,7 @@ def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.de
         yield scorer
 
 
-# Columns that the rewards can read; rows need only those that are read.
+# Columns that the rewards can read; rows need only the columns that are read.
 EVERYTHING = frozenset({"ground_truth", "data_source"})
 # Columns by the argument names of reward functions that refer to them.
 _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source": "data_source"}

@@ -19,7 +19,7 @@ from lockstep.errors import Problem, Refusal, missing_extra
 
 # The rule `math` compares the last `\boxed{...}` of a text with the ground truth, using the package math-verify.
 #
-# There is no time limit here, and a comparison can run forever. The scorer therefore uses a killable process
+# A comparison can run forever, and there is no time limit here. So the scorer uses a killable process
 # (`math_judge.py`).
 
 _LATEX_NUMBER = re.compile(
@@ -106,7 +106,7 @@ def _as_number(latex: str) -> str | None:
     return str(-size if sign == "-" else size)
 
 
-# A number as people write it: sign, currency, thousands separators, decimals. A trailing point is punctuation.
+# A number in common notation: sign, currency, thousands separators, decimals. A trailing point is punctuation.
 _NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
 # The mark is followed by one number and optional words: an expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
 # 1,00,000 is not a final number. Markdown stars around the number are accepted.

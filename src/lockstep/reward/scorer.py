@@ -128,7 +128,7 @@ class Scorer:
         weights, problems = active_weights(settings)
         available = rules_at_hand(settings.rules)
         if weights.get("rule") == 0 and not all(source in available for source in sources):
-            del weights["rule"]  # it would only be logged, and some rows have no rule
+            del weights["rule"]  # it would only be logged, and rows may lack a rule
         problems += _unknown_rules(settings.rules)
         makers: dict[str, Callable[[], RewardPart]] = {
             "rule": lambda: RulePart(settings, sources, output=output),

@@ -365,7 +365,7 @@ def everyone(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:
 
 # Conversion of validation questions to prompts, and the protocol that judges their answers.
 
-# Noise keys of validation do not overlap with those of training prompts.
+# Noise keys of validation do not overlap with training keys.
 FIRST_KEY = 2**40
 
 

@@ -106,7 +106,7 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yields every completion of every request as soon as it is finished.
 
-        Log-probs are those of the sampling distribution, after temperature and truncation.
+        Log-probs are under the sampling distribution, after temperature and truncation.
         """
         ...
 

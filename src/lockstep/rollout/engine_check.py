@@ -45,7 +45,7 @@ def check_engine_architecture(config: Any, kernel: str, device: Device, torch_de
 
 
 def try_engine(miniature: Miniature, device: Device) -> None:
-    """Compares greedy tokens and their log-probs with those of transformers, with and without chunked prefill."""
+    """Compares greedy tokens and their log-probs with transformers', with and without chunked prefill."""
     policy = miniature.policy
     max_length = fixed_length(policy.causal_lm.config.get_text_config())
     longest = min(LONGEST, max_length or LONGEST)

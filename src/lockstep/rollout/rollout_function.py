@@ -3,7 +3,7 @@
 `rollout(prompt, generate)` is called once per response and returns `(ids, trained)`: the tokens of the response and a
 loss mask, 1 for tokens of the policy and 0 for tokens of the environment. `generate(ids)` continues token ids with the
 policy. Functions run concurrently in threads, and waiting turns are generated as one batch. The noise of a turn depends
-on prompt, sample and turn only, so thread timing has no effect.
+only on prompt, sample and turn, so thread timing has no effect.
 
 A response is truncated (stop reason `length`) when it reached `rollout.max_tokens`, or when the function returns
 `(ids, trained, True)`. A smaller `max_tokens` of one `generate` call does not make it truncated. A function that
@@ -195,7 +195,7 @@ class FunctionEngine:
                         running.remove(message.response)
                         yield self._completion(message)
                 if turns_waiting:
-                    # A fixed order makes the batch, and with it the rounding, reproducible.
+                    # A fixed order makes the batch, and therefore the rounding, reproducible.
                     self._answer(sorted(turns_waiting, key=lambda turn: turn.response.order), sampling)
                     turns_waiting = []
         finally:

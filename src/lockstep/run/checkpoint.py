@@ -104,7 +104,7 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
                 save_file(_contiguous(content), aside / name)
             write_private(aside / STATE, json.dumps(asdict(state), indent=2))
             write_manifest(aside, told_of(aside, [aside / name for name in (*tensors, STATE)]))
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten_checkpoint(target, str(error)) from error
     return target
 

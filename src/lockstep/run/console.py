@@ -22,7 +22,7 @@ from lockstep.run.screen import Screen
 
 
 class Pace:
-    """Estimates the remaining time from the latest steps."""
+    """Estimates the remaining time from recent steps."""
 
     def __init__(self, total: int | None, done: int = 0):
         self.total, self.done = total, done
@@ -119,7 +119,7 @@ class Console:
 
 
 def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
-    """Prints every problem of a refusal to stderr; `colour` defaults to what the terminal supports."""
+    """Prints every problem of a refusal to stderr; `colour` defaults to the terminal's support."""
     from rich.text import Text
 
     from lockstep.run.screen import Screen

@@ -1,6 +1,6 @@
 """The HTTP server: a starlette application on uvicorn that limits everything that a client can send.
 
-A request is cancelled as soon as its client disconnects. A client that closes its side of the connection counts as
+A request is cancelled when its client disconnects. A client that closes its side of the connection counts as
 disconnected.
 """
 

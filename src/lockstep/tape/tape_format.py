@@ -145,7 +145,7 @@ class TapeFolder:
         self._save(self.left_file(step), stacked, {STACKS: names})
 
     def read_left(self, step: int) -> dict[str, torch.Tensor]:
-        """Empty if not recorded: a step without digests, the last step before a kill, or an older tape."""
+        """Digests of the weights after a step. Empty if the step has none, or for the last step before a kill."""
         return _unstacked(self.left_file(step))[1] if self.left_file(step).is_file() else {}
 
     def read_weights(self, step: int) -> dict[str, torch.Tensor]:
@@ -196,7 +196,7 @@ def _write(file: Path, save: Callable[[Path], None]) -> None:
     try:
         with written_aside(file, durable=False) as aside:
             save(aside)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by its own error
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise _unwritten(file, error) from error
 
 

@@ -30,7 +30,7 @@ def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overri
 
 
 def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
-    """Train a checked recipe with the loop of its method."""
+    """Trains a checked recipe with the loop of its method."""
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
     if recipe.method in ONLINE:

@@ -57,7 +57,7 @@ class Balance:
         self.value = float(load_balance(self._chosen_E, probs_E, self._rows))
 
     def part(self, batch: MicroBatch) -> torch.Tensor:
-        """The part of the last micro-batch in the weighted loss."""
+        """The weighted loss of the last micro-batch."""
         probs_E = self._routed(batch).probs_E
         return self.coefficient * load_balance(self._chosen_E.to(probs_E), probs_E, self._rows)
 
@@ -175,7 +175,7 @@ class Learner:
             self.scale.update(overflowed=not finite)
             metrics[f"{self.name}/loss_scale"] = self.scale.value
             if not finite and self.scale.value >= 1:
-                # fp16 finds its scale by overflows; the update is skipped and counted.
+                # fp16 finds its loss scale by overflows; such an update is skipped and counted.
                 self.skipped += 1
                 self.optimizer.forget()
                 return metrics | {f"{self.name}/grad_norm": 0.0, f"{self.name}/skipped": float(self.skipped)}

@@ -266,7 +266,7 @@ class PromptRows:
 
 
 _WORKED = {
-    "": "whole",
+    "": "full text",
     GSM8K: f"after its {MARK}",
     MATH: r"in its last \boxed{}",
     MATH_500: r"the full text, next to a solution with \boxed{}",

@@ -66,7 +66,7 @@ class ResponseEncoder:
         encoded = [encode_spans(tokenizer, spans, origin) for spans in rendered]
         examples, split = [example for example, _ in encoded], any(split for _, split in encoded)
         if not _begin_alike(examples):
-            # The response can change the tokens of the prompt's last word; tokenised alone they are always the same.
+            # The response can change the tokens of the prompt's last word, so the prompt is tokenised separately.
             examples, split = [self._apart(spans, origin) for spans in rendered], True
         if not _begin_alike(examples):
             raise Refusal.at(

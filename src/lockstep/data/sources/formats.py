@@ -89,7 +89,7 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
     problems = found.problems
     stream = io.BytesIO(data)
     stream.seek(end)
-    # Split at \n alone: str.splitlines would also split at U+2028, which may stand inside a JSON string.
+    # Split only at \n: str.splitlines would also split at U+2028, which may occur inside a JSON string.
     for line, raw in enumerate(stream, start=first):
         if end == behind:
             break

@@ -258,7 +258,7 @@ def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
 
 
 def _info(given: str, batches: list[pa.RecordBatch]) -> FileInfo:
-    """Hash the rows as JSON lines, so that the hash does not depend on how the package stored them."""
+    """The identity of the rows, hashed as JSON lines: independent of how the package stores them."""
     digest, size, rows = hashlib.sha256(), 0, 0
     for batch in batches:
         for start in range(0, batch.num_rows, 1024):

@@ -1,6 +1,6 @@
 """Checklist items that need a live run: trials on a few sequences of the recorded step.
 
-Trials run on every rank. Every trial ends with the weights that it started from.
+Trials run on every rank. Each trial restores the weights that it started with.
 """
 
 from __future__ import annotations

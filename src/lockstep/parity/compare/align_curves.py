@@ -287,7 +287,7 @@ def better_shift(a: Curve, b: Curve) -> Shift | None:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A curve with one entry per step: its values (0 if missing), and 1 where there is a value."""
+    """A curve with one entry per step: its values (0 if missing), and a mask (1 if there is a value)."""
 
     first: int
     values: np.ndarray

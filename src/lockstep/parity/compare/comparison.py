@@ -108,7 +108,7 @@ class Metric:
     only_b: int = 0
     """Steps that only one side logged; they are left out."""
     matching: str = ""
-    """What was averaged before the comparison, and how many steps are left out."""
+    """A description of what was averaged before the comparison, and how many steps are left out."""
     findings: list[Finding] = field(default_factory=list)
     """The findings of metrics with a verdict, the strongest first."""
     power: Power | None = None
@@ -173,7 +173,7 @@ class Comparison:
     samples: list[tuple[dict[str, Any] | None, dict[str, Any] | None]]
     """The first responses of both sides to the same prompts."""
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """For the support table: method, model, hardware and versions of both sides; None if unknown."""
+    """Data of the support table: method, model, hardware and versions of both sides; None if unknown."""
     setup_known: bool = True
     """Whether both sides recorded their set-up. If not, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)

@@ -15,7 +15,7 @@ LONGEST_WINDOW = 9
 RESAMPLES = 2000
 MAX_BLOCKS = 100
 MIN_NOISE_STEPS = 8
-"""With fewer common steps there are too few blocks for the bootstrap."""
+"""Minimum number of common steps: with fewer there are too few blocks for the bootstrap."""
 
 
 def figures(pair: Pair, tolerance: np.ndarray | float | None) -> Figures:
@@ -58,9 +58,9 @@ def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
     """Returns the first step from which, until the end, most steps in a window around each step exceed `tolerance`.
 
     The majority vote in a window (the sign of the running median of distance minus tolerance) prevents a single step
-    near the end from causing or hiding a divergence. A change less than half a window before the end does not count.
-    A step with one finite value exceeds the tolerance; a step with none has no vote. Curves that cross each other do
-    not diverge: the mean difference from this step on must exceed `tolerance` too.
+    near the end from causing or hiding a divergence. A change in the last half window does not count. A step with one
+    finite value exceeds the tolerance; a step with none has no vote. Curves that cross do not diverge: the mean
+    difference from this step on must exceed `tolerance` too.
     """
     voting = pair.finite | pair.one_sided
     allowed = np.broadcast_to(np.asarray(tolerance, dtype=np.float64), pair.steps.shape)[voting]

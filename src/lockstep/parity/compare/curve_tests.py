@@ -212,7 +212,7 @@ class SeriesScores:
     scatter: np.ndarray
     """(...): the same ratio for the scatter of the steps; 0 without repeats."""
     scattered: np.ndarray
-    """(...): the ratio of the scatter to that of repeats."""
+    """(...): the ratio of the scatter to the repeats' scatter."""
     spike: np.ndarray
     """(...): the excess of the single step that differs most; its index is `spike_at`."""
     spike_at: np.ndarray
@@ -300,7 +300,7 @@ def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(typical_square(joined(sizes)) / 2), 0.0)
 
 
-# Power: the differences that the test finds with 95 % probability, and what would increase it -----------------------
+# Power: the differences that the test finds with 95 % probability, and how to increase it ---------------------------
 
 
 def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:

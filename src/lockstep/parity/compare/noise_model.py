@@ -22,7 +22,7 @@ SHARES = {"drift": 0.025, "trend": 0.004, "end": 0.010, "window": 0.007, "scatte
 END_PARTS = (0.025, 0.05, 0.1, 0.2, 0.4)
 """The tested ends of the run: the last steps, as fractions of all steps."""
 MIN_STEPS = 8
-"""With fewer common steps noise and drift cannot be separated."""
+"""Minimum number of common steps: with fewer, noise and drift cannot be separated."""
 MAX_MEMORY = 0.97
 MODERATION = 3.0
 """The weight of the short-memory estimate for long windows, in degrees of freedom, if there are few repeats."""
@@ -67,7 +67,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of window means of each length under noise alone, in units of the scale."""
+    """The distribution of window means of each length under pure noise, in units of the scale."""
 
     scale: np.ndarray
     """(..., N): the size of the noise at each step, with mean 1."""

@@ -88,7 +88,7 @@ def _change(last: int, a: Evidence, b: Evidence, *, length: bool) -> str:
         return f"{resumed} other keys"
     return (
         f"{resumed} another length, which stretched its schedule: the curves differ up to step {last} because of it, "
-        "and later because of what was learned until then"
+        "and later because the weights differ"
     )
 
 

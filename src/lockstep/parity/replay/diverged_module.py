@@ -43,7 +43,7 @@ class DivergedModule:
     parameter: str | None = None
     """In the backward pass: the parameter whose gradient differs although the gradients through the module agree."""
     systematic: str = ""
-    """The systematic difference as text, if the distance alone could be rounding."""
+    """The systematic difference as text, if rounding could explain the distance."""
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:

@@ -380,7 +380,7 @@ def weights_for(
     """Returns the weights of a module, or of the head, on the recorded and on the replayed side.
 
     They come from the tape, or from the model folder if the tape has none. The replay starts from the recorded master
-    weights. `dtypes` are those of the two models.
+    weights. `dtypes`: the dtypes of the two models.
     """
     heads = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 

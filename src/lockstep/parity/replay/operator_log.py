@@ -1,4 +1,4 @@
-"""Records the operators that one module runs, forward or backward, without those of its children.
+"""Records the operators that one module runs, forward or backward, without its children's operators.
 
 Every tensor that crosses the module's border is recorded too: its inputs and its children's outputs, and in the
 backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run with the

@@ -246,8 +246,8 @@ def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -
 def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str) -> float:
     """Returns the relative difference of a parameter's gradient, at most 1. The gradient check tests it separately.
 
-    AdamW moves a weight by the sign of its gradient more than by its size. Where gradients nearly cancel, like those of
-    key biases, two clean updates may move in opposite directions.
+    AdamW's step depends more on the sign of a gradient than on its size. If gradients nearly cancel, as for key biases,
+    two clean updates may have opposite directions.
     """
     x, y = (record.tensors.get(f"{learner}/0/gradient/{name}") for record in (one, other))
     return 0.0 if x is None or y is None else min(1.0, relative(x, y))

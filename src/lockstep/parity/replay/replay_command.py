@@ -48,7 +48,7 @@ class ReplayRequest:
     checklist: bool
     json: bool
     model: str | None = None
-    """For a recording of another framework: the folder of the trained model."""
+    """The folder of the trained model, for a recording of another framework."""
 
 
 def replay_run(request: ReplayRequest) -> int:

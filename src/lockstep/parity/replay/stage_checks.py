@@ -414,7 +414,7 @@ class _Update:
         """Checks that the outputs of a later update changed by the same amount on both sides. If not, weights were
         lost.
 
-        The tolerance is relative to that change, like that of the weights.
+        The tolerance is relative to that change, as for the weights.
         """
         key = f"{self.learner}/{self.number}/answers"
         before = [_before_updates(record, self.learner, self.number) for record in (self.one, self.other)]

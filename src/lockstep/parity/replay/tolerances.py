@@ -1,6 +1,6 @@
 """The tolerances of a replay: how far two correct computations may differ, for each pair of dtypes.
 
-Tolerances are relative to the size of the compared values; those of log-probabilities are absolute.
+Tolerances are relative to the size of the compared values; tolerances of log-probabilities are absolute.
 
 fp32: 5 to 30 times the worst of 50 clean repeats of small models (`tests/e2e/test_clean_repeats.py`: other
 micro-batches, packing, threads, engines, sums in double precision), each from recorded weights. The repeats showed:

@@ -25,8 +25,8 @@ from lockstep.masking import comparable, conceal
 from lockstep.parallel.rendezvous import say
 from lockstep.rollout.servers.adapter import ServerFailed
 
-# Samples that are requested of a server at the same moment are sent as one HTTP request. The response has one line per
-# sample, sent when the sample is finished.
+# Simultaneous samples of a server are sent as one HTTP request. The response has one line per sample, sent when the
+# sample is finished.
 
 # Maximum size of one line. A response of 100,000 tokens with its log-probs has about 3 MB.
 MAX_BYTES = 256 * 2**20

@@ -115,7 +115,7 @@ class Vllm:
             "repetition_penalty": sampling.repetition_penalty,
             "seed": wanted.seed,
             "logprobs": 0,
-            # End tokens are listed explicitly; those of the model folder are ignored.
+            # End tokens are listed explicitly; the model folder's are ignored.
             "ignore_eos": True,
             "stop_token_ids": list(sampling.stop_ids),
             "detokenize": bool(sampling.stop_strings),

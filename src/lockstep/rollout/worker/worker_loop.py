@@ -1,7 +1,7 @@
 """The loop of the rollout worker process: receives weights and requests, and generates.
 
 A message pauses the engine after the current round. Unfinished responses then continue with the new weights: prompt and
-tokens are prefilled again, and the noise of a token depends on its position only. An engine that cannot pause (`hf`)
+tokens are prefilled again, and the noise of a token depends only on its position. An engine that cannot pause (`hf`)
 finishes them with the old weights.
 """
 

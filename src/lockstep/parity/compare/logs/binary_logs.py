@@ -137,7 +137,7 @@ def swanlab_points(file: str, content: bytes) -> Points:
     """Reads every scalar of `run-ID.swanlab` (before 0.7 `backup.swanlab`); media, texts and machine metrics are
     skipped.
 
-    Format 1 contains JSON records, format 2 protobuf records. Steps are those of the user; SwanLab counts from 0.
+    Format 1 contains JSON records, format 2 protobuf records. Steps are the user's; SwanLab counts from 0.
     """
     version = content[_SWANLAB_VERSION] if len(content) > _SWANLAB_VERSION else 0
     readers = {1: _json_scalar, 2: _protobuf_scalar}

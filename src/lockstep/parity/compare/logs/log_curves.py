@@ -40,7 +40,7 @@ class Evidence:
     samples: list[dict[str, Any]] = field(default_factory=list)
     """The first training lines of samples.jsonl."""
     earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Recipes used before a resume, by the last step that each one trained. `recipe` is the newest."""
+    """Recipes used before a resume, by the last step trained with each. `recipe` is the newest."""
 
     @property
     def planned(self) -> int | None:
@@ -63,7 +63,7 @@ class Log:
     written: dict[str, str]
     evidence: Evidence | None = None
     means: frozenset[str] | None = None
-    """Metrics whose values are means over the steps since the previous value; None if the format does not say."""
+    """Metrics whose values are means over the steps since the previous value; None if unspecified."""
     planned: int | None = None
     """The last planned step; None if the log does not contain it."""
     ambiguous: dict[str, str] = field(default_factory=dict)
