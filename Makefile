@@ -63,6 +63,7 @@ format: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python tools/recipe_reference.py > docs/recipe.md
+	$(BIN)/python tools/error_codes.py > docs/errors.md
 	$(BIN)/python tools/architecture.py
 	$(BIN)/python tools/migration_tables.py
 

@@ -55,7 +55,7 @@ COARSER = ("fp32", "fp16", "bf16")
 SHORT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Parts of module names that wrappers add.
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
-# Inputs that no module computes, and that library versions pass in different ways.
+# Inputs that no module computes and that library versions pass in different ways.
 PASSED_ALONG = re.compile(r"mask|position|cache|past|cos$|sin$")
 
 Digested = tuple  # digest, shape, dtype
@@ -384,8 +384,9 @@ class MicroBatch:
     def _read_slopes(self, flat: torch.Tensor, gradient: torch.Tensor, here: Places, temperature: float) -> None:
         """The slope of the loss at each log-probability, from the gradient at the logits.
 
-        A loss of log-probabilities alone has the gradient slope * (onehot - p) / temperature, which is solved for the
-        slope. The rest of the gradient shows whether that holds: it is large with an entropy bonus or another
+        A loss that depends only on log-probabilities has the gradient slope * (onehot - p) / temperature, which is
+        solved for the slope. The rest of the gradient shows whether that holds: it is large with an entropy bonus or
+        another
         temperature.
         """
         self.reached = True
@@ -679,7 +680,7 @@ class Recorder:
         return found
 
     def _take_gradients(self) -> None:
-        """Before clipping if the clipping is observed, else before the optimizer step."""
+        """Reads gradients before clipping if the clipping is observed, else before the optimizer step."""
         if not self.detailed or any("/gradient" in name for name in self.tensors):
             return
         exact = self._by_formula()
@@ -764,7 +765,7 @@ class Recorder:
         info: dict[str, Any] = {"carried": {}, "updates": [update], "calls": [one.arguments for one in micros]}
         if self.tracer is not None and self.traced in micros:
             self.dtype = max(self.dtype, self.tracer.dtype, key=COARSER.index)
-            # A recording is one rank's, so its trace is always that of rank 0.
+            # A recording has one rank, so its trace is always rank 0's.
             info["probe"] = {"traces": [{"learner": LEARNER, "rank": 0, "events": self.tracer.events}]}
             tensors.update({f"probe/{LEARNER}/0/{name}": value for name, value in self.tracer.tensors.items()})
         self.clipped = self.clip

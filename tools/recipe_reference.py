@@ -65,7 +65,7 @@ If a run resumes with changed keys, the old recipe is kept: `recipe.to_step_10.y
 ## Bad input
 
 All problems are reported at once, on stderr and with exit code 2, before a model is loaded. Each problem names the key,
-the reason and, if possible, the nearest valid name or a remedy. This recipe
+its [code](errors.md), the reason and, if possible, the nearest valid name or a remedy. This recipe
 
 ```yaml
 {bad}```

@@ -2,9 +2,9 @@
 
     model = lockstep.load("folder", lr=1e-4)        a handle: sample, logprobs, forward_backward, optim_step
     lockstep.train("recipe.yaml", run={"steps": 5}) a complete run
-    lockstep.compare("runs/a", "runs/b")            do two runs train alike?
+    lockstep.compare("runs/a", "runs/b")            compares two runs
 
-The import is cheap: it does not import torch. Each name is loaded on first use.
+Importing lockstep is fast, because it does not import torch. Each name is loaded on first use.
 """
 
 from __future__ import annotations

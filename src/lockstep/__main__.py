@@ -1,4 +1,4 @@
-"""Where `lockstep`, `python -m lockstep` and `torchrun -m lockstep` begin."""
+"""Entry point of `lockstep`, `python -m lockstep` and `torchrun -m lockstep`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import signal
 
 
 def main() -> None:
-    """Ctrl-C ends the process without a word until the command line is there to say one: otherwise Python would show
-    the import that it fell into."""
+    """Runs the command line. While it is being imported, Ctrl-C ends the process without a traceback."""
     waits = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if waits:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The command line. Each command imports what it needs, so that `--help` is fast."""
+"""The command line. Each command imports its modules when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def plan(
 ) -> None:
     """Show batches and memory of RECIPE without loading the model; fail if it does not fit.
 
-    With --cluster also the step time, for devices in a table: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
+    With --cluster, also show the step time, for listed devices: 1x1:h200, 2x8:atlas-800t-a2, 16x8:h100.
     """
     if cluster is None and response_tokens is not None:
         raise typer.BadParameter("needs --cluster", param_hint="--response-tokens")
@@ -163,7 +163,7 @@ def init(
     ] = None,
     teacher: Annotated[str | None, typer.Option(metavar="DIR", help="Distillation: the teacher's folder.")] = None,
 ) -> None:
-    """Write a first recipe with comments; prompts for what the options do not give.
+    """Write a first recipe with comments; prompt for values that the options do not give.
 
     Existing rows are checked: the recipe gets the keys they need, or the command fails.
     """
@@ -242,7 +242,7 @@ def compare(
     steps: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Compare only these steps, as if no more were planned.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Path of the HTML report [B's run folder].")
     ] = None,
@@ -284,7 +284,7 @@ def replay(
         str,
         typer.Option(
             metavar="forced|chained|free",
-            help="What comes from the tape: weights and data, only data, or only the start.",
+            help="Taken from the tape: weights and data, only data, or only the initial weights.",
         ),
     ] = "forced",
     step: Annotated[list[int] | None, typer.Option(help="Only this step; may be repeated.")] = None,
@@ -324,7 +324,7 @@ def export(
         bool, typer.Option("--merge", help="Merge an adapter into its base model; the default for a run.")
     ] = False,
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Base model of an adapter [the one it names].")
+        str | None, typer.Option(metavar="MODEL", help="Base model of an adapter [the one in its config].")
     ] = None,
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Also push it to the hub, with a model card.")
@@ -434,7 +434,7 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Prints the warning about an old name of a key as one line. Only one of several ranks prints it."""
+    """Prints the warning about an old name of a recipe key as one line. Of several ranks, only one prints it."""
     from lockstep.errors import RenamedKey
 
     if not issubclass(category, RenamedKey):

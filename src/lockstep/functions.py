@@ -1,4 +1,4 @@
-"""User functions: `path/to/file.py:name` in a recipe, or a Python callable; found, checked and limited in time."""
+"""User functions: finds, loads and checks `path/to/file.py:name` or a Python callable, and limits its run time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any
 
 from lockstep.errors import Problem, Refusal
 
-# Seconds after the limit in which the signal may end the function, before the run is ended.
+# Seconds after the time limit until the run is ended, if the signal did not stop the function.
 GRACE_SECONDS = 30.0
-# Interval of further signals, for a function that catches every exception.
+# Interval of repeated signals, for a function that catches every exception.
 AGAIN_SECONDS = 5.0
-# Exit code of the run if it had to be ended with the function.
+# Exit code of the run if a function could not be stopped.
 ENDED = 2
 
 
@@ -75,7 +75,7 @@ LONGEST_WHY = 300
 # A user file may import torch from a slow disk.
 LOAD_SECONDS = 120.0
 
-# Callables given from Python, by their path in the recipe.
+# Callables passed from Python, keyed by their path in the recipe.
 _given: dict[str, Callable[..., Any]] = {}
 # Modules of user files, by path and modification time: two functions of one file share its globals.
 _modules: dict[tuple[Path, int], ModuleType] = {}
@@ -84,11 +84,11 @@ _running: list[Path] = []
 
 
 class Unloadable(Exception):
-    """A function that cannot be loaded: why, and what to do."""
+    """A user function cannot be loaded. `why` is the reason, `remedy` the fix."""
 
-    def __init__(self, why: str, remedy: str):
+    def __init__(self, why: str, remedy: str, *, code: str):
         super().__init__(why)
-        self.why, self.remedy = why, remedy
+        self.why, self.remedy, self.code = why, remedy, code
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,12 @@ class UserFunction:
         except TimeUp as over:
             raise Refusal([self._late(source_line(over, file))]) from over
         except Exception as error:
-            raise Refusal.at(self.where, f"raised {describe_error(error, file)}", "fix the function") from error
+            raise Refusal.at(
+                self.where, f"raised {describe_error(error, file)}", "fix the function", code="function-raised"
+            ) from error
 
     def with_function(self, function: Callable[..., Any]) -> UserFunction:
-        """The same key and limit for a wrapper of the function."""
+        """Returns a copy with another function, such as a wrapper, and the same key and time limit."""
         return replace(self, function=function)
 
     def _limited(self) -> AbstractContextManager[None]:
@@ -132,28 +134,33 @@ class UserFunction:
             self.where,
             f"did not return within {self.seconds:g} s ({self.limit}){line}",
             f"make it faster, or raise {self.limit}; the last checkpoint is unchanged",
+            code="function-too-slow",
         )
 
-    def refuse(self, why: str, remedy: str) -> Refusal:
-        return Refusal.at(self.where, why, remedy)
+    def refuse(self, why: str, remedy: str, *, code: str) -> Refusal:
+        return Refusal.at(self.where, why, remedy, code=code)
 
 
 def is_function_path(value: str) -> bool:
-    """Whether a value is a function path (`file.py:name`) and not a registered name."""
+    """Returns whether a value is a function path (`file.py:name`) and not a registered name."""
     return ":" in value
 
 
 def locate(function_path: str, key: str) -> tuple[Path, str]:
-    """File and name of `path/to/file.py:name`; raises if the file does not exist."""
+    """Returns the file and the name of `path/to/file.py:name`; raises if the file does not exist."""
     path, _, name = function_path.rpartition(":")
     if not path or not name.isidentifier():
-        raise Refusal.at(key, f"{function_path!r} is not a function path", "write path/to/file.py:name")
+        raise Refusal.at(
+            key, f"{function_path!r} is not a function path", "write path/to/file.py:name", code="invalid-function"
+        )
     file = Path(path).expanduser().absolute()
     if path.startswith("<") or "ipykernel_" in path:
         why = f"{function_path} was defined in a notebook or an interactive session, which no other process can load"
-        raise Refusal.at(key, why, "put the function into a file: path/to/file.py:name")
+        raise Refusal.at(key, why, "put the function into a file: path/to/file.py:name", code="invalid-function")
     if not file.is_file():
-        raise Refusal.at(key, f"file {path} does not exist", "give the path relative to the working directory")
+        raise Refusal.at(
+            key, f"file {path} does not exist", "give the path relative to the working directory", code="no-such-file"
+        )
     return file, name
 
 
@@ -171,22 +178,22 @@ def load_user_function(
         try:
             return UserFunction(key, function_path, load_by_position(file, name, call), seconds, limit)
         except Unloadable as error:
-            raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
+            raise Refusal.at(f"{key} {function_path}", error.why, error.remedy, code=error.code) from error
     try:
         check_signature(function, function_path.rpartition(":")[2], call, by_name=False)
     except Unloadable as error:
-        raise Refusal.at(f"{key} {function_path}", error.why, error.remedy) from error
+        raise Refusal.at(f"{key} {function_path}", error.why, error.remedy, code=error.code) from error
     return UserFunction(key, function_path, function, seconds, limit)
 
 
 def is_registered(function_path: str) -> bool:
-    """Whether the path refers to a callable given in this process."""
+    """Returns whether the path refers to a callable that was registered in this process."""
     return function_path in _given
 
 
 def local_callable(function_path: str) -> Callable[..., Any] | None:
-    """The callable of the path if no other process can load it: a function of the main script or of a notebook, or one
-    defined inside another function. Otherwise None."""
+    """Returns the callable of the path if no other process can load it: a function of the main script or of a notebook,
+    or one defined inside another function. Otherwise None."""
     function = _given.get(function_path)
     if function is None:
         return None
@@ -197,7 +204,7 @@ def local_callable(function_path: str) -> Callable[..., Any] | None:
 
 
 def running_file() -> Path | None:
-    """The user file that is being imported, if any."""
+    """Returns the user file that is being imported, if any."""
     return _running[-1] if _running else None
 
 
@@ -207,14 +214,20 @@ def register_callable(key: str, function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or not name.isidentifier():
         what = name or type(function).__name__
-        raise Refusal.at(key, f"{what} has no file and name to store in the recipe", "give a function defined with def")
+        raise Refusal.at(
+            key,
+            f"{what} has no file and name to store in the recipe",
+            "give a function defined with def",
+            code="invalid-function",
+        )
     function_path = f"{code.co_filename}:{name}"
     _given[function_path] = function
     return function_path
 
 
 def load_by_position(path: Path, name: str, call: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of the file, callable with positional `call`. The file can import modules of its folder."""
+    """Returns the function `name` of the file; it must accept the positional arguments `call`. The file can import
+    modules of its folder."""
     function = get_function(run_file(path), name, call, path)
     check_signature(function, name, call, by_name=False)
     return function
@@ -224,10 +237,12 @@ def get_function(module: ModuleType, name: str, call: Sequence[str], path: Path)
     function = getattr(module, name, None)
     if function is None:
         names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise Unloadable(f"has no {name}", f"its functions are: {', '.join(names) or 'none'}")
+        raise Unloadable(f"has no {name}", f"its functions are: {', '.join(names) or 'none'}", code="invalid-function")
     if not callable(function):
         raise Unloadable(
-            f"{name} is a {type(function).__name__}, not a function", f"write: def {name}({', '.join(call)})"
+            f"{name} is a {type(function).__name__}, not a function",
+            f"write: def {name}({', '.join(call)})",
+            code="invalid-function",
         )
     return function
 
@@ -237,14 +252,18 @@ def check_signature(function: Callable[..., Any], name: str, call: Sequence[str]
     try:
         signature = inspect.signature(function)
     except ValueError:
-        raise Unloadable(f"the signature of {name} cannot be read", f"write: def {name}({words})") from None
+        raise Unloadable(
+            f"the signature of {name} cannot be read", f"write: def {name}({words})", code="invalid-function"
+        ) from None
     try:
         if by_name:
             signature.bind(**dict.fromkeys(call))
         else:
             signature.bind(*call)
     except TypeError as error:
-        raise Unloadable(f"{name} cannot be called with {words}: {error}", f"write: def {name}({words})") from None
+        raise Unloadable(
+            f"{name} cannot be called with {words}: {error}", f"write: def {name}({words})", code="invalid-function"
+        ) from None
 
 
 def run_file(path: Path) -> ModuleType:
@@ -255,7 +274,7 @@ def run_file(path: Path) -> ModuleType:
     sys.path.append(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise Unloadable("is not a Python file", "name a file that ends with .py")
+        raise Unloadable("is not a Python file", "give a file that ends with .py", code="invalid-function")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     _running.append(path)
@@ -264,9 +283,11 @@ def run_file(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except TimeUp as over:
         why = f"could not be imported in {LOAD_SECONDS:g} s{source_line(over, str(path))}"
-        raise Unloadable(why, "move the work from the import into the function") from None
+        raise Unloadable(why, "move the work from the import into the function", code="import-failed") from None
     except BaseException as error:  # noqa: BLE001 - a user file may raise anything, and it is reported
-        raise Unloadable(f"cannot be imported: {describe_error(error, str(path))}", "fix the file") from None
+        raise Unloadable(
+            f"cannot be imported: {describe_error(error, str(path))}", "fix the file", code="import-failed"
+        ) from None
     finally:
         _running.remove(path)
     _modules[key] = module
@@ -274,7 +295,7 @@ def run_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException, path: str) -> str:
-    """The message of an exception on one line, with its line number in the user file."""
+    """Returns the message of an exception on one line, with its line number in the user file."""
     try:
         last = " ".join(traceback.format_exception_only(type(error), error)[-1].split())[:LONGEST_WHY]
     except BaseException:  # noqa: BLE001 - the __str__ of a user exception may fail
@@ -283,7 +304,7 @@ def describe_error(error: BaseException, path: str) -> str:
 
 
 def source_line(error: BaseException, path: str) -> str:
-    """The line number in the user file, as text; empty if the error is from elsewhere."""
+    """Returns the line number in the user file, as text; empty if the error is from elsewhere."""
     frames = traceback.walk_tb(error.__traceback__)
     # The path may be relative or absolute.
     lines = [line for frame, line in frames if frame.f_code.co_filename in (path, str(Path(path).absolute()))]

@@ -1,7 +1,8 @@
 """The HTTP client of remote rewards and of serving engines. It limits the time and the size of every response.
 
-It uses the client that huggingface_hub depends on: httpx up to its version 1, httpx2 from 2 on, with one interface. The
-client is asynchronous: its own time limits apply to single reads, and only cancellation limits a complete exchange.
+It uses the HTTP package of huggingface_hub: httpx up to huggingface_hub 1, httpx2 from 2 on, with the same interface.
+Requests are asynchronous: the package limits only the time of single reads, so a complete exchange is limited by
+cancelling it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "
 
 
 class RequestFailed(Exception):
-    """There is no complete response."""
+    """No complete response was received."""
 
 
 class ResponseTooLong(Exception):
@@ -49,12 +50,12 @@ class HttpResponse:
 
     @property
     def retry_after(self) -> float:
-        """Seconds of the header Retry-After; 0 without one, or for a date."""
+        """Seconds given by the header Retry-After; 0 if it is missing or a date."""
         text = self.headers.get("retry-after", "")
         return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0.0
 
     def error(self) -> str:
-        """Status and beginning of the body, on one line."""
+        """Returns the status and the beginning of the body, on one line."""
         text = self.body.decode(errors="replace").strip()[:200]
         return short(f"answered {self.status} {self.reason}".rstrip() + (f": {text}" if text else ""))
 
@@ -85,7 +86,7 @@ class HttpClient:
         await self._client.__aexit__(*error)
 
     def set_header(self, name: str, value: str) -> None:
-        """Send a header with every further request."""
+        """Sends the header with every later request."""
         self._client.headers[name] = value
 
     async def request(
@@ -98,8 +99,8 @@ class HttpClient:
         max_bytes: int,
         on_chunk: Callable[[bytes], None] | None = None,
     ) -> HttpResponse:
-        """The response, from the look-up of the name to the last byte within `seconds`. `on_chunk` receives the body of
-        a successful response instead."""
+        """Sends a request and returns the response. `seconds` limits the time from name resolution to the last byte.
+        `on_chunk`, if given, receives the body of a successful response instead."""
         responses: list[HttpResponse] = []
         cause: Exception
         try:
@@ -113,13 +114,13 @@ class HttpClient:
         else:
             return responses[0]
         if responses and not responses[0].success:
-            # The status decides; the body would only have the reason.
+            # The status is enough; the body would only give the reason.
             return responses[0]
         raise RequestFailed(why) from cause
 
     async def status(self, address: str, seconds: float) -> int | None:
-        """The status of a GET. None if the server accepts the connection and does not answer within `seconds`, as a
-        busy server; `RequestFailed` if there is no connection."""
+        """Returns the HTTP status of a GET request. Returns None if the server accepts the connection but does not
+        answer within `seconds` because it is busy. Raises `RequestFailed` if there is no connection."""
         timeout = httpx.Timeout(None, connect=seconds)
         request = self._client.build_request(
             "GET", address, headers=_HEADERS, timeout=timeout, extensions={"responses": []}
@@ -171,7 +172,7 @@ class HttpClient:
 
 @cache
 def _tls() -> Any:
-    """Loading the system's certificates is slow: all clients share them."""
+    """Returns the TLS context that all clients share, because loading the system's certificates is slow."""
     return httpx.create_ssl_context()
 
 
@@ -183,11 +184,11 @@ async def _record_status(response: Any) -> None:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The message of the system or the parser; the layers above repeat it."""
+    """Returns the message of the operating system or the parser; the exceptions above it only repeat it."""
     root = error
     while (below := root.__cause__ or root.__context__) is not None:
         root = below
-    # One error per address of the host.
+    # There is one error for each address of the host.
     root = getattr(root, "exceptions", [root])[-1]
     number = getattr(root, "errno", None)
     if isinstance(root, OSError) and isinstance(number, int) and number > 0:
@@ -196,6 +197,6 @@ def _root_cause(error: BaseException) -> str:
 
 
 def short(text: str) -> str:
-    """The text on one line, cut to the length of a reason, with secrets masked."""
+    """Returns the text on one line, cut to the maximum length, with secrets masked."""
     text = masked(" ".join(text.split()))
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."

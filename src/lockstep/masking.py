@@ -1,4 +1,4 @@
-"""Secrets: detection in values, masking in text, and references.
+"""Detects secrets in values, masks them in text, and resolves references to them.
 
 A recipe refers to a secret by name: `${env:NAME}` is an environment variable, `${file:PATH}` the text of a file. Only
 the reference is stored and shown. The value is read on use and masked in all output.
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
-# Keys whose values are expanded. `*` matches one name.
+# Recipe keys in which references are resolved. `*` matches one name.
 EXPANDED = ("reward.remote", "rollout.url", "rollout.server.env.*", "reward.arguments.*")
 
 _REFERENCE = re.compile(r"\$\{(env|file):([^{}]+)\}")
-# user:password@. A number up to the path is a port, not a password: http://host:8000/@name.
-# Lengths are bounded, because a malicious text would take the expressions hours.
+# Matches user:password@. Digits up to the path are a port, not a password: http://host:8000/@name. Lengths are bounded,
+# because an unbounded expression could take hours on a malicious text.
 _PASSWORD = re.compile(
     r"(?i)(\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"]{0,256}:)(?!\d{0,9}(?:[/?#]|$))([^\s'\"]{1,2048})(?=@)"
 )
@@ -42,7 +42,7 @@ _TOKEN = re.compile(
 _PLACEHOLDERS = frozenset({"", "empty", "none", "null", "dummy", "no-key", "x"})
 _PAIR = re.compile(r"([\w.-]+)\s*:\s*([^,{}\[\]]+)")
 _FLAG = re.compile(r"--?([\w.-]+)(?:=(.*))?$", re.DOTALL)
-# Shorter values would match everywhere.
+# Shorter values are not masked: they would match ordinary text.
 _SHORTEST = 4
 _concealed: set[str] = set()
 # Private-use characters that replace references while a text is masked.
@@ -60,14 +60,14 @@ def conceal(value: str) -> None:
 
 
 def without_concealed(text: str) -> str:
-    """The text with the secrets that this process has read masked."""
+    """Masks in the text all secrets that this process has read."""
     for value in sorted(_concealed, key=len, reverse=True):
         text = text.replace(value, MASK)
     return text
 
 
 def masked(text: str) -> str:
-    """The text with passwords and keys in URLs, tokens and concealed values masked."""
+    """Masks in the text passwords and keys in URLs, tokens, and values passed to `conceal`."""
     text = _TOKEN.sub(MASK, without_concealed(text))
     if "://" not in text:
         return text
@@ -87,7 +87,7 @@ def _place(reference: str, named: dict[str, str]) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """A command line with secrets masked, including `--api-key KEY`."""
+    """Returns a command line with secrets masked, including `--api-key KEY`."""
     masked_line: list[str] = []
     for word in words:
         flag, before = _FLAG.match(word), _FLAG.match(masked_line[-1]) if masked_line else None
@@ -109,7 +109,7 @@ def _mask_pair(found: re.Match[str]) -> str:
 
 
 def masked_tree(value: Any, name: str = "") -> Any:
-    """Nested values with secrets masked."""
+    """Returns nested values with secrets masked."""
     if isinstance(value, dict):
         return {key: masked_tree(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):
@@ -121,7 +121,7 @@ def masked_tree(value: Any, name: str = "") -> Any:
 
 
 def comparable(value: Any, name: str = "") -> Any:
-    """The value without secrets: equal for values that differ only in a secret or its reference."""
+    """Returns the value without secrets: values that differ only in a secret or its reference become equal."""
     if not isinstance(value, str):
         return value
     if _NAME.search(name):
@@ -141,7 +141,7 @@ def _has_user(address: str) -> bool:
 
 
 def secrets_in(values: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Secrets in a recipe, and references in keys that do not support them: (key, why, remedy)."""
+    """Yields (key, why, remedy) for each secret in a recipe, and for each reference in a key without support for it."""
     name = key.rpartition(".")[2]
     if isinstance(values, dict):
         for inner, value in values.items():
@@ -190,7 +190,7 @@ def _secret_flags(words: list[str], key: str) -> Iterator[tuple[str, str, str]]:
 
 
 def is_expanded(key: str) -> bool:
-    """Whether this recipe key supports references."""
+    """Returns whether this recipe key supports references."""
     parts = key.split(".")
     return any(
         len(parts) == len(pattern.split("."))
@@ -204,20 +204,20 @@ def _places() -> str:
 
 
 def references(text: str) -> list[str]:
-    """The references in the text, in words."""
+    """Returns a description of each reference in the text."""
     kinds = {"env": "the environment variable", "file": "the file"}
     return [f"{kinds[kind]} {name}" for kind, name in _REFERENCE.findall(text)]
 
 
 def variables(values: Any) -> set[str]:
-    """Environment variables that a recipe refers to; all its processes need them."""
+    """Returns the environment variables that a recipe refers to; all processes of the run need them."""
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else []
     found = _REFERENCE.findall(values) if isinstance(values, str) else []
     return {name for kind, name in found if kind == "env"}.union(*map(variables, inner))
 
 
 def sources(values: Any, key: str = "") -> dict[str, str]:
-    """The sources of the secrets of a recipe, by key."""
+    """Returns where the secrets of a recipe come from, by key."""
     if isinstance(values, dict):
         pairs = [(f"{key}.{name}" if key else str(name), value) for name, value in values.items()]
     elif isinstance(values, list):
@@ -229,7 +229,7 @@ def sources(values: Any, key: str = "") -> dict[str, str]:
 
 
 def expanded(text: str) -> str:
-    """The text with references replaced by their secrets, which are masked from now on. Raises Unresolved."""
+    """Replaces references in the text by their secrets, which are masked in later output. Raises `Unresolved`."""
     if f"{MASK}@" in text or f"={MASK}" in text or text == MASK:
         raise Unresolved(f"its secret was masked ({MASK}): refer to it as ${{env:NAME}}")
     return _REFERENCE.sub(lambda found: _read(found[1], found[2]), text)
@@ -256,7 +256,7 @@ def _mask_last(found: re.Match[str]) -> str:
 
 
 def _kept(value: str) -> str:
-    """A reference or a mask unchanged; anything else masked."""
+    """Returns a reference or a mask unchanged, and masks anything else."""
     return value if not _REFERENCE.sub("", value).replace(MASK, "") or _only_places(value) else MASK
 
 

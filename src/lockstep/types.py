@@ -44,7 +44,7 @@ class Example:
         return (self,)
 
     def scored_tokens(self) -> list[tuple[int, int]]:
-        """(position, token id) of each target. The first token is never a target: no token precedes it."""
+        """Returns (position, token id) of each target. The first token is never a target: no token precedes it."""
         return [(i - 1, self.ids[i]) for i in range(1, len(self.ids)) if self.loss_mask[i]]
 
     @property
@@ -58,7 +58,7 @@ class Example:
         return self.targets
 
     def cut(self, span: slice) -> Self:
-        """The part of the example within the span."""
+        """Returns the part of the example within the span."""
         return replace(self, ids=self.ids[span], loss_mask=self.loss_mask[span])
 
 
@@ -142,20 +142,20 @@ class StepLabels(_SingleExample):
 
 
 class ContextSplit(Protocol):
-    """The split of a micro-batch over the ranks of a context group (`parallel/context_split.py`)."""
+    """The split of a micro-batch over the ranks of a context-parallel group (`parallel/context_split.py`)."""
 
     def local_part(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of the micro-batch, and the targets that they predict."""
+        """Returns this rank's tokens of the micro-batch, and the targets that they predict."""
 
     @property
     def local_T(self) -> torch.Tensor:
         """Indices of this rank's tokens in the full packed row, on the host."""
 
     def layout(self, device: torch.device, kernel: str) -> Any:
-        """The attention layout over all ranks, for the attention named `kernel`."""
+        """Returns the attention layout over all ranks, for the attention named `kernel`."""
 
     def gather_outputs(self, output: Any) -> Any:
-        """All-gathers a module's output from this rank's targets to all targets."""
+        """All-gathers the outputs for each rank's targets into the outputs for all targets."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,11 @@ class MicroBatch:
     token_grads: Callable[..., Any] | None = None
     """Gradient of the loss with respect to each target, up to a constant factor (see `kernels/logprob.py`)."""
     context: ContextSplit | None = None
-    """The split over a context group. This rank's part has it too, with the `lengths` of the full sequences."""
+    """The split over a context-parallel group. A rank's part has it too, with the `lengths` of the full sequences."""
 
     @property
     def vector_index_K(self) -> torch.Tensor:
-        """Indices of the targets in this rank's vectors of the update."""
+        """Indices of the targets in this rank's per-target vectors of the update."""
         return self.index_K if self.local_index_K is None else self.local_index_K
 
     @property
@@ -206,7 +206,7 @@ class Sums:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-# From the output of a module and its micro-batch to sums.
+# Computes the sums from the output of a module and its micro-batch.
 Loss = Callable[[Any, MicroBatch], Sums]
 
 
@@ -233,7 +233,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 is greedy. `seed` is that of the run (see `kernels/sampling.py`)."""
+    """Sampling parameters. Temperature 0 is greedy. `seed` is the seed of the run (see `kernels/sampling.py`)."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -245,7 +245,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     score_truncated: bool = False
-    """Log-probs are those of the truncated distribution (top-p, top-k, min-p), not of the full one."""
+    """Whether log-probs are under the truncated distribution (top-p, top-k, min-p) instead of the full one."""
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,10 @@ class PartialResponse:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for `n` samples of one prompt. `key` seeds the noise of the prompt, `first` is the first sample number.
+    """A request for `n` samples of one prompt. `key` seeds its random numbers, `first` is the first sample number.
 
-    `max_tokens` is an additional limit below that of the sampling. `question` is for rollout functions; engines ignore
-    it. After a pause, `partial_responses` has the unfinished samples; only engines that can pause read it.
+    `max_tokens` is an additional limit, below `Sampling.max_tokens`. `question` is for rollout functions; engines
+    ignore it. After a pause, `partial_responses` has the unfinished samples; only engines that can pause read it.
     """
 
     ids: Sequence[int]
@@ -292,9 +292,9 @@ class Completion:
     """Stop reason: `token`, `string` or `length`; `environment` if a rollout function ended the response, `failed` if
     it failed."""
     loss_mask: Sequence[int] = ()
-    """As in `Rollout`."""
+    """1 for tokens of the policy, as in `Rollout`."""
     versions: Sequence[int] = ()
-    """As in `Rollout`."""
+    """Weight version of each token, as in `Rollout`."""
     failure: str = ""
     """Error message of a failed rollout function."""
 
@@ -303,17 +303,17 @@ class Completion:
 
 
 def _mask(loss_mask: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """One entry per token. An empty mask means that the policy generated every token."""
+    """Returns the mask with one entry per token. An empty mask means that the policy generated every token."""
     if loss_mask and len(loss_mask) != len(ids):
-        raise ValueError(f"a mask of {len(loss_mask)} entries for {len(ids)} tokens")
+        raise ValueError(f"the loss mask has {len(loss_mask)} entries for {len(ids)} tokens")
     return list(loss_mask) or [1] * len(ids)
 
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of a response: the weighted total, and each reward separately.
+    """The reward of a response: the weighted total, and each component (`parts`).
 
-    `steps` are the parts of the total that belong to a step before the end: (end of the step in the text, part).
+    `steps` lists the amounts of the total that are credited to earlier steps: (end of the step in the text, amount).
     """
 
     total: float
@@ -323,13 +323,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward or rollout function that failed. The response is counted and excluded from baselines and loss; its score
-    is never replaced by 0. `part` is the reward, or `ROLLOUT_FUNCTION`."""
+    """A failed reward or rollout function. The response is counted and excluded from baselines and loss; its score is
+    never replaced by 0. `part` is the name of the reward component, or `ROLLOUT_FUNCTION`."""
 
     part: str
     why: str
     log: str | None = field(default=None, compare=False)
-    """File with the last output of the reward's process. Which process it was depends on timing."""
+    """File with the last output of the reward's process. Not compared, because timing decides which process it is."""
 
     @property
     def key(self) -> str:
@@ -344,7 +344,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Turn:
-    """Consecutive tokens of the policy, or of the environment."""
+    """Consecutive tokens that all come from the policy, or all from the environment."""
 
     policy: bool
     ids: list[int]
@@ -355,9 +355,9 @@ class Rollout:
     """A completion with its prompt, text and score. `prompt_index` is the index of the prompt in the step.
 
     `loss_mask[i]` is 1 for tokens of the policy and 0 for tokens of an environment, which are not trained and have 0 in
-    `logprobs`. `token_rewards` are the parts of the score that belong to a token before the last: (token, part).
-    `versions` are the weight versions (number of updates) that generated each token; empty in synchronous runs, where
-    it is the number of the step.
+    `logprobs`. `token_rewards` lists the amounts of the score that are credited to a token before the last: (token
+    index, amount). `versions` is the weight version (number of updates) that generated each token; it is empty in
+    synchronous runs, where the version is the step number.
     """
 
     prompt: Prompt
@@ -377,7 +377,7 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """Number of tokens that the policy generated, without those of an environment."""
+        """Number of tokens that the policy generated, without environment tokens."""
         return sum(self.loss_mask)
 
     @property
@@ -399,14 +399,14 @@ class RolloutMeta:
     sample: int
     prompt_tokens: int
     response_length: int
-    """Tokens of the response, including those of an environment."""
+    """Tokens of the response, including environment tokens."""
     num_response_tokens: int
     """Tokens that the policy generated."""
     shared: int
     """Length of the untrained prefix that all scored responses to the prompt share."""
     stop: str
     score: Score | Failure
-    """Without `steps`."""
+    """The score, without its `steps`."""
 
     @property
     def length(self) -> int:

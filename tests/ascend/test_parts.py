@@ -94,7 +94,7 @@ def test_an_operator_that_takes_an_argument_otherwise_is_not_used(
     for name in ("npu_fusion_attention", "npu_fusion_attention_grad"):
         monkeypatch.setattr(torch_npu, name, replaced(name, getattr(torch_npu, name)))
     query, value = random(5, 4, SIZE), random(8, 2, SIZE)
-    with pytest.warns(UserWarning, match="stays plain torch: npu_fusion_attention gives other numbers"):
+    with pytest.warns(UserWarning, match="stays plain torch: npu_fusion_attention gives different results"):
         assert partial_kernel("npu_fusion", query, value, sections((3, 2), (3, 5), True, NPU)) is PLAIN
 
 

@@ -22,6 +22,7 @@ from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 from lockstep.run.model_card import card_files, curves_svg
 from lockstep.train.offline import train_offline
+from refusals import has_problem, printed_problems
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])
 
@@ -142,7 +143,7 @@ def test_a_pushed_model_comes_back_from_the_hub(place: Path, hub: Hub, capsys: p
     assert run("generate", "someone/sums", "hello", "--max-new-tokens", "1", "--device", "cpu") == 0
     capsys.readouterr()
     assert run("generate", "someone/else", "hello") == 2
-    assert "the hub has no readable model of that name (404)" in " ".join(capsys.readouterr().err.split())
+    assert has_problem(printed_problems(capsys.readouterr().err), "someone/else", "hub-access", "(404)")
 
 
 def test_a_push_that_cannot_be_is_refused_before_anything_is_written(
@@ -155,11 +156,11 @@ def test_a_push_that_cannot_be_is_refused_before_anything_is_written(
         return " ".join(capsys.readouterr().err.split())
 
     assert "is not a hub name" in refused(out, "--push", "sums")
-    assert "DIR must be set" in refused()
+    assert "DIR [not-set]" in refused()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "nothing was pushed, and access to the hub is disabled (HF_HUB_OFFLINE is set)" in refused(
-        out, "--push", "a/b"
-    )
+    said = refused(out, "--push", "a/b")
+    assert "--push a/b [hub-failed]" in said
+    assert "(HF_HUB_OFFLINE is set)" in said
     assert not out.exists()
 
 

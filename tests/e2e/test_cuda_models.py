@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from lockstep.device.select import select
-from lockstep.errors import Refusal
 from lockstep.kernels.attention import interface as attention
 from lockstep.model.check import check_architecture
 from lockstep.model.trials import Unfit
 from lockstep.rollout.engine_check import check_engine_architecture
+from refusals import refuses
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_remembered"),
@@ -73,5 +73,5 @@ def test_a_fused_kernel_that_ignores_the_window_is_seen(monkeypatch: pytest.Monk
         return right(q, *rest, window=window if q.dtype == torch.float32 else None, **more)
 
     monkeypatch.setattr(attention, "varlen_attention", blind)
-    with pytest.raises(Refusal, match=r"in torch.bfloat16 the median error of our log-probs is"):
+    with refuses("", "unsupported-model", "torch.bfloat16", "median error"):
         check_architecture(CONFIGS["windowed"], "", torch.bfloat16, device.attention, device.torch_device(0))

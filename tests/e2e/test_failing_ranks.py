@@ -53,7 +53,7 @@ def test_a_killed_and_a_stopped_rank_cost_the_steps_since_the_last_checkpoint(
             continue
         assert "the run has stalled: no progress for" in done.stderr
         assert re.search(r"\n  rank 0 has (waited|been) \d+ s at .*step \d", done.stderr)
-        assert re.search(r"\n  rank 1 has sent no heartbeat for \d+ s; it was last seen at .*step \d", done.stderr)
+        assert re.search(r"\n  rank 1 .* no heartbeat for \d+ s; .*step \d", done.stderr)
         for rank in (0, 1):
             found = (runs / "run" / "stacks" / f"rank_{rank}.txt").read_text()
             assert "rank 1 has sent no heartbeat" in found

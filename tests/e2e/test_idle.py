@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lockstep.run.console import Console
 from lockstep.run.metrics import read_metrics
 from lockstep.train.online_async import train_online_async
 from lockstep.train.start import run_recipe
+from refusals import refuses
 
 # A random model never satisfies the rule, so that all rewards are equal.
 EQUAL = ["reward={}", "run.export=false", "algorithm.kl.where=none"]
@@ -69,12 +71,13 @@ def test_equal_rewards_stop_an_online_run_with_a_checkpoint(
 ) -> None:
     words = [*EQUAL, "run.steps=20", "run.max_idle_updates=3", "algorithm.epochs=2"]
     why, remedy = refused(monkeypatch, online_file, *words)
-    assert "updates of the last 3 steps changed nothing" in why
-    assert "every advantage is zero, because all responses of each group earned the same reward (mean 0)" in why
+    assert "last 3 steps" in why
+    assert "every advantage is zero" in why
+    assert "same reward (mean 0)" in why
     assert "samples.jsonl" in remedy
     assert "run.max_idle_updates=0" in remedy
     (warning,) = idle_warnings()
-    assert "stops after 3 such steps in a row (run.max_idle_updates)" in warning
+    assert re.search(r"after 3 .*\(run.max_idle_updates\)", warning)
     run = tmp_path / "runs" / "run"
     assert gradients(run) == [0.0, 0.0, 0.0]
     assert (run / "checkpoints" / "step_3" / "state.json").is_file()
@@ -174,7 +177,8 @@ def test_an_offline_run_whose_loss_is_flat_stops(
         except Refusal as refusal:
             stopped[name] = str(refusal)
     ((flat, said),) = stopped.items()
-    assert "the gradient of the loss is exactly zero" in said
+    assert "[idle-updates]" in said
+    assert "gradient of the loss is exactly zero" in said
     assert gradients(tmp_path / "runs" / flat, "train") == [0.0, 0.0]
     steep = {"one": "other", "other": "one"}[flat]
     assert all(norm > 0 for norm in gradients(tmp_path / "runs" / steep, "train"))
@@ -184,7 +188,7 @@ def test_an_offline_run_whose_loss_is_flat_stops(
 def test_every_rank_stops_at_once(online_file: Path, tmp_path: Path) -> None:
     done = torchrun("train", online_file, *EQUAL, "run.steps=9", "run.max_idle_updates=2")
     assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("the updates of the last 2 steps changed nothing") >= 1
+    assert (done.stdout + done.stderr).count("run.max_idle_updates [idle-updates]") >= 1
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_2").is_dir()
     assert not (tmp_path / "runs" / "run" / "checkpoints" / "step_3").exists()
 
@@ -192,5 +196,5 @@ def test_every_rank_stops_at_once(online_file: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_asynchronous_run_stops_too(online_file: Path) -> None:
     words = [*EQUAL, "run.steps=9", "run.max_idle_updates=2", "rollout.max_staleness=1"]
-    with pytest.raises(Refusal, match="changed nothing: every advantage is zero"):
+    with refuses("run.max_idle_updates", "idle-updates", "every advantage is zero"):
         train_online_async(load_recipe(str(online_file), words), Console.silent())

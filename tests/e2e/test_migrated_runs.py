@@ -12,6 +12,7 @@ from commands import completed, warm_python
 from conftest import write_jsonl
 from hang import HANG
 from lockstep.run.metrics import read_metrics
+from refusals import has_problem, printed_problems
 
 
 @pytest.fixture
@@ -118,5 +119,7 @@ def test_openrlhfs_dpo_kto_and_reinforce_commands_train(
 def test_what_cannot_be_converted_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     done = peer("verl", "main_ppo", "actor_rollout_ref.actor.strategy=megatron", "trainer.nnode=1")
     assert done.returncode == 2
-    assert "trainer.nnode\n  verl 0.4 has no such key\n  -> did you mean trainer.nnodes?" in done.stderr
+    assert has_problem(
+        printed_problems(done.stderr), "trainer.nnode", "unknown-key", remedy="did you mean trainer.nnodes?"
+    )
     assert "Megatron" in done.stderr

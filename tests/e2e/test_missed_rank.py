@@ -71,9 +71,9 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(recipe_file: Path, tmp_path
             if number.exists():
                 os.kill(int(number.read_text()), signal.SIGCONT)
         assert launcher.wait(timeout=HANG) == 0, output.read_text()
-    assert re.search(r"rank 0 has .*step 3\b.*: rank 1 has sent no heartbeat", said)
+    assert re.search(r"rank 0 has .*step 3\b.*: rank 1 .* no heartbeat", said)
     assert said.count("rank 1 has sent no heartbeat") == 1
-    assert re.search(r"rank 1 has sent no heartbeat for \d+ s; it was last seen at .*step [123]\b", said)
+    assert re.search(r"rank 1 .* no heartbeat for \d+ s; .*step [123]\b", said)
     assert "collective completed after" in output.read_text()
 
     with started(tmp_path / "whole-output", *common, "run.name=whole", after="60") as launcher:
@@ -105,7 +105,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named_with_its_place(online_file
         go.touch()
         assert launcher.wait(timeout=HANG) == 0, output.read_text()
     line = next(line for line in output.read_text().splitlines() if "rank 1 has not arrived" in line)
-    assert re.match(r"rank 0 has waited \d+ s at an? [\w-]+, in step \d+, ", line)
+    assert re.match(r"rank 0 has waited \d+ s .*, in step \d+, ", line)
     assert re.search(r"it is at .*step \d+", line)
     assert "rank 1 has sent no heartbeat" not in output.read_text()
 

@@ -28,6 +28,7 @@ from lockstep.run.metrics import read_metrics
 from lockstep.tape.tape_format import TapeFolder
 from lockstep.tape.tape_rows import rollouts_of
 from lockstep.train.online_async import train_online_async
+from refusals import refuses
 from runs import facts
 from struck import struck
 
@@ -122,7 +123,7 @@ def test_a_run_that_is_ended_leaves_no_worker(online_file: Path, tmp_path: Path,
         killed(words, lines(run / "metrics.jsonl", 2))
     else:
         _, told = interrupted(words, lines(run / "metrics.jsonl", 2))
-        assert "run the same command to resume" in " ".join(told.split())
+        assert "the same command" in " ".join(told.split())
     # The worker's command names the file of its last lines.
     mark = str(run / "rollout").encode()
     wait_until(lambda: not [pid for pid in Path("/proc").glob("[0-9]*") if mark in _command(pid)])
@@ -175,10 +176,10 @@ def test_what_is_not_made_for_it_is_refused_by_name(online_file: Path, tmp_path:
     divided = load_recipe(str(online_file), ["rollout.max_staleness=0", "parallel.tensor_parallel=2"])
     with pytest.raises(
         Refusal,
-        match=r"(?s)rollout\.max_staleness: .* parallel\.tensor_parallel=2 divides it.*remove parallel\.tensor",
+        match=r"(?s)rollout\.max_staleness \[unsupported-combination\].*_parallel=2.*remove parallel\.tensor",
     ):
         prepare_online(divided, Cpu(), 2, Console.silent())
-    with pytest.raises(Refusal, match=r"rollout\.max_staleness: two processes on one cpu device"):
+    with refuses("rollout.max_staleness", "unsupported-combination", "cpu device"):
         prepare_online(recipe, Alone(), 1, Console.silent())
 
 
@@ -219,23 +220,21 @@ def test_a_device_of_its_own_and_a_way_for_the_weights(online_file: Path) -> Non
     assert beside(Beside()) is None
     assert beside(Alone(), "rollout.worker_device=1") == "gloo"
     assert beside(Alone(), "rollout.worker_device=1", "rollout.weight_sync=memory") is None
-    with pytest.raises(
-        Refusal, match=r"(?s)two processes on one cpu device.*set rollout.worker_device to another device"
-    ):
+    with refuses("", "unsupported-combination", "cpu device", remedy="rollout.worker_device"):
         beside(Alone(), "rollout.worker_device=0")
-    with pytest.raises(Refusal, match=r"rollout\.weight_sync: gloo does not join two processes on one cpu device"):
+    with refuses("rollout.weight_sync", "unsupported-combination", "gloo"):
         beside(Beside(), "rollout.weight_sync=collective")
-    with pytest.raises(Refusal, match=r"rollout\.worker_device: cpu device 2 is asked for, and 2 can be seen"):
+    with refuses("rollout.worker_device", "too-few-devices", "cpu device 2", "2 can be seen"):
         beside(Beside(), "rollout.worker_device=2")
     # Of several ranks on a machine the r-th has the r-th device from there on.
     assert beside(Four(), "rollout.worker_device=2", ranks=2) == "gloo"
     assert [device_of_worker(load_recipe(str(online_file), [*AHEAD, *words]), 1) for words in ([], APART)] == [1, 3]
-    with pytest.raises(Refusal, match=r"(?s)cpu devices 1 to 2 are asked for, and the 2 ranks .* on 0 to 1.*use 2 or"):
+    with refuses("rollout.worker_device", "device-in-use", "cpu devices 1 to 2", "on 0 to 1", remedy="use 2 or"):
         beside(Four(), "rollout.worker_device=1", ranks=2)
-    with pytest.raises(Refusal, match=r"cpu devices 3 to 5 are asked for, and 4 can be seen"):
+    with refuses("rollout.worker_device", "too-few-devices", "cpu devices 3 to 5", "4 can be seen"):
         beside(Four(), "rollout.worker_device=3", ranks=3)
     for key in ("worker_device=1", "weight_sync=memory"):
-        with pytest.raises(Refusal, match=rf"rollout\.{key.split('=')[0]}: applies to .*asynchronous generation"):
+        with pytest.raises(Refusal, match=rf"rollout\.{key.split('=')[0]} \[needs-key\]"):
             load_recipe(str(online_file), [f"rollout.{key}"])
 
 
@@ -272,7 +271,8 @@ def test_the_plan_counts_the_worker(online_file: Path) -> None:
     assert [plan.handed_bytes for plan in (turns, same, group, apart)] == [0, copy, 0, 0]
     assert handed_lines(turns, 2) == []
     (line,) = handed_lines(same, 2)
-    assert line.endswith(f"take {copy / 2**20:,.1f} MiB of the host's memory, for each of 2 ranks")
+    assert f"{copy / 2**20:,.1f} MiB of the host's memory" in line
+    assert line.endswith("of 2 ranks")
     # Of two ranks each worker has the whole model and half of the prompts.
     ahead = ["rollout.max_staleness=1"]
     one, two = (prepare_online(load_recipe(str(online_file), ahead), Cpu(), n, Console.silent()).memory for n in (1, 2))
@@ -287,8 +287,8 @@ def test_a_plan_of_a_cluster_counts_the_workers(online_file: Path, capsys: pytes
     assert "2 additional devices generate (rollout.worker_device)" in told
     assert "of the host's memory" not in told  # by the devices' collective
     show_cluster_plan(load_recipe(str(online_file), AHEAD), "1x2:h200", None)
-    assert "MiB of the host's memory, for each of 2 ranks" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(Refusal, match=r"rollout\.max_staleness: two processes on one npu device"):
+    assert "MiB of the host's memory, for each of 2" in " ".join(capsys.readouterr().out.split())
+    with refuses("rollout.max_staleness", "unsupported-combination", "npu device"):
         show_cluster_plan(load_recipe(str(online_file), AHEAD), "1x2:atlas-800t-a2", None)
 
 

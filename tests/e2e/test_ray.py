@@ -156,7 +156,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends(whole: Path, recipe: Path, tmp
     done = cold_lockstep(*words, **environment)
     assert once.exists(), done.stdout
     assert done.returncode == 75, done.stderr
-    assert re.search(r"rank 1: +rank 0 has sent no heartbeat for \d+ s; it was last seen at .*step \d", done.stderr)
+    assert re.search(r"rank 1: +rank 0 .* no heartbeat for \d+ s; .*step \d", done.stderr)
     for rank in (0, 1):
         found = (tmp_path / "runs" / "run" / "stacks" / f"rank_{rank}.txt").read_text()
         assert re.search(r'File ".*lockstep/train/.*", line \d+ in ', found), found
@@ -180,7 +180,7 @@ def test_ctrl_c_saves_and_a_cluster_of_its_own_ends_with_the_run(recipe: Path, t
         process.kill()
         process.communicate()
     assert process.returncode == 130, said
-    assert "run the same command to resume" in said
+    assert "the same command" in said
     assert len(list((runs / "run" / "checkpoints").glob("step_*"))) == 1
     wait_until(lambda: not bearers(own))
 

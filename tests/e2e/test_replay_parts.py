@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from conftest import chat_rows, write_jsonl
-from lockstep.errors import Refusal
 from lockstep.parity.replay.replay_command import replay
 from lockstep.parity.replay.replay_loop import parts_of
 from lockstep.parity.replay.replay_result import Replayed, first_divergence
@@ -15,6 +14,7 @@ from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.train.offline import train_offline
+from refusals import refuses
 from taped_runs import write_lively
 
 
@@ -82,5 +82,5 @@ def test_a_chained_replay_stops_at_the_first_recipe_change(run: Path) -> None:
     assert found.steps == [1, 2]
     assert found.in_step, first_divergence(found)
     assert any("after step 2: 2 recorded steps from 3 on" in remark for remark in found.remarks)
-    with pytest.raises(Refusal, match=r"--step 3: .*after step 2"):
+    with refuses("--step 3", "not-replayable", "after step 2"):
         done(run, "chained", steps=(3,))

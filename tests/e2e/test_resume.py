@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from lockstep.run.console import Console
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 from lockstep.train.offline import train_offline
+from refusals import refuses
 from runs import facts
 
 # Dropout makes the random state matter; LoRA keeps the checkpoint small and has the dropout.
@@ -212,7 +214,7 @@ def test_a_smaller_budget_that_drops_other_rows_is_refused(recipe_file: Path) ->
     """batch.tokens may change on resume, unless it is what limits the rows."""
     settings = ["data.overlong=drop", "batch.tokens=90", "optim.schedule=constant"]
     train(recipe_file, *settings)
-    with pytest.raises(Refusal, match=r"trained on \d+ rows of .* now leaves \d+ rows"):
+    with refuses("data.max_tokens", "changed-data"):
         train(recipe_file, "data.overlong=drop", "batch.tokens=60", "optim.schedule=constant", "run.steps=9")
 
 
@@ -251,9 +253,9 @@ def test_the_learning_rate_may_change_and_compare_shows_it(
     changed = {one.key: one for one in found if one.key.startswith("optim.")}
     assert (changed["optim.lr to step 3"].a, changed["optim.lr to step 3"].b) == (4e-3, 1e-3)
     assert changed["optim.lr to step 3"].weight == "blocks"
-    assert "side b was resumed after step 3 with other keys" in changed["optim.lr to step 3"].effect
+    assert "side b was resumed after step 3" in changed["optim.lr to step 3"].effect
     (history,) = [one for one in told if "with other keys" in one]
-    assert history.startswith("run was resumed after step 3 with other keys: ")
+    assert history.startswith("run was resumed after step 3 ")
     assert "optim.lr from 0.001 to 0.004" in history
 
 
@@ -275,7 +277,7 @@ def test_other_validation_rows_are_said_and_used(
     train_offline(load_recipe(str(recipe_file), [*words, "run.steps=4"]), Console.open())
     said = " ".join("".join(capsys.readouterr()).split())
     assert "val.jsonl had 10 rows" in said
-    assert "val/ metrics before and after are of other rows" in said
+    assert "val/ metrics before and after" in said
 
 
 @pytest.fixture
@@ -315,7 +317,7 @@ def test_a_changed_base_is_accepted_by_the_option_and_told(adapter_run: Path) ->
     train(adapter_run, *ADAPTER, "run.steps=5")
     log = Log("run", "run", {}, {}, evidence_of(run))
     told = differences(log, log)[1]
-    assert "run was resumed after step 3 although the model of model.path had changed: " in " ".join(told)
+    assert re.search("run was resumed after step 3 .*model.path", " ".join(told))
 
 
 def test_a_model_may_move_and_its_content_is_compared(adapter_run: Path) -> None:
@@ -324,7 +326,7 @@ def test_a_model_may_move_and_its_content_is_compared(adapter_run: Path) -> None
     train(adapter_run, *ADAPTER, "run.steps=4", f"model.path={moved}")
     scale(moved / "model.safetensors", 0.9)
     shutil.copytree(moved, base)
-    with pytest.raises(Refusal, match=r"model\.path .*base: the model has changed since the checkpoint"):
+    with refuses("model.path ", "changed-model"):
         train(adapter_run, *ADAPTER, "run.steps=5")
 
 
@@ -340,7 +342,7 @@ def test_a_checkpoint_without_fingerprints_resumes_with_a_note(
     manifest |= told_of(checkpoint, [checkpoint / "state.json"])
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     copy = shutil.copytree(adapter_run.parent / "base", adapter_run.parent / "copy")
-    with pytest.raises(Refusal, match=r"model\.path: the checkpoint was trained with"):
+    with refuses("model.path", "changed-setting"):
         train(adapter_run, *ADAPTER, "run.steps=4", f"model.path={copy}")
     train_offline(load_recipe(str(adapter_run), [*ADAPTER, "run.steps=4"]), Console.open())
     said = " ".join("".join(capsys.readouterr()).split())

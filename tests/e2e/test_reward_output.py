@@ -30,6 +30,7 @@ def test_the_last_lines_are_in_the_run_folder_and_named_where_a_function_fails(
     assert lines[1] == "judging 0 characters"
     assert len(lines) > 1 + 2 * 12
     said = "".join(done.stdout.split())
-    assert f"cannotjudgethis(prints.pyline5)(whatitprintedlastisin{log})" in said
+    assert "cannotjudgethis(prints.pyline5)" in said
+    assert f"{log})" in said
     # The reason that is stored does not depend on which process was free.
     assert "worker-0" not in (log.parent.parent / "samples.jsonl").read_text()

@@ -177,17 +177,17 @@ def test_what_was_begun_with_something_else_is_refused(home: Path, tiny_folder: 
     assert "3 of 12 responses could not be scored" in again()
     assert (home / "out.parquet.parts" / "00000.parquet").is_file()
     assert "3 of 12 responses" in again()
-    assert again(n=2).startswith("--n: ")
-    assert again(chunk=5).startswith("--chunk: ")
-    assert again(sampling=Sampling(12, seed=5, top_k=3)).startswith("--top-k: ")
-    assert again(system="Be brief.").startswith("--system: ")
-    assert again(reward=strict.model_copy(update={"format": ".*"})).startswith("--format: ")
+    assert again(n=2).startswith("--n [changed-setting]: ")
+    assert again(chunk=5).startswith("--chunk [changed-setting]: ")
+    assert again(sampling=Sampling(12, seed=5, top_k=3)).startswith("--top-k [changed-setting]: ")
+    assert again(system="Be brief.").startswith("--system [changed-setting]: ")
+    assert again(reward=strict.model_copy(update={"format": ".*"})).startswith("--format [changed-setting]: ")
     (home / "reward.py").write_text((home / "reward.py").read_text() + "\n", encoding="utf-8")
-    assert again().startswith("--reward-function file: ")
+    assert again().startswith("--reward-function file [changed-setting]: ")
     write_jsonl(home / "questions.jsonl", question_rows(11))
-    assert "DATA: " in again()
+    assert "DATA [changed-setting]: " in again()
     os.utime(model / "model.safetensors", (1, 1))
-    assert "MODEL model.safetensors: " in again()
+    assert "MODEL model.safetensors [changed-setting]: " in again()
 
 
 def test_refusals_come_before_the_model(home: Path, tiny_folder: Path) -> None:
@@ -207,9 +207,9 @@ def test_refusals_come_before_the_model(home: Path, tiny_folder: Path) -> None:
         (job(home, tiny_folder, "a.parquet", sampling=longer), "--max-new-tokens"),
         (
             job(home, tiny_folder, "a.parquet", reward=Reward(function="none.py:f")),
-            "--reward-function: file none.py",
+            "--reward-function [no-such-file]: file none.py",
         ),
-        (job(home, tiny_folder, "a.parquet", reward=Reward(format="(")), "--format: "),
+        (job(home, tiny_folder, "a.parquet", reward=Reward(format="(")), "--format [invalid-regex]: "),
         (Job(str(tiny_folder), str(unruled), home / "a.parquet", 2, Sampling(4), Reward()), "--rule SOURCE=RULE"),
         (
             Job(str(tiny_folder), str(write_jsonl(home / "n.jsonl", named)), home / "a.parquet", 2, longer, Reward()),
@@ -255,4 +255,4 @@ def test_samples_become_pairs_and_rows_to_train_on(home: Path, tiny_folder: Path
     assert trained.returncode == 0, trained.stderr
     refused = lockstep("pairs", home / "s.parquet", home / "k.jsonl", "--kind", "kto", "--min-margin", 0.1)
     assert refused.returncode == 2
-    assert "has no meaning for --kind kto" in refused.stderr
+    assert "does not apply to --kind kto" in refused.stderr

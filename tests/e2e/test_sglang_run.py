@@ -61,7 +61,7 @@ def test_a_replay_with_the_built_in_engine_learns_from_the_recorded_responses_an
     assert result.in_step, result.cause
     assert {"log-probs", "gradient", "weights"} <= {check.stage for check in result.checks}
     assert "generation" not in {check.stage for check in result.checks}
-    assert any("Generation is not judged" in remark and "sglang" in remark for remark in result.remarks)
+    assert any("Generation is not checked" in remark and "sglang" in remark for remark in result.remarks)
     with pytest.raises(Refusal, match="engine sglang sampled"):
         replay(run, "free", ["rollout.engine=native", "rollout.url=null"], Console.silent())
 

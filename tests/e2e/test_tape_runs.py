@@ -32,6 +32,7 @@ from lockstep.train.checkpointing import Checkpointer
 from lockstep.train.offline import train_offline
 from lockstep.train.online import train_online
 from preference_rows import METHODS as ROWS
+from refusals import refuses
 
 OFFLINE_KEYS = "batch: {rows_per_update: 6, tokens: 512}"
 ONLINE_KEYS = "batch: {{prompts: 4, prompts_per_update: 2, tokens: 512}}\nrollout: {{n: {n}, max_tokens: 12}}"
@@ -123,7 +124,7 @@ def test_a_disk_too_small_for_the_weights_is_refused_first(
     small = type(usage)(usage.total, usage.total - 2**28, 2**28)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
     words = ["run.steps=1000", "tape=true", "tape.steps=1000", "tape.every=1"]
-    with pytest.raises(Refusal, match=r"the tape with weights needs [\d,]+ MiB and the disk has 256 MiB free"):
+    with pytest.raises(Refusal, match=r"\[disk-full\]: the tape with weights .*256 MiB"):
         train(recipe_file, *words)
     assert not (tmp_path / "runs" / "run" / "tape").exists()
     train(recipe_file, "run.steps=3", "tape=true", "run.export=false")
@@ -193,7 +194,7 @@ def test_weights_are_left_out_on_request(tiny_folder: Path, tmp_path: Path) -> N
     recipe = write_recipe(tmp_path, tiny_folder, "sft")
     run = train(recipe, "tape=true", "tape.weights=false")
     assert tape_of(run).weighed() == []
-    with pytest.raises(Refusal, match="the weights before step 2 are not on the tape") as caught:
+    with refuses("", "missing-on-tape", "step 2") as caught:
         replay(run, "forced", [], Console.silent(), steps=[2])
     assert "tape.weights=true" in caught.value.problems[0].remedy
 
@@ -208,7 +209,7 @@ def test_a_tape_without_weights_starts_from_the_model_folder(tiny_folder: Path, 
     weights["model.norm.weight"] = weights["model.norm.weight"] * 1.001
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     for mode in ("forced", "chained"):
-        with pytest.raises(Refusal, match="holds other weights"):
+        with pytest.raises(Refusal, match="contains other weights"):
             replay(run, mode, [f"model.path={other}"], Console.silent())
 
 
@@ -274,7 +275,7 @@ def test_a_tape_that_cannot_be_written_stops_the_run(
 
     def full(self: TapeFolder, record: StepRecord) -> None:
         if record.step == 2:
-            raise Refusal.at(str(self.step_file(2)), "could not be written: No space left on device")
+            raise Refusal.at(str(self.step_file(2)), "could not be written: No space left on device", code="unwritable")
         write(self, record)
 
     monkeypatch.setattr(TapeFolder, "write_step", full)

@@ -86,7 +86,8 @@ def test_what_was_not_announced_so_is_caught(
         patch.setattr(WeightLink, "_send", lambda self, bucket, dtype: send(self, change(list(bucket)), dtype))
         with pytest.raises(Refusal) as caught:
             sync(engine, 4)
-    assert "did not load the weights after 4 updates" in str(caught.value)
+    assert "[weight-sync-failed]" in str(caught.value)
+    assert "after 4 updates" in str(caught.value)
     assert f"corrupt tensors: ['{LEFT_OUT}'" in str(caught.value)
 
 

@@ -58,7 +58,7 @@ def test_a_corrupted_tensor_is_caught(pushed, monkeypatch: pytest.MonkeyPatch, n
         tensors[name].mul_(1.5)
 
     monkeypatch.setattr(weight_sync, "write_weights", spoiled(change))
-    assert "its log-probs of the weight check differ from the trainer's" in refused(pushed)
+    assert "log-probs of the weight check differ" in refused(pushed)
 
 
 def test_a_bit_that_is_lost_on_the_way_is_caught(
@@ -76,7 +76,7 @@ def test_a_bit_that_is_lost_on_the_way_is_caught(
 
     monkeypatch.setattr(weight_sync, "write_weights", write)
     last = list(dict(pushed.policy.stored.named_parameters()))[-1]
-    assert f"{last} in the files differs from what the run wrote" in refused(pushed)
+    assert f"{last} in the files differs" in refused(pushed)
     assert "incomplete" in pushed.server_adapter.version(pushed.fleet.servers[0].client)
     # The next run on that server: its first push is whole.
     monkeypatch.undo()
@@ -110,7 +110,7 @@ def test_weights_that_stay_where_they_were_are_caught(pushed, monkeypatch: pytes
         "write_weights",
         lambda folder, weights, dtype: write_weights(folder, list(before.items()), dtype),
     )
-    assert "those of the weights before the last update" in refused(pushed)
+    assert "weights before the last update" in refused(pushed)
 
 
 @dataclass

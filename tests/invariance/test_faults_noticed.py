@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from recipes import draw
-from test_recipes import applicable, compared
-from variations import VARIATIONS, run_variation, start_from_first_checkpoint, train
+from variations import VARIATIONS, applicable, compared, run_variation, start_from_first_checkpoint, train
 
 import job_ranks
 import trajectory_faults

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import yaml
 from recipes import AGGREGATIONS, FAMILIES, METHODS, PAIR_LOSSES, Drawn, draw
-from variations import VARIATIONS, Variation, difference, run_variation, start_from_first_checkpoint, train
+from variations import (
+    VARIATIONS,
+    applicable,
+    compared,
+    difference,
+    run_variation,
+    start_from_first_checkpoint,
+    train,
+)
 
 import job_ranks
 from commands import torchrun
@@ -41,17 +49,6 @@ METHOD_FAMILIES = {
     "sequence ratio": ("gspo", "cispo"),
     "single responses": ("reinforce", "reinforce_pp", "remax", "on_policy_distill"),
 }
-
-
-def applicable(drawn: Drawn, file: Path, sizes: Sequence[int]) -> dict[str, tuple[Variation, list[str]]]:
-    """The variations that a recipe has, with their keys, for these numbers of processes."""
-    recipe = load_recipe(str(file), [])
-    found = {}
-    for name, variation in VARIATIONS.items():
-        words = variation.words(recipe, drawn)
-        if variation.processes in sizes and words is not None:
-            found[name] = variation, words
-    return found
 
 
 def rotated(names: Sequence[str], seed: int, count: int) -> list[str]:
@@ -112,13 +109,6 @@ def trained(drawn: Drawn, folder: Path) -> Path:
     ]
     assert max(moved) > 1e-3, "nothing moved, so nothing is compared"
     return file
-
-
-def compared(drawn: Drawn, file: Path, names: Sequence[str]) -> dict[str, str]:
-    """What differs from the reference, by variation."""
-    runs = file.parent / "runs"
-    found = {name: difference(runs / name, runs / "reference", VARIATIONS[name].kind, drawn.steps) for name in names}
-    return {name: why for name, why in found.items() if why}
 
 
 def check_alone(drawn: Drawn, file: Path, names: Sequence[str]) -> dict[str, str]:

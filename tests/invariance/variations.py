@@ -262,3 +262,21 @@ def _tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
         if kind == "rounding" and (most := float((found[name] - tensor).abs().max())) > WEIGHTS:
             return f"{name} differs by {most:.3g}"
     return ""
+
+
+def applicable(drawn: Drawn, file: Path, sizes: Sequence[int]) -> dict[str, tuple[Variation, list[str]]]:
+    """The variations that a recipe has, with their keys, for these numbers of processes."""
+    recipe = load_recipe(str(file), [])
+    found = {}
+    for name, variation in VARIATIONS.items():
+        words = variation.words(recipe, drawn)
+        if variation.processes in sizes and words is not None:
+            found[name] = variation, words
+    return found
+
+
+def compared(drawn: Drawn, file: Path, names: Sequence[str]) -> dict[str, str]:
+    """What differs from the reference, by variation."""
+    runs = file.parent / "runs"
+    found = {name: difference(runs / name, runs / "reference", VARIATIONS[name].kind, drawn.steps) for name in names}
+    return {name: why for name, why in found.items() if why}

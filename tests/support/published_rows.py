@@ -225,7 +225,7 @@ PREFERENCES = [
         "dpo",
         [{"chosen": [user("a?"), bot("b")], "rejected": [user("a?"), bot("c")]}],
         ["b<|im_end|>", "c<|im_end|>"],
-        "chosen/rejected pairs (the prompt is what the responses begin with, chosen, rejected)",
+        "chosen/rejected pairs (the prompt is the common beginning of the responses, chosen, rejected)",
     ),
     Published(
         "helpful_harmless",
@@ -237,7 +237,7 @@ PREFERENCES = [
             }
         ],
         ["Gladly.<|im_end|>", "No.<|im_end|>"],
-        "what the responses begin with, 1 dialogues of Human and Assistant read as chats, chosen, rejected)",
+        "the common beginning of the responses, 1 dialogues of Human and Assistant read as chats, chosen, rejected)",
         holds="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nHelp?<|im_end|>",
     ),
     Published(
@@ -275,7 +275,7 @@ PREFERENCES = [
         ],
         ["Hi!<|im_end|>", "No<|im_end|>"],
         "rankings (instruction, completions; by completions.overall_score; the best against the worst, 1 others left "
-        "out; 1 responses left out, whose score another has too); not read: source, models, correct_answers, "
+        "out; 1 responses left out, with the same score as another); not read: source, models, correct_answers, "
         "incorrect_answers",
     ),
 ]
@@ -292,7 +292,7 @@ STEPS = [
             }
         ],
         ["~", "~"],
-        "verdicts from label, where it says + or - for 'ки' (Math-Shepherd), which is written '~'); not read: task",
+        "labels from label, where it says + or - for 'ки' (Math-Shepherd), which is written '~'); not read: task",
         holds="labels 1 0: ",
     ),
     Published(
@@ -333,7 +333,7 @@ STEPS = [
             }
         ],
         ["~", "~", "~"],
-        "rated solutions of PRM800K (question; verdicts from label: 1 and 0 are good, -1 is bad; 1 completions "
+        "rated solutions of PRM800K (question; labels from label: 1 and 0 are good, -1 is bad; 1 completions "
         "outside the solutions are left out); not read: labeler, timestamp, generation,",
         holds="labels 1 1 0: ",
     ),
@@ -374,7 +374,7 @@ ONLINE = [
             }
         ],
         [],
-        "ground truth from answer, whole, beside a solution with \\boxed{} (as HuggingFaceH4/MATH-500))",
+        "ground truth from answer, the full text, next to a solution with \\boxed{} (as HuggingFaceH4/MATH-500))",
         holds="HuggingFaceH4/MATH-500, answer \\frac{1}{2}\n<|im_start|>user",
     ),
     Published(

@@ -17,7 +17,6 @@ from conftest import chat_rows, write_online_recipe, write_sft_recipe
 from lockstep.algorithms.token_losses import nll
 from lockstep.data.batching import micro_batch
 from lockstep.data.encode.sft_rows import Encoder, SupervisedColumns
-from lockstep.errors import Refusal
 from lockstep.model.load import load_policy, load_tokenizer, load_value_model
 from lockstep.model.tiny import write_tiny
 from lockstep.parallel import offload as activations
@@ -28,6 +27,7 @@ from lockstep.recipe.schema import Lora, Model
 from lockstep.train.start import run_recipe
 from lockstep.types import MicroBatch, Origin
 from preference_rows import write_recipe
+from refusals import refuses
 from runs import facts, samples, stored
 
 CPU = torch.device("cpu")
@@ -305,7 +305,7 @@ def test_two_layers_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch, t
 def test_a_model_without_layers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Qwen2ForCausalLM._no_split_modules", [])
     monkeypatch.setattr("transformers.Qwen2Model._no_split_modules", [])
-    with pytest.raises(Refusal, match=r"model\.activation_offload: transformers does not list the layers of Qwen2"):
+    with refuses("model.activation_offload", "unsupported-model", "Qwen2"):
         load_policy(Model(path=str(folder), activation_offload=True), CPU, "sdpa", seed=0)
 
 

@@ -113,7 +113,7 @@ def test_updates_run_on_over_the_epoch_and_visit_every_row():
 
 
 def test_a_row_over_the_budget_is_an_error_and_no_endless_search() -> None:
-    with pytest.raises(ValueError, match="a row of 10 tokens fits no micro-batch of 5"):
+    with pytest.raises(ValueError, match=r"row of 10 tokens .* of 5"):
         plan_micro_batches([3, 10], devices=1, tokens=5, rows=None)
 
 

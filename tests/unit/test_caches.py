@@ -109,7 +109,7 @@ def test_a_bound_that_is_no_number_is_refused(cache: Path, monkeypatch: pytest.M
 
 def test_a_cache_that_is_full_is_named(cache: Path) -> None:
     def convert(aside: Path) -> None:
-        raise Refusal.at(aside, "could not be written: No space left on device")
+        raise Refusal.at(aside, "could not be written: No space left on device", code="unwritable")
 
     with pytest.raises(Refusal, match="LOCKSTEP_CACHE names the folder of the cache"):
         converted("one", ["one"], convert)

@@ -14,6 +14,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Origin
+from refusals import refuses
 
 ORIGIN = Origin("rows.jsonl", 7)
 TURNS = [
@@ -203,7 +204,7 @@ def test_overlong_rows(tokenizer):
     example = pair(tokenizer, template="none")({"extra": {"q": "12345", "a": "678"}}, ORIGIN)
     assert len(example) == 9
     assert fit(example, 9, "error") is example
-    with pytest.raises(Refusal, match=r"rows\.jsonl row 7: has 9 tokens, over data\.max_tokens=8"):
+    with refuses("rows.jsonl row 7", "row-too-long", "9 tokens", "data.max_tokens=8"):
         fit(example, 8, "error")
     assert fit(example, 8, "drop") is None
     assert tokenizer.decode(list(fit(example, 4, "truncate_left").ids)) == "678<|im_end|>"

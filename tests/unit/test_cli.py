@@ -193,7 +193,7 @@ def test_tiny_writes_a_model_and_never_overwrites(command: Callable[..., Done], 
     [
         (["train", "nowhere.yaml"], ["recipe nowhere.yaml", "built in: "]),
         (["plan", "sft-arithmetic", "optim.lrr=1"], ["did you mean optim.lr?"]),
-        (["train", "sft-arithmetic", "model.path=./none"], ["model.path ./none", "name the folder of a model"]),
+        (["train", "sft-arithmetic", "model.path=./none"], ["model.path ./none", "give the path of a model"]),
         (["train", "sft-arithmetic"], ["model.path quickstart/model", "lockstep tiny quickstart/model"]),
         (["data", "show", "sft-arithmetic", "data.train=none.jsonl"], ["none.jsonl", "does not exist"]),
         (["recipes", "none"], ["built in: distill-arithmetic"]),

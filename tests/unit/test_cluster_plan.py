@@ -28,6 +28,7 @@ from lockstep.rollout.native.native_engine import prefill_bytes
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from predictions import EqualRows, predictions
+from refusals import refuses
 
 # Everything is reached, but for what a test asks for: the floors themselves.
 ALL = Reached(1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0)
@@ -82,20 +83,20 @@ def test_other_text_is_refused_with_the_grammar_and_the_devices(text: str) -> No
 
 
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
-    with pytest.raises(Refusal, match=r"unknown device 'atlas-800-a2'\n.*did you mean atlas-800t-a2\?"):
+    with refuses("--cluster", "unknown-device", "'atlas-800-a2'", remedy="did you mean atlas-800t-a2?"):
         cluster_named("2x8:atlas-800-a2")
-    with pytest.raises(Refusal, match="49 nodes, and the links between nodes of atlas-a3 are known for up to 48"):
+    with refuses("--cluster", "out-of-range", "49 nodes", "atlas-a3", "up to 48"):
         cluster_named("49x16:atlas-a3")
 
 
 @pytest.mark.parametrize("text", [f"100000x8:{name}" for name in CHIPS])
 def test_more_nodes_than_anybody_has_told_of_are_refused(text: str) -> None:
-    with pytest.raises(Refusal, match=r"100000 nodes, and the links between nodes of .* are known for up to"):
+    with refuses("--cluster", "out-of-range", "100000 nodes"):
         cluster_named(text)
 
 
 def test_more_devices_than_a_node_has_are_refused() -> None:
-    with pytest.raises(Refusal, match=r"64 devices in a node, .*\n.*say more nodes: 8x8:h100"):
+    with refuses("--cluster", "out-of-range", "64 devices", remedy="8x8:h100"):
         cluster_named("1x64:h100")
     assert cluster_named("1x16:atlas-a3").devices == 16
 
@@ -550,7 +551,7 @@ def test_a_key_that_is_not_counted_is_refused() -> None:
 
     refuse_uncounted(More())
     refuse_uncounted(More(pipeline=1))
-    with pytest.raises(Refusal, match=r"parallel\.pipeline: is not in the cost model"):
+    with refuses("parallel.pipeline", "unsupported-setting"):
         refuse_uncounted(More(pipeline=2))
 
 
@@ -598,7 +599,7 @@ def test_the_command_says_what_a_tensor_group_costs_and_what_is_not_known(
     show_cluster_plan(load_recipe(online_file, words), "1x8:h200", 16)
     said = " ".join(capsys.readouterr().out.split())
     assert "all-reduce" in said
-    assert "the latency of the parallel.tensor_parallel all-reduce is not included" in said
+    assert "latency of the parallel.tensor_parallel all-reduce" in said
 
 
 @pytest.mark.parametrize(

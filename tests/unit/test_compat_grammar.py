@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -112,19 +113,20 @@ def test_a_prefix_is_enough_where_it_is_one_flags_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "code", "value"),
     [
-        (["--learning_rat", "1", "--lerning_rate", "1"], "there is no such flag"),
-        (["--reward_clip_range", "1"], "needs 2 values, and 1 follow"),
-        (["--max_len", "long"], "'long' is not an integer"),
-        (["--bf16=1"], "is a switch and takes no value"),
-        (["stray"], "is neither a flag nor the value of a flag"),
+        (["--learning_rat", "1", "--lerning_rate", "1"], "unknown-key", ""),
+        (["--reward_clip_range", "1"], "invalid-value", "2 values"),
+        (["--max_len", "long"], "invalid-value", "'long'"),
+        (["--bf16=1"], "invalid-value", "switch"),
+        (["stray"], "invalid-syntax", ""),
     ],
 )
-def test_flags_that_cannot_be_read(words: list[str], why: str) -> None:
+def test_flags_that_cannot_be_read(words: list[str], code: str, value: str) -> None:
     problem = parse_flags(words, FLAGS).problems[-1]
-    assert problem.why == why
-    if "no such" in why:
+    assert problem.code == code
+    assert value in problem.why
+    if code == "unknown-key":
         assert problem.remedy == "did you mean --learning_rate?"
 
 
@@ -189,10 +191,9 @@ def test_what_nobody_set_stays_unknown() -> None:
 def test_a_variable_set_under_a_condition_does_not_replace_one() -> None:
     script = read_script('E=vllm\nif [ "$1" = sglang ]; then\n  E=sglang\n  M=1\nfi\nrun $E $M')
     assert [word.text for word in script.commands[-1]] == ["run", "vllm", "1"]
-    assert script.remarks == [
-        "line 3: E is set under a condition; 'vllm' is used (set E=VALUE to change it)",
-        "line 4: M is set under a condition; '1' is used (set M=VALUE to change it)",
-    ]
+    first, second = script.remarks
+    assert re.match(r"line 3: E .*condition; 'vllm' .*E=VALUE", first)
+    assert re.match(r"line 4: M .*condition; '1' .*M=VALUE", second)
     assert last("if [ -f x ]; then\n  E=a\nfi\nrun $E", E="b") == ["run", "b"]
 
 
@@ -251,13 +252,15 @@ def test_arguments_from_the_second_on() -> None:
 
 def test_a_condition_that_is_not_known_is_told() -> None:
     script = read_script("[ -f x ] && A=1\nrun ${A:-2}")
-    assert script.remarks == ["line 1: A is set under a condition; '1' is used (set A=VALUE to change it)"]
+    (remark,) = script.remarks
+    assert re.match(r"line 1: A .*condition; '1' .*A=VALUE", remark)
 
 
 def test_a_function_that_nothing_calls_is_read_and_told() -> None:
     script = read_script("f() {\n  run a\n}\n")
     assert [word.text for word in script.commands[-1]] == ["run", "a"]
-    assert script.remarks == ["the script does not call the function f; its body is converted once"]
+    (remark,) = script.remarks
+    assert "function f" in remark
 
 
 def test_a_function_that_calls_itself_ends() -> None:

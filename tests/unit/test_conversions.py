@@ -12,6 +12,7 @@ from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Refusal
 from lockstep.recipe.keys_online import Reject
+from refusals import refuses
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("data.train_files=t.parquet", "actor_rollout_ref.model.path=m", "algorithm.adv_estimator=grpo", f"{R}.n=4")
@@ -257,7 +258,7 @@ def test_openrlhfs_flags(words: list[str], expected: dict[str, Any]) -> None:
 def test_a_data_set_of_the_hub_and_several_with_shares() -> None:
     done = convert_openrlhf("train_ppo_ray", [*ONLINE, "--prompt_data", "org/set", "--max_samples", "5"])
     assert done.recipe["data.train"].value == [{"path": "hub:org/set::train", "rows": 5}]
-    with pytest.raises(Refusal, match="is not one number for each of 2 data sets"):
+    with refuses("prompt_data_probs", "unsupported-setting", "2 data sets"):
         checked(
             convert_openrlhf("train_ppo_ray", [*ONLINE, "--prompt_data", "a.json,b.json", "--prompt_data_probs", "1"])
         )

@@ -198,7 +198,7 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
         ([*GRPO, f"{A}.use_kl_lost=True"], f"{A}.use_kl_lost", f"did you mean {A}.use_kl_loss?"),
         ([*GRPO, "--config-name=ppo_megatron_trainer"], "--config-name ppo_megatron_trainer", "FSDP"),
         ([*GRPO, "reward_model.reward_manager=prime"], "reward_model.reward_manager", "naive or dapo"),
-        ([*GRPO, "reward_model.enable=True"], "reward_model.enable", "name the reward model"),
+        ([*GRPO, "reward_model.enable=True"], "reward_model.enable", "give the reward model's path"),
         (
             [*GRPO, f"{F}.overlong_buffer_cfg.enable=True", f"{F}.overlong_buffer_cfg.len=9", f"{F}.max_resp_len=9"],
             f"{F}.max_resp_len",
@@ -264,9 +264,9 @@ def test_single_flags_of_openrlhf(program: str, words: list[str], expected: dict
             "algorithm.norm_adv_by_std_in_grpo",
             "=True",
         ),
-        ([f"{M}.path=m", "algorithm.adv_estimator=grpo"], "data.train_files", "name the training files"),
-        (["data.train_files=t", "algorithm.adv_estimator=grpo"], f"{M}.path", "name the model"),
-        (["data.train_files=t", f"{M}.path=m"], "critic.model.path", "name the critic's model"),
+        ([f"{M}.path=m", "algorithm.adv_estimator=grpo"], "data.train_files", "give the paths of the training files"),
+        (["data.train_files=t", "algorithm.adv_estimator=grpo"], f"{M}.path", "give the path of the model"),
+        (["data.train_files=t", f"{M}.path=m"], "critic.model.path", "give the path of the critic's model"),
     ],
 )
 def test_settings_of_verl_that_are_refused(words: list[str], where: str, remedy: str) -> None:
@@ -276,9 +276,9 @@ def test_settings_of_verl_that_are_refused(words: list[str], where: str, remedy:
 @pytest.mark.parametrize(
     ("program", "words", "where", "remedy"),
     [
-        ("train_dpo", ["--dataset", "d.jsonl"], "--pretrain", "name the model"),
-        ("train_dpo", ["--pretrain", "m"], "--dataset", "name the training data"),
-        ("train_dpo", [*ROWS[:2], "--dataset", "name@folder"], "--dataset", "name the files"),
+        ("train_dpo", ["--dataset", "d.jsonl"], "--pretrain", "give the path of the model"),
+        ("train_dpo", ["--pretrain", "m"], "--dataset", "give the training data"),
+        ("train_dpo", [*ROWS[:2], "--dataset", "name@folder"], "--dataset", "give file paths"),
         ("train_dpo", [*ROWS, "--ipo", "--label_smoothing", "0.1"], "--label_smoothing", "--ipo"),
         ("train_dpo", [*ROWS, "--learning_rat", "x"], "--learning_rat", "correct the value"),
         ("train_dpo", [*ROWS, "--learnin_rates", "1"], "--learnin_rates", "did you mean --learning_rate?"),

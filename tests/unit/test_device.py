@@ -22,6 +22,7 @@ from lockstep.device.cuda import Cuda
 from lockstep.device.npu import Npu
 from lockstep.device.select import DEVICES, explain, select
 from lockstep.errors import Refusal
+from refusals import refuses
 
 MIB = 2**20
 RELEASE = ".".join(torch.__version__.split("+")[0].split(".")[:3])
@@ -309,7 +310,7 @@ def test_cuda_reason_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(cuda, "DRIVER", tmp_path / "absent")
     assert Cuda().unavailable() == f"torch {torch.__version__} is built without CUDA"
     monkeypatch.setattr(cuda, "DRIVER", tmp_path)
-    assert "although this machine has an NVIDIA driver" in (Cuda().unavailable() or "")
+    assert "NVIDIA driver" in (Cuda().unavailable() or "")
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
@@ -323,14 +324,8 @@ def test_cuda_reason_hidden_devices(monkeypatch: pytest.MonkeyPatch, value: str)
 @pytest.mark.parametrize(
     ("message", "kept"),
     [
-        (
-            "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver",
-            "Found no NVIDIA driver on your system",
-        ),
-        (
-            "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver",
-            "The NVIDIA driver on your system is too old (found version 11040)",
-        ),
+        ("Found no NVIDIA driver. Please install it", "Found no NVIDIA driver"),
+        ("The driver is too old (found 11040). Please update", "The driver is too old (found 11040)"),
         ("No CUDA GPUs are available", "No CUDA GPUs are available"),
     ],
 )
@@ -371,7 +366,7 @@ def test_npu_reason_package_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(npu, "DRIVER_NODE", tmp_path / "absent")
     assert Npu().unavailable() == "package torch_npu is not installed"
     monkeypatch.setattr(npu, "DRIVER_NODE", tmp_path)
-    assert "although this machine has an Ascend driver" in (Npu().unavailable() or "")
+    assert "Ascend driver" in (Npu().unavailable() or "")
 
 
 @pytest.mark.parametrize("version", ["2.5.1rc1", "2.10.0.post4", "2.99.0"])
@@ -379,7 +374,7 @@ def test_npu_reason_version_mismatch(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Seen from the metadata alone: importing the wrong one could end the process."""
     _fake_torch_npu(tmp_path, version, "raise AssertionError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(Refusal, match=f"torch_npu {version} needs torch .* and torch {RELEASE}.* is installed"):
+    with pytest.raises(Refusal, match=rf"device \[device-unavailable\].*torch_npu {version} .*torch {RELEASE}"):
         select("npu")
 
 
@@ -387,10 +382,10 @@ def test_npu_reason_version_mismatch(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(
     ("message", "ending"),
     [
-        ("libhccl.so: cannot open shared object file: No such file or directory", "CANN toolkit.*set_env.sh"),
-        ("libascend_hal.so: cannot open shared object file: No such file or directory", "Ascend driver"),
-        ("torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c10", "do not belong together"),
-        ("Two accelerators cannot be used at the same time in PyTorch: npu and cuda. Install", "npu and cuda$"),
+        ("libhccl.so: cannot open shared object file", "CANN toolkit.*set_env.sh"),
+        ("libascend_hal.so: cannot open shared object file", "Ascend driver"),
+        ("torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c10", "are not compatible"),
+        ("Two accelerators: npu and cuda. Install", "npu and cuda$"),
     ],
 )
 def test_npu_reason_load_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, message: str, ending: str) -> None:
@@ -409,7 +404,7 @@ def test_npu_reason_load_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ("0", None, "sees no device: is the driver loaded"),
         ("0", "1,0", "ASCEND_RT_VISIBLE_DEVICES='1,0' leaves no device visible"),
         ("1 / 0", None, None),
-        ("stop()", None, "the Ascend runtime does not start: aclInit failed with 507008"),
+        ("stop()", None, "aclInit failed with 507008"),
         ("8", None, ""),
     ],
 )
@@ -487,11 +482,12 @@ def test_auto_takes_npu_then_cuda_then_cpu_and_says_why(monkeypatch: pytest.Monk
     assert explain("auto")[0].name == "npu"
     _availability(monkeypatch, npu="no CANN", cuda=None)
     device, sentence = explain("auto")
-    assert (device.name, sentence) == ("cuda", "device cuda, picked by auto: no npu, because no CANN")
+    assert device.name == "cuda"
+    assert re.fullmatch(r"device cuda, .* auto: .*npu.*no CANN", sentence)
     _availability(monkeypatch, npu="no CANN", cuda="no driver")
     device, sentence = explain("auto")
     assert device.name == "cpu"
-    assert sentence == "device cpu, picked by auto: no npu, because no CANN; no cuda, because no driver"
+    assert re.fullmatch(r"device cpu, .* auto: .*npu.*no CANN; .*cuda.*no driver", sentence)
 
 
 def test_a_named_device_is_that_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,9 +503,10 @@ def test_an_absent_device_is_refused_and_not_replaced(monkeypatch: pytest.Monkey
     with pytest.raises(Refusal) as caught:
         select(name)
     [problem] = caught.value.problems
-    assert problem.where == "device"
-    assert problem.why == f"{name} was requested and is not available: gone"
-    assert problem.remedy.endswith("available here: cpu (or auto)")
+    assert (problem.where, problem.code) == ("device", "device-unavailable")
+    assert name in problem.why
+    assert "gone" in problem.why
+    assert problem.remedy.endswith("cpu (or auto)")
 
 
 @pytest.mark.parametrize(
@@ -524,7 +521,7 @@ def test_an_absent_device_is_refused_and_not_replaced(monkeypatch: pytest.Monkey
     ],
 )
 def test_an_unknown_name_gets_the_valid_ones(name: str, remedy: str) -> None:
-    with pytest.raises(Refusal, match=f"unknown device '{name}'") as caught:
+    with refuses("device", "unknown-device", f"'{name}'") as caught:
         select(name)
     assert remedy in caught.value.problems[0].remedy
 
@@ -563,4 +560,4 @@ def test_a_patch_release_of_torch_npu_is_another_release(
     monkeypatch.setattr(npu, "installed_version", lambda: torch_npu)
     monkeypatch.setattr(torch, "__version__", torch_version)
     problem = npu._package_problem()
-    assert (problem is not None and "must be of the same version" in problem) == wrong
+    assert (problem is not None and "must have the same version" in problem) == wrong

@@ -42,11 +42,11 @@ def test_the_most_that_come_out_even(keys: dict[str, Any], asked: int, there: in
     [
         (
             {"shard": 2, "replicate": 2},
-            "no fewer than 4 devices fit parallel.shard=2 and parallel.replicate=2",
+            "parallel.shard=2 and parallel.replicate=2 cannot use fewer than 4 devices",
             "remove parallel.shard or parallel.replicate",
         ),
-        ({"shard": 4}, "no fewer than 4 devices fit parallel.shard=4", "use more devices"),
-        ({"tensor_parallel": 4}, "no fewer than 4 devices fit parallel.tensor_parallel=4", "use more devices"),
+        ({"shard": 4}, "parallel.shard=4 cannot use fewer than 4 devices", "use more devices"),
+        ({"tensor_parallel": 4}, "parallel.tensor_parallel=4 cannot use fewer than 4 devices", "use more devices"),
     ],
     ids=str,
 )

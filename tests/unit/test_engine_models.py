@@ -201,7 +201,7 @@ def test_positions_that_depend_on_the_batch_are_refused_where_they_would(
     made = run(native(policy, folder), requests, Sampling(max_tokens=10, temperature=0))
     with policy.generating() as model:
         assert [c.ids for c in made] == [greedy_of_transformers(model, ids, 10) for ids in asked]
-    with pytest.raises(Refusal, match=rf"rollout.max_tokens: .* 41 tokens.* over 40 tokens .*{kind}"):
+    with pytest.raises(Refusal, match=rf"rollout.max_tokens \[rotary-limit\]: .* 41 tokens.* over 40 tokens .*{kind}"):
         list(native(policy, folder).generate(requests, Sampling(max_tokens=11)))
 
 

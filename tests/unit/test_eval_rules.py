@@ -51,12 +51,12 @@ def test_a_rule_that_is_named(speaker: Path, questions: Path, tmp_path: Path) ->
     with pytest.raises(Refusal, match="is not a number"):
         evaluated(speaker, questions, None, max_new_tokens=8, rules=both)
     for rules, told in (
-        (["exat"], "--rule exat: there is no rule 'exat'"),
-        (["other=exact"], "--rule other=exact: no row has data source 'other'"),
-        (["mine/a=exact"], r"data_source 'mine/b': has no rule(.|\n)*--rule mine/b=RULE"),
-        (["exact", "gsm8k"], r"--rule gsm8k: exact is already the rule of all sources"),
-        (["mine/a=exact", "mine/a=gsm8k"], r"--rule mine/a=gsm8k: exact is already the rule of 'mine/a'"),
-        ([], r"data_source 'mine/a': has no rule(.|\n)*--rule mine/a=RULE"),
+        (["exat"], r"--rule exat \[unknown-name\]: .*'exat'"),
+        (["other=exact"], r"--rule other=exact \[unknown-source\]: .*'other'"),
+        (["mine/a=exact"], r"data_source 'mine/b' \[no-rule\](.|\n)*--rule mine/b=RULE"),
+        (["exact", "gsm8k"], r"--rule gsm8k \[conflicting-keys\]: exact .* all sources"),
+        (["mine/a=exact", "mine/a=gsm8k"], r"--rule mine/a=gsm8k \[conflicting-keys\]: exact .*'mine/a'"),
+        ([], r"data_source 'mine/a' \[no-rule\](.|\n)*--rule mine/a=RULE"),
     ):
         with pytest.raises(Refusal, match=told):
             evaluated(speaker, questions, None, max_new_tokens=8, rules=rules)
@@ -82,9 +82,9 @@ def test_columns_are_named_by_options(speaker: Path, questions: Path, tmp_path: 
     other = [{"ask": row["prompt"], "so": row["reward_model"]["ground_truth"]} for row in rows]
     file = write_jsonl(tmp_path / "other.jsonl", other)
     out = tmp_path / "out.jsonl"
-    with pytest.raises(Refusal, match=r"(?s)hold the prompts.*set --prompt-key, and --label-key for the ground truth"):
+    with pytest.raises(Refusal, match=r"(?s)\[unclear-columns\].*prompts.*set --prompt-key, and --label-key"):
         evaluated(speaker, file, out, rules=["exact"])
-    with pytest.raises(Refusal, match=r"hold the prompts(.|\n)*rename the column of the prompts to prompt"):
+    with pytest.raises(Refusal, match=r"\[unclear-columns\].*prompts(.|\n)*rename the column"):
         trained(speaker, file, tmp_path)
     columns = NamedColumns("ask", "so")
     assert evaluated(speaker, file, out, rules=["exact"], columns=columns)[0]["val/accuracy"] == 0.75
@@ -99,7 +99,7 @@ def test_columns_are_named_by_options(speaker: Path, questions: Path, tmp_path: 
 
 
 def test_answers_over_the_context_are_refused_before_the_model_is_loaded(speaker: Path, questions: Path) -> None:
-    with pytest.raises(Refusal, match=r"line 1: 23 tokens .* 2040 .* context of 2048"):
+    with pytest.raises(Refusal, match=r"line 1 \[over-context\]: 23 tokens .* 2040 .* 2048"):
         evaluated(speaker, questions, None, max_new_tokens=2040, rules=["exact"])
 
 
@@ -143,14 +143,17 @@ def test_an_offline_run_validates_by_a_rule_of_its_own(speaker: Path, questions:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], r"data_source 'mine/a': has no rule(.|\n)*val\.rules: \{mine/a: RULE\}"),
+        ([], r"data_source 'mine/a' \[no-rule\](.|\n)*val\.rules: \{mine/a: RULE\}"),
         (
             ["val.rules={mine/a: exact, mine/b: exact}", "val.max_new_tokens=2040"],
-            r"val\.max_new_tokens: 2040 and the 25 tokens of the longest question \(.* line 4\) are over .* of 2048",
+            r"val\.max_new_tokens \[over-context\]: 2040 .* 25 tokens .* line 4\) .* 2048",
         ),
-        (["val.rules={mine/a: exact, min/b: exact}"], r"val\.rules\.min/b: no row has(.|\n)*did you mean mine/b"),
-        (["val.rules={mine/a: exact, mine/b: exat}"], r"val\.rules\.mine/b: there is no rule 'exat'"),
-        (["val.rules={mine/a: exact}", "val.questions=null"], r"val\.rules: val\.questions is not set"),
+        (
+            ["val.rules={mine/a: exact, min/b: exact}"],
+            r"val\.rules\.min/b \[unknown-source\](.|\n)*mine/b",
+        ),
+        (["val.rules={mine/a: exact, mine/b: exat}"], r"val\.rules\.mine/b \[unknown-name\]: .*'exat'"),
+        (["val.rules={mine/a: exact}", "val.questions=null"], r"val\.rules \[needs-key\]: val\.questions"),
     ],
 )
 def test_what_is_advised_is_taken(speaker: Path, questions: Path, tmp_path: Path, words: list[str], told: str) -> None:

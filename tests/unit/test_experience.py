@@ -125,7 +125,7 @@ def test_turns_are_cut_where_the_writer_changes() -> None:
     assert [turn.policy for turn in second.turns] == [True, False]
     assert (first.num_response_tokens, second.num_response_tokens) == (3, 2)
     assert list(rollout(0, [1, 2], 0.0).loss_mask) == [1, 1]
-    with pytest.raises(ValueError, match="a mask of 1 entries for 2 tokens"):
+    with pytest.raises(ValueError, match="the loss mask has 1 entries for 2 tokens"):
         rollout(0, [1, 2], 0.0, trained=[1])
 
 

@@ -297,7 +297,8 @@ def test_a_factor_between_children_is_found(tmp_path: Path) -> None:
 
     culprit = back_culprit(change, "1")
     assert culprit is not None
-    assert (culprit.call.name, culprit.why) == ("aten.mul.Tensor", "the clean module does not run it")
+    assert culprit.call.name == "aten.mul.Tensor"
+    assert "clean module does not run it" in culprit.why
     torch.testing.assert_close(culprit.actual, 1.01 * culprit.expected)
     script = write_reproducer(culprit, tmp_path / "reproduce.py", "a factor")
     assert script is not None
@@ -324,4 +325,4 @@ def test_a_detached_backward_pass_is_found() -> None:
 
     culprit = back_culprit(change, "1")
     assert culprit is not None
-    assert "the clean module runs aten.mul.Tensor here, this one does not" in culprit.why
+    assert "clean module runs aten.mul.Tensor here" in culprit.why

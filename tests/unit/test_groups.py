@@ -72,7 +72,7 @@ def test_a_group_that_does_not_fit_has_its_prompt_on_every_line() -> None:
     batches = lines([group], 8)
     assert [batch.input_ids_NT.tolist() for batch in batches] == [[[1, 2, 3, 4, 5, 6, 7]], [[1, 2, 3, 8, 9, 10, 11]]]
     assert [batch.index_K.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ValueError, match="a row of 5 tokens fits no micro-batch of 4"):
+    with pytest.raises(ValueError, match=r"row of 5 tokens .* of 4"):
         lines([group], 4)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from conftest import write_jsonl
 from lockstep.data.dataset import Dataset, load_rows
 from lockstep.data.encode.kto_rows import LabeledRows
-from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
+from refusals import refuses
 
 PROMPT = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 ASKED = [{"role": "user", "content": "1+1?"}]
@@ -69,8 +68,8 @@ def test_every_layout_trains_the_response_alone(tokenizer, load, row, settings):
     assert dataset.end_tokens == {tokenizer.eos_token_id}
     counts = dataset.counts
     assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (2, 52, 4, 26)
-    assert "judged responses (" in dataset.notes[0]
-    assert "verdict from label): 1 desirable, 1 undesirable" in dataset.notes[0]
+    assert "labelled responses (" in dataset.notes[0]
+    assert "label from label): 1 desirable, 1 undesirable" in dataset.notes[0]
 
 
 def test_only_the_last_turn_of_a_chat_is_judged(tokenizer, load):
@@ -97,7 +96,7 @@ def test_a_pair_is_a_good_and_a_bad_row(tokenizer, load):
         ("iii<|im_end|>", False),
     ]
     assert dataset.counts.rows == 4
-    assert "each split into a good and a bad response: 2 desirable, 2 undesirable" in dataset.notes[0]
+    assert "2 desirable, 2 undesirable" in dataset.notes[0]
     implicit = {"chosen": ASKED + ANSWERED, "rejected": [*ASKED, {"role": "assistant", "content": "3"}]}
     assert [good for *_, good in read_back(tokenizer, load(tokenizer, implicit))] == [True, False]
 
@@ -125,33 +124,34 @@ def test_verdicts(tokenizer, load, label, good):
 
 @pytest.mark.parametrize("label", [None, 2, 0.5, "good", "", [1], {"a": 1}])
 def test_what_is_no_verdict_is_refused(tokenizer, load, label):
-    with pytest.raises(Refusal, match=re.escape(f"line 1: label is {label!r}, which is not a label")):
+    with refuses("line 1", "invalid-label", f"label is {label!r}"):
         load(tokenizer, {"prompt": "1+1?", "completion": "2", "label": label})
 
 
 @pytest.mark.parametrize(
-    ("row", "reason"),
+    ("row", "code", "column"),
     [
-        ({"prompt": "", "completion": "2", "label": 1}, "prompt is empty"),
-        ({"prompt": "q", "completion": " ", "label": 1}, "completion is empty"),
-        ({"prompt": "q", "completion": ASKED + ANSWERED, "label": 1}, "completion is a full chat that does not begin"),
-        ({"messages": ASKED, "label": 1}, "messages must be a chat that ends with the labelled assistant turn"),
-        ({"messages": ANSWERED, "label": 1}, "messages must be a chat"),
-        ({"messages": "text", "label": 1}, "messages must be a chat"),
-        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are identical"),
+        ({"prompt": "", "completion": "2", "label": 1}, "empty-field", "prompt"),
+        ({"prompt": "q", "completion": " ", "label": 1}, "empty-field", "completion"),
+        ({"prompt": "q", "completion": ASKED + ANSWERED, "label": 1}, "different-prompts", "completion"),
+        ({"messages": ASKED, "label": 1}, "no-answer", "messages"),
+        ({"messages": ANSWERED, "label": 1}, "no-answer", "messages"),
+        ({"messages": "text", "label": 1}, "no-answer", "messages"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "identical-responses", "chosen and rejected"),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 3},
-            "the sides are swapped",
+            "swapped-responses",
+            "score_chosen 1",
         ),
     ],
 )
-def test_bad_rows_are_refused(tokenizer, load, row, reason):
-    with pytest.raises(Refusal, match=re.escape(f"line 1: {reason}" if "swapped" not in reason else reason)):
+def test_bad_rows_are_refused(tokenizer, load, row, code, column):
+    with refuses("line 1", code, column):
         load(tokenizer, row)
 
 
 def test_columns_that_cannot_be_told_are_refused(tokenizer, load):
-    with pytest.raises(Refusal, match="cannot tell which columns hold the judged responses; it has prompt, completion"):
+    with refuses("", "unclear-columns", "prompt, completion"):
         load(tokenizer, {"prompt": "q", "completion": "a"})
 
 
@@ -161,7 +161,7 @@ def test_overlong_rows(tokenizer, load):
         {"prompt": "0123456789", "completion": "abcd", "label": 1},
         {"prompt": "0", "completion": "a", "label": 0},
     ]
-    with pytest.raises(Refusal, match=r"line 1: prompt and completion have 15 tokens, over data\.max_tokens=12"):
+    with refuses("line 1", "row-too-long", "15 tokens", "data.max_tokens=12"):
         load(tokenizer, *rows, limit=12)
     dropped = load(tokenizer, *rows, limit=12, overlong="drop")
     assert (dropped.counts.rows, dropped.counts.dropped) == (1, 1)

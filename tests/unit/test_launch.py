@@ -91,11 +91,11 @@ def test_no_node_is_refused() -> None:
 def test_the_recipe_and_the_processes_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_other_count(None)
     refuse_other_count(1)
-    with pytest.raises(Refusal, match="is 2, and there are 1 processes") as caught:
+    with pytest.raises(Refusal, match="is 2, but there are 1 processes") as caught:
         refuse_other_count(2)
     assert "torchrun" in caught.value.problems[0].remedy
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     refuse_other_count(4)
-    with pytest.raises(Refusal, match="is 2, and there are 4 processes"):
+    with pytest.raises(Refusal, match="is 2, but there are 4 processes"):
         refuse_other_count(2)

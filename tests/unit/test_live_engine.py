@@ -131,7 +131,7 @@ def test_a_sample_that_was_drawn_beside_others_goes_on_in_recorded_passes(policy
 def test_what_does_not_fit_is_an_error_of_the_caller(policy: Policy) -> None:
     engine = LiveEngine(NativeEngine(policy, Cpu(), RolloutSettings(max_sequences=2), lambda ids: ""), 32)
     for ids, sampling in (([], Sampling(4)), ([1] * 30, Sampling(3)), ([1], Sampling(0))):
-        with pytest.raises(ValueError, match="do not fit 32"):
+        with pytest.raises(ValueError, match="exceed the limit 32"):
             engine.add(ids, 1, sampling, key=1)
     assert not engine.busy
     assert torch.count_nonzero(engine.cache.slots) == 0

@@ -167,7 +167,7 @@ def test_references_are_read_where_they_are_used(tmp_path: Path, monkeypatch: py
     assert is_address(address.partition("?")[0])
     assert expanded(address) == f"http://user:open-sesame@host/?key={SECRET}"
     # From now on nothing prints them, in whatever form.
-    assert str(Problem("x", f"the server says: bad key {SECRET}")) == "x: the server says: bad key ***"
+    assert str(Problem("x", f"the server says: bad key {SECRET}", code="server-failed")).endswith("bad key ***")
     for wrong, why in (("${env:NOT_THERE}", "NOT_THERE is not set"), ("${file:/not/there}", "cannot be read")):
         with pytest.raises(Unresolved, match=why):
             expanded(wrong)

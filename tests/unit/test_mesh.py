@@ -38,7 +38,7 @@ def test_copies_times_slices_times_parts_are_the_ranks(shard, replicate, tensor,
     [
         (4, None, 1, 6, "parallel.shard", "4 does not divide 6 processes"),
         (None, 4, 1, 6, "parallel.replicate", "4 does not divide 6 processes"),
-        (2, 2, 1, 6, "parallel.shard", "2 x parallel.replicate=2 is 4, and there are 6 processes"),
+        (2, 2, 1, 6, "parallel.shard", "2 x parallel.replicate=2 is 4, but there are 6 processes"),
         (2, None, 1, 1, "parallel.shard", "2 does not divide 1 processes"),
         (None, None, 2, 3, "parallel.tensor_parallel", "3 process(es) cannot be divided into groups of 2"),
         (
@@ -47,7 +47,7 @@ def test_copies_times_slices_times_parts_are_the_ranks(shard, replicate, tensor,
             2,
             6,
             "parallel.shard",
-            "2 does not divide 3 groups of 2 processes (parallel.tensor_parallel=2 of 6)",
+            "3 groups of 2 processes (parallel.tensor_parallel=2 of 6)",
         ),
     ],
 )
@@ -55,7 +55,8 @@ def test_what_does_not_come_out_even_is_refused(shard, replicate, tensor, ranks,
     with pytest.raises(Refusal) as caught:
         grid_of(Parallel(shard=shard, replicate=replicate, tensor_parallel=tensor), ranks)
     (problem,) = caught.value.problems
-    assert (problem.where, problem.why) == (where, why)
+    assert (problem.where, problem.code) == (where, "wrong-process-count")
+    assert why in problem.why
 
 
 def test_what_is_computed_after_another_joining_belongs_to_the_groups_of_this_one() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.errors import Refusal
 from lockstep.run.metrics import MetricsLog, Phases, read_metrics, rewind_lines
+from refusals import refuses
 
 
 def bits(value: float) -> bytes:
@@ -66,7 +66,7 @@ def test_a_torn_last_line_is_passed_over_wherever_it_was_cut(log: MetricsLog) ->
 
 def test_damage_elsewhere_is_refused_with_the_line(log: MetricsLog) -> None:
     log.path.write_bytes(log.path.read_bytes().replace(b'{"step": 2', b'{"stp": 2'))
-    with pytest.raises(Refusal, match=r"metrics.jsonl line 2: not a line of this log"):
+    with refuses("metrics.jsonl line 2", "damaged-file"):
         read_metrics(log.path)
 
 

@@ -130,8 +130,8 @@ def test_validation_questions_that_would_move_positions_are_refused_before_train
         unread.delattr("lockstep.train.training.load_models")
         assert run("train", recipe, "run.name=long", "val.max_new_tokens=6") == 2
     said = told(capsys)
-    assert "val.max_new_tokens" in said
-    assert f"keep the sum of prompt and val.max_new_tokens within {ORIGINAL}" in said
+    assert "val.max_new_tokens [rotary-limit]" in said
+    assert f"prompt and val.max_new_tokens within {ORIGINAL}" in said
     assert not trained(tmp_path / "long")
     assert run("train", recipe, "run.name=short", "val.max_new_tokens=5") == 0
     assert trained(tmp_path / "short")
@@ -148,5 +148,6 @@ def test_answers_that_would_move_positions_are_refused_by_option(
         unread.delattr("lockstep.rollout.generator.load_policy")
         assert run(*words, "--max-new-tokens", 6) == 2
     said = told(capsys)
-    assert f"keep the sum of prompt and --max-new-tokens within {ORIGINAL}" in said
+    assert "--max-new-tokens [rotary-limit]" in said
+    assert f"prompt and --max-new-tokens within {ORIGINAL}" in said
     assert run(*words, "--max-new-tokens", 5) == 0

@@ -87,7 +87,7 @@ def test_a_right_operator_passes_its_trial_once(model: FusionModel, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_wrong_operator_is_not_used(model: FusionModel, fault: str, dtype: torch.dtype) -> None:
     setattr(model, fault, True)
-    why = "failed on a trial: EZ9999" if fault == "broken" else "gives other numbers"
+    why = "failed on a trial: EZ9999" if fault == "broken" else "gives different results"
     with pytest.warns(UserWarning, match=f"parallel.context_parallel stays plain torch: npu_fusion_attention {why}"):
         assert chosen(dtype) is PLAIN
     with warnings.catch_warnings():

@@ -17,6 +17,7 @@ from lockstep.compat.openrlhf.batch_inference import processed
 from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf
 from lockstep.compat.openrlhf.openrlhf_inference import batch_order
 from lockstep.errors import Refusal
+from refusals import refuses
 from reward_models import write_reward_model
 from speaker import write_speaker
 
@@ -143,7 +144,7 @@ def test_what_is_wrong_with_a_command(words: str, where: list[str]) -> None:
 
 
 def test_rows_and_prompts_that_do_not_fit_are_named(scene: Path) -> None:
-    with pytest.raises(Refusal, match=r"prompts\.jsonl line 1: has no column input; it has q"):
+    with refuses("prompts.jsonl line 1", "missing-column", "input", "q", remedy="--input_key"):
         run(scene, "--eval_task generate --pretrain @model --dataset @prompts.jsonl")
     with pytest.raises(Refusal, match="there are no rows left"):
         run(scene, f"--eval_task generate {ASKED} --iter 9")

@@ -211,7 +211,7 @@ def test_an_extra_cast(clean: Model, x: torch.Tensor) -> None:
 
     culprit = fault(clean, x, change)
     assert culprit.call.name == "aten._to_copy"
-    assert "the clean module does not run it (to torch.bfloat16)" in culprit.why
+    assert "clean module does not run it (to torch.bfloat16)" in culprit.why
     assert culprit.actual.dtype == torch.bfloat16
     assert torch.equal(culprit.actual, culprit.expected.bfloat16())
 
@@ -224,7 +224,7 @@ def test_a_missing_cast(clean: Model, x: torch.Tensor) -> None:
     assert culprit is not None
     assert culprit.call.name == "aten.mul.Tensor"
     torch.testing.assert_close(culprit.expected, culprit.actual.bfloat16().float(), rtol=0, atol=0)
-    assert "the clean module runs aten._to_copy here, this one does not" in culprit.why
+    assert "clean module runs aten._to_copy here" in culprit.why
 
 
 def test_another_operator(clean: Model, x: torch.Tensor) -> None:

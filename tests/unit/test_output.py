@@ -91,7 +91,7 @@ def test_a_live_bar_shows_what_it_does() -> None:
 
 
 def test_problems_show_it(capsys: Capture) -> None:
-    print_problems(Refusal.at(HOSTILE, "why"), colour=False)
+    print_problems(Refusal.at(HOSTILE, "why", code="unreadable"), colour=False)
     assert_shown(told(capsys))
 
 

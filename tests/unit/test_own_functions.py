@@ -74,9 +74,9 @@ def test_built_in_losses_are_found_by_name() -> None:
     ("body", "said"),
     [
         ("return [1.0, 2.0]", "returned the shape (2,)"),
-        ("return None", "returned a NoneType that is no vector of numbers"),
-        ("return ['a', 'b', 'c']", "returned a list that is no vector of numbers"),
-        ("return signals.scores_S / 0", "numbers that are not finite"),
+        ("return None", "[invalid-return]: returned a NoneType"),
+        ("return ['a', 'b', 'c']", "[invalid-return]: returned a list"),
+        ("return signals.scores_S / 0", "[not-finite]"),
         ("return signals.scores_S[:, None]", "returned the shape (3, 1)"),
         ("raise KeyError('x')", "raised KeyError: 'x' (own.py line 2)"),
     ],
@@ -84,7 +84,7 @@ def test_built_in_losses_are_found_by_name() -> None:
 def test_an_advantage_that_is_none_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(signals):\n    {body}\n")
     told = refusal(lambda: user_estimator(where, HANG)(SIGNALS, gamma=1.0, lam=1.0))
-    assert told.startswith(f"algorithm.advantage {where}: ")
+    assert told.startswith(f"algorithm.advantage {where} [")
     assert said in told
     assert "\n    -> " in told
 
@@ -116,15 +116,15 @@ def test_a_loss_of_ones_own_has_the_weights_and_the_gradient_of_ours(tmp_path: P
     [
         ("return tokens.logprobs_K.sum()", "returned the shape ()"),
         ("return 1.0", "returned a float"),
-        ("return tokens.logprobs_K.detach()", "losses without a gradient"),
-        ("return tokens.logprobs_K / 0", "4 losses that are not finite"),
+        ("return tokens.logprobs_K.detach()", "[invalid-return]: returned losses without a gradient"),
+        ("return tokens.logprobs_K / 0", "[not-finite]: returned 4 losses"),
         ("return tokens.nothing", "raised AttributeError"),
     ],
 )
 def test_a_loss_that_is_none_is_refused_by_key_file_and_name(tmp_path: Path, body: str, said: str) -> None:
     where = place(tmp_path, f"def mine(tokens):\n    {body}\n")
     told = refusal(lambda: user_policy_loss(where, HANG)(tokens()))
-    assert told.startswith(f"algorithm.loss {where}: ")
+    assert told.startswith(f"algorithm.loss {where} [")
     assert said in told
 
 
@@ -139,22 +139,22 @@ def test_the_dry_run_tells_what_it_saw(tmp_path: Path) -> None:
 
 def test_the_dry_run_refuses_a_loss_that_would_train_nothing(tmp_path: Path) -> None:
     where = place(tmp_path, "def mine(tokens):\n    return tokens.logprobs_K * 0\n")
-    assert "has no gradient at the log-probabilities" in refusal(lambda: try_loss(where, HANG))
+    assert "has no gradient" in refusal(lambda: try_loss(where, HANG))
     where = place(tmp_path, "def mine(tokens):\n    return (tokens.logprobs_K - tokens.logprobs_K).sqrt()\n", "mine")
     (tmp_path / "two.py").write_text((tmp_path / "own.py").read_text())
-    assert "a gradient that is not finite" in refusal(lambda: try_loss(f"{tmp_path / 'two.py'}:mine", HANG))
+    assert "[not-finite]" in refusal(lambda: try_loss(f"{tmp_path / 'two.py'}:mine", HANG))
 
 
 @pytest.mark.parametrize(
     ("where", "text", "said"),
     [
-        ("{}/none.py:mine", "", "does not exist"),
-        ("{}/own.py:other", "def mine(signals): ...", "has no other\n    -> its functions are: mine"),
-        ("{}/own.py:mine", "mine = 3", "mine is a int, not a function"),
-        ("{}/own.py:mine", "def mine(): ...", "mine cannot be called with signals: too many positional arguments"),
-        ("{}/own.py:mine", "import nothing_of_that_name", "cannot be imported: ModuleNotFoundError"),
-        ("{}/own.py:mine", "def mine(:", "cannot be imported: SyntaxError"),
-        ("{}/own.py:1", "", "is not a function path"),
+        ("{}/none.py:mine", "", "[no-such-file]"),
+        ("{}/own.py:other", "def mine(signals): ...", "-> its functions are: mine"),
+        ("{}/own.py:mine", "mine = 3", "[invalid-function]: mine is a int"),
+        ("{}/own.py:mine", "def mine(): ...", "[invalid-function]: mine cannot be called with signals"),
+        ("{}/own.py:mine", "import nothing_of_that_name", "[import-failed]: cannot be imported: ModuleNotFoundError"),
+        ("{}/own.py:mine", "def mine(:", "[import-failed]: cannot be imported: SyntaxError"),
+        ("{}/own.py:1", "", "[invalid-function]"),
     ],
 )
 def test_a_function_that_cannot_be_had(tmp_path: Path, where: str, text: str, said: str) -> None:
@@ -182,8 +182,8 @@ def test_a_function_from_python_stands_in_the_recipe_with_its_place(online_file:
 
 
 def test_what_cannot_stand_in_a_recipe_is_refused(online_file: Path) -> None:
-    assert "has no file and name" in refusal(lambda: recipe_with(online_file, {"algorithm.loss": lambda tokens: None}))
-    assert "has no file and name" in refusal(lambda: recipe_with(online_file, {"algorithm.loss": torch.relu}))
+    assert "[invalid-function]" in refusal(lambda: recipe_with(online_file, {"algorithm.loss": lambda tokens: None}))
+    assert "[invalid-function]" in refusal(lambda: recipe_with(online_file, {"algorithm.loss": torch.relu}))
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(online_file: Path) -> None:
@@ -212,14 +212,17 @@ def test_rows_of_a_reader_are_rows_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return None", "returned a NoneType for rows.db, not rows"),
-        ("return 'text'", "returned a str for rows.db, not rows"),
-        ("return []", "yielded no rows for rows.db"),
-        ("yield from [{'a': 1}, 'b']", "rows.db row 1: is a str"),
-        ("yield {}", "rows.db row 0: is an empty row"),
-        ("yield {'a': object()}", "rows.db row 0: cannot be kept: Object of type object"),
-        ("yield {'a': float('nan')}", "rows.db row 0: cannot be kept: Out of range float"),
-        ("yield from [{'text': 'a'}, {'text': 'a'}, {'prompt': 'b'}]", "rows.db row 2: has the extra column 'prompt'"),
+        ("return None", "[invalid-return]: returned a NoneType for rows.db"),
+        ("return 'text'", "[invalid-return]: returned a str for rows.db"),
+        ("return []", "[no-rows]"),
+        ("yield from [{'a': 1}, 'b']", "rows.db row 1 [invalid-row]: is a str"),
+        ("yield {}", "rows.db row 0 [invalid-row]"),
+        ("yield {'a': object()}", "rows.db row 0 [invalid-row]: cannot be kept: Object"),
+        ("yield {'a': float('nan')}", "rows.db row 0 [invalid-row]: cannot be kept: Out of range"),
+        (
+            "yield from [{'text': 'a'}, {'text': 'a'}, {'prompt': 'b'}]",
+            "row 2 [mixed-rows]: has the extra column 'prompt'",
+        ),
         ("yield {'a': 1}; raise OSError('gone')", "raised OSError: gone (own.py line 2)"),
     ],
 )

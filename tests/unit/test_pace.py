@@ -86,7 +86,7 @@ def test_threads_that_stand_in_each_others_way_are_said(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "getloadavg", lambda: (8.25, 0.0, 0.0))
     told = pace.slow_threads(torch.float32, 64, 64)
     assert told is not None
-    assert "2 threads take 4.0 times as long as one (load 8.2 on" in told
+    assert "2 threads take 4.0 times as long" in told
     assert "OMP_NUM_THREADS=1" in told
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert pace.slow_threads(torch.float32, 64, 64) is None

@@ -17,6 +17,7 @@ from lockstep.parity.compare.logs.console_logs import decoded
 from lockstep.parity.compare.logs.log_curves import Log
 from lockstep.parity.compare.logs.log_formats import matching_formats
 from lockstep.parity.compare.logs.metric_names import name_of_file
+from refusals import refuses
 
 RECORDED = Path(__file__).parents[1] / "data" / "parity"
 
@@ -163,7 +164,7 @@ def test_megatron_lines_of_several_ranks(tmp_path: Path, label: str) -> None:
     assert curve(log, "train/loss") == {1: 8.0, 2: 7.5, 3: 7.25}
     assert curve(log, "train/grad_norm") == {1: 1.5, 2: 1.5, 3: 1.5}
     source.write_text("\n".join([*lines, label.format(7) + megatron_line(3, 9.0)]) + "\n")
-    with pytest.raises(Refusal, match=r"line 6.*ranks 0 and 7 differ at iteration 3: lm loss 7.25 and 9"):
+    with refuses("line 6", "ambiguous-steps", "ranks 0 and 7", "iteration 3", "lm loss 7.25 and 9"):
         read_log(str(source))
 
 
@@ -246,7 +247,7 @@ def test_msprobe_monitor_and_gradient_probe(tmp_path: Path) -> None:
     assert curve(log, "gradient/layers.0.weight/Norm") == {1: 1.5, 2: 2.5}
     for step in ("x", "1.5", "nan", "inf"):
         (monitor / "grad_reduced_0-1.csv").write_text(f"vpp_stage,name,step,norm\n0,layers.0.weight,{step},1.5\n")
-        with pytest.raises(Refusal, match="row with a whole number as step"):
+        with refuses("grad_reduced_0-1.csv line 2", "damaged-file", "step"):
             read_log(str(monitor))
 
 
@@ -291,7 +292,7 @@ def test_binary_files_are_no_text(tmp_path: Path) -> None:
     source = tmp_path / "a.log"
     for content in (b"\xff\xfe\0\0a\0\0\0", b"step:1 - a:1\n\0", b"\xff\xfe"):
         source.write_bytes(content)
-        with pytest.raises(Refusal, match="not a log of a supported format"):
+        with refuses("a.log", "unsupported-format"):
             read_log(str(source))
 
 
@@ -330,7 +331,7 @@ def test_names_of_tensorboard_csvs(tmp_path: Path, file: str, metric: str) -> No
 def test_a_tensorboard_csv_without_a_name_asks_for_it(tmp_path: Path) -> None:
     source = tmp_path / "export.csv"
     source.write_text("Wall time,Step,Value\n1.5,1,0.5\n")
-    with pytest.raises(Refusal, match=r"export\.csv: .*Value(?s:.)*--value"):
+    with refuses("export.csv", "unnamed-metric", "Value", remedy="--value"):
         read_log(str(source))
     assert curve(read_log(str(source), {"Value": "actor/kl"}), "actor/kl") == {1: 0.5}
     # The option has priority over the file name.
@@ -349,33 +350,34 @@ def test_mapped_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "where"),
+    ("name", "old", "new", "line", "expected"),
     [
-        ("llamafactory_trainer_log.jsonl", '{"current_steps": 5,', '{"current_steps": 5', "line 1: not a JSON object"),
-        ("llamafactory_trainer_log.jsonl", '"current_steps": 5,', '"current_steps": "x",', "line 1: not a line with"),
-        ("llamafactory_trainer_log.jsonl", '{"current_steps": 5,', "{", "line 1: not a line with"),
-        ("swift_logging.jsonl", '"10/12", "perc', '"10/", "perc', "line 4: not a line with a step like 10/93"),
-        ("swift_logging.jsonl", '"global_step/max_steps": "10/12", ', "", "line 4: not a line with a step"),
-        ("swift_logging.jsonl", '{"train_runtime"', '"train_runtime"', "line 5: not a JSON object"),
-        ("swift_megatron_logging.jsonl", '"15/20"', "15", "line 4: not a line with a step"),
-        ("megatron.log", "7.500000E+00", "7.50#000E+00", r"line 7: not a line of numbers, at 'lm loss: 7.50#000E\+00'"),
-        ("megatron.log", "| grad norm: nan | number of skipped iterations:   1 |", "|", None),
-        ("megatron.log", " | number of skipped iterations:   1 | number of nan iterations:   0 |", " | numb",
-         "line 7: not a line whose last field ends with"),
-        ("megatron.log", "lm loss value: 7.375000E+00", "lm loss value 7.375000E+00", "line 9: not a line of numbers"),
-        ("mindspeed_rl.log", "grpo/score/mean : 0.5000 | ", "grpo/sc | ", "line 3: not a line of numbers, at"),
-        ("mindspeed_rl.log", "grad_norm : 0.2500", "grad_norm : 0.2x00", "line 2: not a line of numbers"),
-        ("run-sft_one-tag-train_loss.csv", "2,0.625", "2,0.6x25", "line 3: not a row of a time, a step and a value"),
-        ("run-sft_one-tag-train_loss.csv", ",2,0.625", "", "line 3: not a row of 3 columns"),
-        ("run-sft_one-tag-train_loss.csv", "25,2,", "25,2.5,", "line 3: not a row of a time, a step"),
+        ("llamafactory_trainer_log.jsonl", '{"current_steps": 5,', '{"current_steps": 5', 1, "JSON"),
+        ("llamafactory_trainer_log.jsonl", '"current_steps": 5,', '"current_steps": "x",', 1, "current_steps"),
+        ("llamafactory_trainer_log.jsonl", '{"current_steps": 5,', "{", 1, "current_steps"),
+        ("swift_logging.jsonl", '"10/12", "perc', '"10/", "perc', 4, "10/93"),
+        ("swift_logging.jsonl", '"global_step/max_steps": "10/12", ', "", 4, "10/93"),
+        ("swift_logging.jsonl", '{"train_runtime"', '"train_runtime"', 5, "JSON"),
+        ("swift_megatron_logging.jsonl", '"15/20"', "15", 4, "10/93"),
+        ("megatron.log", "7.500000E+00", "7.50#000E+00", 7, "'lm loss: 7.50#000E+00'"),
+        ("megatron.log", "| grad norm: nan | number of skipped iterations:   1 |", "|", None, ""),
+        ("megatron.log", " | number of skipped iterations:   1 | number of nan iterations:   0 |", " | numb", 7, ""),
+        ("megatron.log", "lm loss value: 7.375000E+00", "lm loss value 7.375000E+00", 9, "numbers"),
+        ("mindspeed_rl.log", "grpo/score/mean : 0.5000 | ", "grpo/sc | ", 3, "numbers"),
+        ("mindspeed_rl.log", "grad_norm : 0.2500", "grad_norm : 0.2x00", 2, "numbers"),
+        ("run-sft_one-tag-train_loss.csv", "2,0.625", "2,0.6x25", 3, "a step and a value"),
+        ("run-sft_one-tag-train_loss.csv", ",2,0.625", "", 3, "3 columns"),
+        ("run-sft_one-tag-train_loss.csv", "25,2,", "25,2.5,", 3, "a step"),
     ],
 )  # fmt: skip
-def test_damage_is_refused_by_its_line(tmp_path: Path, name: str, old: str, new: str, where: str | None) -> None:
+def test_damage_is_refused_by_its_line(
+    tmp_path: Path, name: str, old: str, new: str, line: int | None, expected: str
+) -> None:
     source = changed(tmp_path, name, old, new)
-    if where is None:  # a field that is not there is no damage
+    if line is None:  # a field that is not there is no damage
         assert curve(read_log(source), "train/loss") == curve(recorded(name), "train/loss")
         return
-    with pytest.raises(Refusal, match=f"{name} {where}"):
+    with refuses(f"{name} line {line}", "damaged-file", expected):
         read_log(source)
 
 
@@ -386,7 +388,7 @@ def test_a_trainer_state_that_is_cut_short_is_refused_by_its_place(tmp_path: Pat
     )
     source = tmp_path / "trainer_state.json"
     source.write_text(text[:-4])
-    with pytest.raises(Refusal, match=r"trainer_state\.json line \d+ column \d+: .*cut short"):
+    with pytest.raises(Refusal, match=r"trainer_state\.json line \d+ column \d+ \[damaged-file\]"):
         read_log(str(source))
 
 

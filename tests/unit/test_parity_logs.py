@@ -26,6 +26,7 @@ from lockstep.parity.compare.logs import read_log, read_names
 from lockstep.parity.compare.logs.log_curves import Log
 from lockstep.parity.compare.logs.metric_names import KINDS, NAMES, map_names
 from lockstep.run.metrics import MetricsLog
+from refusals import refuses
 from work import lines_run
 
 RECORDED = Path(__file__).parents[1] / "data" / "parity"
@@ -86,11 +87,11 @@ def test_the_metrics_file_of_a_run_folder_is_the_run(tmp_path: Path) -> None:
 def test_a_damaged_run_folder_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     write(folder / "env.json", '{"lockstep"')
-    with pytest.raises(Refusal, match=r"env\.json: cannot be read"):
+    with refuses("env.json", "unreadable"):
         read_log(str(folder))
     write(folder / "env.json", "{}")
     write(folder / "metrics.jsonl", '{"step": 1, "data": {"a": null}}\n')
-    with pytest.raises(Refusal, match=r"metrics\.jsonl line 1: not a line of this log"):
+    with refuses("metrics.jsonl line 1", "damaged-file"):
         read_log(str(folder))
 
 
@@ -285,20 +286,27 @@ def test_a_half_line_at_the_end_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "where"),
+    ("name", "text", "problem"),
     [
-        ("a.jsonl", '{"step": 1, "loss": 1}\n{"step": 2, "lo{"step": 2}\n{"step": 3, "loss": 1}\n', "a.jsonl line 2"),
-        ("a.csv", "step,loss\n1,0.5\n2\n3,0.5\n", "a.csv line 3"),
-        ("a.jsonl", '{"step": 1, "loss": 1}\n{"step": 1.5, "loss": 1}\n', "line 2: its step is 1.5"),
-        ("a.jsonl", '{"step": 1, "note": "x"}\n', "a.jsonl: was read as jsonl and contains no metric"),
-        ("a.log", "hello\n", "a.log: not a log of a supported format"),
-        ("a.log", "", "not a log of a supported format"),
-        ("trainer_state.json", '{"log_history": []}', "contains no metric"),
-        ("trainer_state.json", '{"log_history": [{"loss": 1}]}', r"log_history\[0\]: has no step"),
+        (
+            "a.jsonl",
+            '{"step": 1, "loss": 1}\n{"step": 2, "lo{"step": 2}\n{"step": 3, "loss": 1}\n',
+            (" line 2", "damaged-file"),
+        ),
+        ("a.csv", "step,loss\n1,0.5\n2\n3,0.5\n", (" line 3", "damaged-file")),
+        ("a.jsonl", '{"step": 1, "loss": 1}\n{"step": 1.5, "loss": 1}\n', (" line 2", "not-a-number", "1.5")),
+        ("a.jsonl", '{"step": 1, "note": "x"}\n', ("", "no-steps", "jsonl")),
+        ("a.log", "hello\n", ("", "unsupported-format")),
+        ("a.log", "", ("", "unsupported-format")),
+        ("trainer_state.json", '{"log_history": []}', ("", "no-steps")),
+        ("trainer_state.json", '{"log_history": [{"loss": 1}]}', (", log_history[0]", "damaged-file", "step")),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_place(tmp_path: Path, name: str, text: str, where: str) -> None:
-    with pytest.raises(Refusal, match=where):
+def test_what_cannot_be_read_is_refused_by_place(
+    tmp_path: Path, name: str, text: str, problem: tuple[str, ...]
+) -> None:
+    place, *rest = problem
+    with refuses(name + place, *rest):
         read_log(write(tmp_path / name, text))
 
 
@@ -308,12 +316,12 @@ def test_what_cannot_be_read_is_refused_by_place(tmp_path: Path, name: str, text
 def test_a_folder_is_searched_one_level_deep(tmp_path: Path) -> None:
     write(tmp_path / "config.json", '{"hidden": 64}')
     write(tmp_path / "deep" / "er" / "a.csv", "step,loss\n1,1\n")
-    with pytest.raises(Refusal, match="not a log of a supported format"):
+    with refuses(str(tmp_path), "unsupported-format"):
         read_log(str(tmp_path))
     write(tmp_path / "logs" / "a.csv", "step,loss\n1,1\n")
     assert curve(read_log(str(tmp_path)), "train/loss") == {1: 1.0}
     write(tmp_path / "b.csv", "step,loss\n1,1\n")
-    with pytest.raises(Refusal, match=r"contains 2 logs: b.csv, logs/a.csv"):
+    with refuses(str(tmp_path), "several-candidates", "b.csv, logs/a.csv"):
         read_log(str(tmp_path))
 
 
@@ -331,12 +339,12 @@ def test_several_run_folders_are_listed(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     assert read_log(str(tmp_path)).evidence is not None
     make_run(tmp_path / "b")
-    with pytest.raises(Refusal, match="contains 2 logs: a, b"):
+    with refuses(str(tmp_path), "several-candidates", "a, b"):
         read_log(str(tmp_path))
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="no such file or folder"):
+    with refuses("nothing", "no-such-file"):
         read_log(str(tmp_path / "nothing"))
 
 
@@ -378,7 +386,7 @@ def test_ranks_that_differ_are_refused(tmp_path: Path, blocks: bool, column: str
     """The last rank's values are the same in both files; those of rank 0 are 5 off in one."""
     a, b = (by_rank(tmp_path / f"{name}.csv", blocks, off, column) for name, off in (("a", 0.0), ("b", 5.0)))
     assert compare(read_log(a), read_log(a)).verdict == "in step"
-    with pytest.raises(Refusal, match=r"b.csv: loss: step 1 has 6.01.* and 1.01.*no resumed run explains it"):
+    with refuses("b.csv", "ambiguous-steps", "loss: step 1 has 6.01", "and 1.01"):
         compare(read_log(a), read_log(b))
 
 
@@ -387,7 +395,7 @@ def test_an_ambiguous_unjudged_metric_is_left_out_and_reported(tmp_path: Path) -
     log = read_log(jsonl(tmp_path / "a.jsonl", rows))
     got = compare(log, log)
     assert [metric.name for metric in got.metrics if metric.name == "speed"] == []
-    assert "speed: a log has several values for one step" in " ".join(got.unknown)
+    assert any(remark.startswith("speed: ") for remark in got.unknown)
 
 
 @pytest.mark.parametrize(
@@ -498,7 +506,7 @@ def test_a_damaged_wandb_record_is_named_by_its_number(tmp_path: Path) -> None:
     broken = message((2, 2, b"\x0a\x7f"))  # a history whose first item is longer than all that is left
     path = tmp_path / "run.wandb"
     path.write_bytes(b":W&B\xe1\xbe\x00" + record(good) + record(good) + record(broken))
-    with pytest.raises(Refusal, match=r"run\.wandb record 3: not a record of this kind"):
+    with refuses("run.wandb record 3", "damaged-file"):
         read_log(str(path))
 
 
@@ -552,23 +560,24 @@ def test_a_table_of_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "problem"),
     [
-        ("- a\n- b\n", "contains no names"),
-        ("", "contains no names"),
-        ("a: [", "not YAML"),
-        ("a: 1\n", "'a': has the value 1"),
-        ("1: a\n", "1: has the value 'a'"),
-        ("a: ''\n", "'a': has the value ''"),
+        ("- a\n- b\n", ("", "empty-value")),
+        ("", ("", "empty-value")),
+        ("a: [", ("", "invalid-yaml")),
+        ("a: 1\n", (", 'a'", "wrong-type", "1")),
+        ("1: a\n", (", 1", "wrong-type", "'a'")),
+        ("a: ''\n", (", 'a'", "wrong-type", "''")),
     ],
 )
-def test_a_bad_table_of_names_is_refused(tmp_path: Path, text: str, why: str) -> None:
-    with pytest.raises(Refusal, match=why):
+def test_a_bad_table_of_names_is_refused(tmp_path: Path, text: str, problem: tuple[str, ...]) -> None:
+    place, *rest = problem
+    with refuses(f"names.yaml{place}", *rest):
         read_names(write(tmp_path / "names.yaml", text))
 
 
 def test_a_missing_table_of_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="cannot be read"):
+    with refuses("names.yaml", "unreadable"):
         read_names(tmp_path / "names.yaml")
 
 

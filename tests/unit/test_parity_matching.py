@@ -49,12 +49,12 @@ def test_means_are_compared_with_means_of_the_same_steps() -> None:
     result = loss(compare(log({2: 1.5, 4: 3.5, 6: 5.75}, means=OF_MEANS), log(single, "b")))
     assert (result.steps, result.a, result.b) == ([2, 4, 6], [1.5, 3.5, 5.75], [1.5, 3.5, 5.5])
     assert result.figures.mean_error_percent == pytest.approx(100 * 0.25 / 3)
-    assert result.matching == "A's values are means of 2 steps: B is averaged over the same steps"
+    assert re.fullmatch("A's values are means of 2 steps: B [^;]*", result.matching)
     assert (result.only_a, result.only_b) == (0, 0)
     # The other way round.
     result = loss(compare(log(single), log({2: 1.5, 4: 3.5, 6: 5.75}, "b", OF_MEANS)))
     assert (result.a, result.b) == ([1.5, 3.5, 5.5], [1.5, 3.5, 5.75])
-    assert result.matching == "B's values are means of 2 steps: A is averaged over the same steps"
+    assert re.fullmatch("B's values are means of 2 steps: A [^;]*", result.matching)
 
 
 def test_what_is_of_the_step_itself_is_not_averaged() -> None:
@@ -98,10 +98,7 @@ def test_a_mean_whose_steps_are_not_all_there_is_left_out_and_counted() -> None:
     assert result.steps == [10, 30, 40, 60, 70, 80, 90, 100]
     assert result.figures.worst == 0
     assert (result.only_a, result.only_b) == (2, 18)
-    assert result.matching == (
-        "A's values are means of 10 steps: B is averaged over the same steps; "
-        "left out: 2 steps that only A has, 18 steps that only B has"
-    )
+    assert re.fullmatch("A's values are means of 10 steps: B [^;]*; left out: 2 .* A .* 18 .* B .*", result.matching)
 
 
 def test_a_first_step_that_is_logged_alone_begins_the_next_interval() -> None:
@@ -148,7 +145,7 @@ def test_means_that_cannot_be_matched_are_reported() -> None:
         log({4: 1.0, 14: 1.0, 24: 1.0, 28: 1.0}, "b", OF_MEANS),
     )
     result = loss(compare(a, b))
-    assert result.matching.startswith("B's values are means of 10 steps, but A lacks some of them")
+    assert result.matching.startswith("B's values are means of 10 steps, but A ")
 
 
 def test_both_with_the_same_means_are_compared_as_they_are() -> None:
@@ -210,7 +207,7 @@ def test_the_means_are_those_that_transformers_logs(tmp_path: Path, first: bool)
     fourth = trained(tmp_path / "fourth", logging_steps=4, logging_first_step=first)
     result = compare(fourth, every)
     assert loss(result).steps == [*([1] if first else []), 4, 8, 12]
-    assert loss(result).matching.startswith("A's values are means of 4 steps: B is averaged over the same steps")
+    assert loss(result).matching.startswith("A's values are means of 4 steps: B ")
     assert loss(result).figures.worst < 1e-4  # the Trainer writes few digits
     plain = [
         abs(fourth_ - dict(zip(*pair(every), strict=True))[step]) for step, fourth_ in zip(*pair(fourth), strict=True)
@@ -231,7 +228,7 @@ def test_steps_of_one_side_are_counted_and_shown(tmp_path: Path) -> None:
     result = loss(compare(log(a), log(b, "b")))
     assert (result.figures.steps, result.only_a, result.only_b) == (7, 3, 11)
     shown = run(tmp_path, a, b).output
-    assert "left out: 3 steps that only A has, 11 steps that only B has" in shown
+    assert re.search("left out: 3 steps .* A .*11 steps .* B ", " ".join(shown.split()))
     assert "left out" not in run(tmp_path, a, a).output
     values = json.loads(run(tmp_path, a, b, "--json").stdout)
     assert (values["metrics"][0]["only_a"], values["metrics"][0]["only_b"]) == (3, 11)

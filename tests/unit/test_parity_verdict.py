@@ -190,7 +190,7 @@ def test_a_difference_of_many_deviations_does_not_pass_below_the_bar() -> None:
     judgement, _ = judged(a, b)
     assert (judgement.verdict, judgement.bar, judgement.test) == ("out of step", "met", "difference")
     assert judgement.explanation.startswith("absolute mean error 3.9")
-    assert "but the test finds a difference: drift: -0.0393 in the mean of steps 1 to 200" in judgement.explanation
+    assert "drift: -0.0393 in the mean of steps 1 to 200" in judgement.explanation
     # Without a repeat nobody knows whether runs of one side lie as far apart.
     alone, _ = judged(a[:1], b)
     assert (alone.verdict, alone.bar, alone.test) == ("cannot tell", "met", "difference")
@@ -209,7 +209,7 @@ def test_a_pass_excludes_a_drift_of_the_size_of_the_bar() -> None:
     assert (judgement.verdict, judgement.bar, judgement.test) == ("cannot tell", "met", "cannot tell")
     assert examined.power is not None
     assert examined.power.drift_within > 0.04
-    assert "noise may hide a drift of the size of the bar" in judgement.explanation
+    assert "may hide a drift" in judgement.explanation
 
 
 LENGTHS_AND_REPEATS = [(30, 0), (30, 3), (100, 1), (200, 0), (200, 3)]

@@ -19,6 +19,7 @@ from lockstep.errors import Refusal
 from lockstep.model.load import load_tokenizer
 from lockstep.recipe.keys_data import Data, Source
 from lockstep.types import Example, Origin, ScoredExample
+from refusals import refuses
 
 ORIGIN = Origin("rows.jsonl", 7)
 NAMES = ["chosen", "rejected"]
@@ -169,7 +170,7 @@ def test_a_prompt_that_the_whole_text_does_not_begin_with_is_refused(tokenizer, 
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>ASSISTANT\n{% endif %}"
     )
-    with pytest.raises(Refusal, match="line 1: the chat template does not render the response unchanged after"):
+    with refuses("line 1", "template-changes-chat"):
         load(tokenizer, PAIR)
 
 
@@ -190,7 +191,7 @@ def test_the_system_message_is_put_before_chats_that_have_none(tokenizer, load):
     row = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
     better = load(tokenizer, row, system="Add.").items[0].examples[0]
     assert tokenizer.decode(list(better.ids)).startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?")
-    with pytest.raises(Refusal, match=r"data\.system: plain rows"):
+    with refuses("data.system", "no-chat-template"):
         load(tokenizer, row, system="Add.", template="none")
 
 
@@ -284,52 +285,52 @@ def test_rankings_are_sorted_best_first(tokenizer, load):
 
 RANKED = {"prompt": "q", "responses": ["a", "b"]}
 REFUSED = [
-    (PAIR | {"chosen": " "}, "line 1: chosen is empty"),
-    (PAIR | {"rejected": ""}, "rejected is empty"),
-    (PAIR | {"prompt": ""}, "prompt is empty"),
-    (PAIR | {"chosen": "3"}, "chosen and rejected are identical"),
-    (PAIR | {"chosen": None}, "chosen is neither text nor a list"),
-    (PAIR | {"prompt": 3}, "prompt is neither text nor a list"),
-    (PAIR | {"chosen": CHATS[1]}, "chosen and rejected are partly text and partly chats"),
-    (PAIR | {"prompt": CHATS[0] + CHATS[1]}, "the prompt ends with the assistant"),
-    (PAIR | {"chosen": [bot("")], "rejected": CHATS[2]}, "message 2 (assistant) is empty"),
-    (PAIR | {"chosen": [user("2?"), bot("2")], "rejected": CHATS[2]}, "chosen is a full chat that does not begin"),
+    (PAIR | {"chosen": " "}, "line 1 [empty-field]: chosen "),
+    (PAIR | {"rejected": ""}, "[empty-field]: rejected "),
+    (PAIR | {"prompt": ""}, "[empty-field]: prompt "),
+    (PAIR | {"chosen": "3"}, "[identical-responses]: chosen and rejected "),
+    (PAIR | {"chosen": None}, "[invalid-chat]: chosen "),
+    (PAIR | {"prompt": 3}, "[invalid-chat]: prompt "),
+    (PAIR | {"chosen": CHATS[1]}, "[mixed-rows]: chosen and rejected "),
+    (PAIR | {"prompt": CHATS[0] + CHATS[1]}, "[prompt-ends-with-assistant]"),
+    (PAIR | {"chosen": [bot("")], "rejected": CHATS[2]}, "[empty-field]: message 2 (assistant) "),
+    (PAIR | {"chosen": [user("2?"), bot("2")], "rejected": CHATS[2]}, "[different-prompts]: chosen "),
     (
         {"prompt": CHATS[0], "chosen": CHATS[0] + CHATS[1], "rejected": [user("?"), bot("3")]},
-        "rejected is a full chat that does not begin with the prompt",
+        "[different-prompts]: rejected ",
     ),
     (
         PAIR | {"chosen": CHATS[0] + CHATS[1], "rejected": [user("x"), *CHATS[0], *CHATS[2]]},
-        "chosen and rejected answer different prompts",
+        "[different-prompts]: chosen and rejected ",
     ),
     (
         PAIR | {"chosen": CHATS[0], "rejected": CHATS[0] + CHATS[2]},
-        "chosen must start with an assistant turn after the prompt",
+        "[no-answer]: chosen ",
     ),
     (
         PAIR | {"chosen": [bot("2"), user("?")], "rejected": CHATS[2]},
-        "chosen must start with an assistant turn after the prompt",
+        "[no-answer]: chosen ",
     ),
-    ({"chosen": [user("1"), bot("2")], "rejected": [user("2"), bot("3")]}, "answer different prompts"),
-    ({"chosen": CHATS[1], "rejected": CHATS[2]}, "answer different prompts"),
-    ({"chosen": [user("1"), user("2")], "rejected": [user("1"), bot("3")]}, "answer different prompts"),
-    ({"chosen": CHATS[0] + CHATS[1], "rejected": CHATS[0]}, "rejected is only the beginning of the others"),
-    ({"chosen": CHATS[0] + CHATS[1], "rejected": CHATS[0] + CHATS[1]}, "chosen and rejected are identical"),
-    ({"chosen": "Yes", "rejected": "No"}, "answer different prompts"),
-    ({"chosen": "q? a", "rejected": "q? "}, "rejected has no answer after the prompt"),
+    ({"chosen": [user("1"), bot("2")], "rejected": [user("2"), bot("3")]}, "[different-prompts]"),
+    ({"chosen": CHATS[1], "rejected": CHATS[2]}, "[different-prompts]"),
+    ({"chosen": [user("1"), user("2")], "rejected": [user("1"), bot("3")]}, "[different-prompts]"),
+    ({"chosen": CHATS[0] + CHATS[1], "rejected": CHATS[0]}, "[no-answer]: rejected "),
+    ({"chosen": CHATS[0] + CHATS[1], "rejected": CHATS[0] + CHATS[1]}, "[identical-responses]: chosen and rejected "),
+    ({"chosen": "Yes", "rejected": "No"}, "[different-prompts]"),
+    ({"chosen": "q? a", "rejected": "q? "}, "[no-answer]: rejected "),
     (
         {"chosen": "\n\nHuman: a\n\nAssistant: x", "rejected": "\n\nHuman: b\n\nAssistant: y"},
-        "answer different prompts",
+        "[different-prompts]",
     ),
     (
         PAIR | {"score_chosen": 1, "score_rejected": 2},
-        "score_chosen 1 is below score_rejected 2: the sides are swapped",
+        "[swapped-responses]: score_chosen 1 is below score_rejected 2",
     ),
-    (RANKED | {"responses": ["a"]}, "responses must be a list of two or more"),
-    (RANKED | {"responses": ["a", "b", "c"]}, "has 3 responses, and this method compares two"),
-    (RANKED | {"responses": ["a", "a"]}, "responses.0 and responses.1 are identical"),
-    (RANKED | {"scores": [1]}, "has 2 responses and 1 scores"),
-    (RANKED | {"scores": ["1", "2"]}, "scores must be a list of finite numbers"),
+    (RANKED | {"responses": ["a"]}, "[wrong-count]: responses "),
+    (RANKED | {"responses": ["a", "b", "c"]}, "[wrong-count]: has 3 responses"),
+    (RANKED | {"responses": ["a", "a"]}, "[identical-responses]: responses.0 and responses.1 "),
+    (RANKED | {"scores": [1]}, "[wrong-count]: has 2 responses and 1 scores"),
+    (RANKED | {"scores": ["1", "2"]}, "[not-a-number]: scores "),
 ]
 
 
@@ -338,7 +339,7 @@ def test_rows_whose_scores_are_all_equal_are_dropped_and_counted(tokenizer, load
     dataset = load(tokenizer, equal, apart, equal)
     assert (dataset.counts.rows, dataset.counts.dropped) == (1, 2)
     assert "(prompt, responses; by scores; 2 rows dropped, whose scores are all equal)" in dataset.notes[0]
-    with pytest.raises(Refusal, match=r"all rows were dropped: .*1 rows dropped, whose scores are all equal"):
+    with refuses("pairs.jsonl", "no-rows", "1 rows dropped, whose scores"):
         load(tokenizer, equal)
 
 
@@ -354,10 +355,10 @@ def test_bad_rows_are_refused(tokenizer, load, row, reason, read):
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ({"margin": None}, "margin is None, not a finite number"),
-        ({"margin": True}, "margin is True, not a finite number"),
-        ({"margin": -1}, "the margin is -1.0"),
-        ({"margin": 1e999}, "margin is inf"),
+        ({"margin": None}, "[not-a-number]: margin is None"),
+        ({"margin": True}, "[not-a-number]: margin is True"),
+        ({"margin": -1}, "[swapped-responses]: the margin is -1.0"),
+        ({"margin": 1e999}, "[not-a-number]: margin is inf"),
         ({"score_chosen": None, "score_rejected": 1}, "score_chosen is None"),
     ],
 )
@@ -368,7 +369,7 @@ def test_bad_margins_are_refused_where_they_are_used(tokenizer, extra, reason):
         if read == "response":
             assert rows(PAIR | extra, ORIGIN)[0].item.margin == 0
         else:
-            with pytest.raises(Refusal, match=reason):
+            with pytest.raises(Refusal, match=re.escape(reason)):
                 rows(PAIR | extra, ORIGIN)
 
 
@@ -379,12 +380,12 @@ def test_all_bad_rows_are_told_together(tokenizer, load):
 
 
 def test_columns_that_cannot_be_told_are_refused(tokenizer, load):
-    with pytest.raises(Refusal, match=r"cannot tell which columns hold the preferences; it has prompt, chosen"):
+    with refuses("pairs.jsonl", "unclear-columns", "prompt, chosen"):
         load(tokenizer, {"prompt": "a", "chosen": "b"})
 
 
 def test_chats_need_a_template(bare, load):
-    with pytest.raises(Refusal, match="line 1: the row holds a chat, but the tokenizer has no chat template"):
+    with refuses("line 1", "no-chat-template", remedy="data.template"):
         load(bare, LAYOUTS["implicit chats"])
 
 
@@ -419,7 +420,7 @@ def test_what_fits_is_left_alone(bare, load):
 
 
 def test_overlong_pairs_are_refused_or_dropped_as_one(bare, load):
-    with pytest.raises(Refusal, match=r"line 1: prompt and rejected have 15 tokens, over data\.max_tokens=14"):
+    with refuses("line 1", "row-too-long", "15 tokens", "data.max_tokens=14"):
         cut(bare, load, 14, "error")
     dataset = load(bare, LONG, {"prompt": "1", "chosen": "2", "rejected": "3"}, limit=14, overlong="drop")
     assert (dataset.counts.rows, dataset.counts.dropped) == (1, 1)
@@ -433,7 +434,7 @@ def test_the_left_is_cut_of_the_prompt_alone_and_equally(bare, load):
     assert [list(example.loss_mask) for example in dataset.examples] == [[0] * 7 + [1] * 3, [0] * 7 + [1] * 5]
     assert dataset.counts.truncated == 1
     assert cut(bare, load, 6, "truncate_left")[1] == ["9ab<|im_end|>", "9abcd<|im_end|>"]
-    with pytest.raises(Refusal, match="rejected alone has 5 tokens and leaves nothing of 5 to the prompt"):
+    with refuses("line 1", "truncated-away", "rejected alone has 5 tokens"):
         cut(bare, load, 5, "truncate_left")
 
 
@@ -443,9 +444,9 @@ def test_the_right_is_cut_of_each_response(bare, load):
     assert dataset.counts.truncated == 1
     # The end that is cut away is still the one to stop at.
     assert dataset.end_tokens == {bare.eos_token_id}
-    with pytest.raises(Refusal, match="chosen and rejected are identical once cut to 12 tokens"):
+    with refuses("line 1", "identical-responses", "12 tokens"):
         cut(bare, load, 12, "truncate_right")
-    with pytest.raises(Refusal, match="truncate_right to 10 tokens leaves nothing of chosen"):
+    with refuses("line 1", "truncated-away", "truncate_right to 10", "chosen"):
         cut(bare, load, 10, "truncate_right")
 
 

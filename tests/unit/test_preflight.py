@@ -97,7 +97,9 @@ def tensor_division(broken: Broken) -> list[str]:
 
 
 def packages(broken: Broken) -> list[str]:
-    broken.patch.setattr(checks, "unfit_packages", lambda *_: [Problem("package torch", "does not match")])
+    broken.patch.setattr(
+        checks, "unfit_packages", lambda *_: [Problem("package torch", "does not match", code="unfit-package")]
+    )
     return []
 
 
@@ -138,7 +140,7 @@ def engine_device(broken: Broken) -> list[str]:
 
 def trackers(broken: Broken) -> list[str]:
     def absent(name: str) -> Any:
-        raise Refusal.at("package swanlab", "is not installed")
+        raise Refusal.at("package swanlab", "is not installed", code="missing-package")
 
     broken.patch.setattr("lockstep.run.trackers.tracker.imported", absent)
     return ["log.track=[swanlab]"]
@@ -206,8 +208,8 @@ CASES: dict[str, Case] = {
         "grpo",
         lambda broken: [f"algorithm.loss={broken.function('def function(tokens): return tokens.old_K')}"],
     ),
-    "checkpoint.checkpoint_space": ("sft", checkpoint_space),
     "memory.device_memory": ("sft", device_memory),
+    "checkpoint.checkpoint_space": ("sft", checkpoint_space),
 }
 REWARD_CASE: Case = (
     "grpo",

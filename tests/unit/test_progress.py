@@ -166,15 +166,20 @@ def test_a_silent_console_says_nothing_but_errors(capsys: pytest.CaptureFixture[
         task.advance(3)
     run(console, total=2, until=2)
     assert capsys.readouterr() == ("", "")
-    console.problems(Refusal.at("rank 1", "went wrong"))
+    console.problems(Refusal.at("rank 1", "went wrong", code="process-lost"))
     assert "rank 1" in capsys.readouterr().err
 
 
 def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
     refusal = Refusal(
         [
-            Problem("batch.row", "there is no [red]such[/red] key", "did you mean batch.micro_batch_size?"),
-            Problem("data.jsonl row 7", "has no trained token"),
+            Problem(
+                "batch.row",
+                "there is no [red]such[/red] key",
+                "did you mean batch.micro_batch_size?",
+                code="unknown-key",
+            ),
+            Problem("data.jsonl row 7", "has no trained token", code="no-trained-token"),
         ]
     )
     PlainConsole(OFFLINE_COLUMNS).problems(refusal)
@@ -183,11 +188,11 @@ def test_problems_read_like_advice(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.err.splitlines() == [
         "2 problems:",
         "",
-        "batch.row",
+        "batch.row [unknown-key]",
         "  there is no [red]such[/red] key",
         "  -> did you mean batch.micro_batch_size?",
         "",
-        "data.jsonl row 7",
+        "data.jsonl row 7 [no-trained-token]",
         "  has no trained token",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -147,18 +148,18 @@ def test_data_sources_and_questions_of_all_sources(tokenizer: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ([], "prompt is empty"),
-        (["hello"], "prompt is neither text nor a list of"),
-        ([[{"role": "user", "content": "a"}]], "prompt is neither text nor a list of"),
-        ([{"content": "a"}], "prompt is neither text nor a list of"),
+        ([], "[empty-field]: prompt "),
+        (["hello"], "[invalid-chat]: prompt "),
+        ([[{"role": "user", "content": "a"}]], "[invalid-chat]: prompt "),
+        ([{"content": "a"}], "[invalid-chat]: prompt "),
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-            "the prompt ends with the assistant",
+            "[prompt-ends-with-assistant]",
         ),
-        ([{"role": "user"}], "message 1 (user) is empty or not text"),
-        ([{"role": "user", "content": None}], "message 1 (user) is empty or not text"),
-        ([{"role": "user", "content": "a"}, {"role": "user", "content": 3}], "message 2 (user) is empty or not text"),
-        ([{"role": "user", "content": " "}], "message 1 (user) is empty or not text"),
+        ([{"role": "user"}], "[empty-field]: message 1 (user) "),
+        ([{"role": "user", "content": None}], "[empty-field]: message 1 (user) "),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": 3}], "[empty-field]: message 2 (user) "),
+        ([{"role": "user", "content": " "}], "[empty-field]: message 1 (user) "),
     ],
 )
 @pytest.mark.parametrize("system", [None, "be short"])
@@ -180,22 +181,22 @@ def test_bad_rows_of_all_sources_are_told_together(tokenizer: Any, tmp_path: Pat
     good, long = row([user("a")]), row([user("x" * 200)])
     problems = refused(tokenizer, tmp_path, [good, row([])], [long], [row([user("a")], truth=" "), good])
     assert [Path(p.split()[0]).name for p in problems] == ["0.jsonl", "1.jsonl", "2.jsonl"]
-    assert "prompt is empty" in problems[0]
-    assert "over the limit" in problems[1]
-    assert "ground_truth is empty" in problems[2]
+    assert "[empty-field]: prompt " in problems[0]
+    assert "[row-too-long]" in problems[1]
+    assert re.search(r"\[empty-field\]: \S*ground_truth ", problems[2])
 
 
 def test_a_tokenizer_without_a_template_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     bare = load_tokenizer(str(tiny_folder))
     bare.chat_template = None
     (said,) = refused(bare, tmp_path, [row([user("a")])])
-    assert "has no chat template" in said
+    assert "[no-chat-template]" in said
 
 
 def test_questions_of_a_validation_are_checked_and_encoded_alike(tokenizer: Any) -> None:
     (prompt,) = encode_questions(tokenizer, [asked(user("hello"))])
     assert tokenizer.decode(prompt.ids) == HELLO
-    with pytest.raises(Refusal, match=r"rows\.jsonl row 7: message 1 \(user\) is empty or not text"):
+    with pytest.raises(Refusal, match=r"rows\.jsonl row 7 \[empty-field\]: message 1 \(user\)"):
         encode_questions(tokenizer, [asked({"role": "user", "content": None})])
 
 

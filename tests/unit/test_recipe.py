@@ -83,7 +83,7 @@ def test_short_forms_of_a_source(tmp_path: Path, given: object) -> None:
         ("=3", "=3", "key=value"),
         ("optim.lr=[1", "optim.lr", "not valid YAML"),
         ("optim={lr: 1, lr: 2}", "optim", "'lr' is given twice"),
-        ("model.path.x=1", "model.path.x", "path is a value, not a group of keys"),
+        ("model.path.x=1", "model.path.x", "path is a value"),
         ("optim.lr.x=1", "optim.lr", "a number"),
     ],
 )
@@ -389,8 +389,8 @@ def test_a_bad_recipe_is_refused_before_torch_is_imported(base: str) -> None:
     assert "pydantic" in imported
     assert not imported & {"torch", "transformers", "pyarrow", "numpy", "peft"}
     assert "2 problems:" in said
-    assert "bad\n  no such key" in said
-    assert "optim.lr\n  must be greater than 0 " in said
+    assert "bad [unknown-key]\n" in said
+    assert "optim.lr [invalid-value]\n" in said
 
 
 @pytest.mark.parametrize(

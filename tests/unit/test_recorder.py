@@ -219,7 +219,7 @@ def test_replay_makes_the_recorded_updates_again(model: str, tape: Path) -> None
     assert result.in_step
     assert result.steps == [1, 3]
     assert {check.stage for check in result.checks} == {"batch", "log-probs", "gradient", "optimizer", "weights"}
-    assert any("loss is not judged" in remark for remark in result.remarks)
+    assert any("loss is not checked" in remark for remark in result.remarks)
 
 
 def test_replay_names_the_module_that_was_wrong_where_it_was_recorded(model: str, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_replay_refuses_another_model(model: str, tape: Path, tmp_path: Path) ->
     other = AutoModelForCausalLM.from_pretrained(model)
     other_weights(other)
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(Refusal, match=r"--model: its .*up_proj\.weight .*update 1"):
+    with pytest.raises(Refusal, match=r"--model \[other-weights\]: .*up_proj\.weight .*update 1"):
         replay_recording(tmp_path / "tape", str(tmp_path / "other"), ["device=cpu"])
     with pytest.raises(Refusal, match="is not a model folder"):
         replay_recording(tape, str(tmp_path / "nothing"), ["device=cpu"])
@@ -270,7 +270,7 @@ def test_an_entropy_bonus_hides_the_slopes_and_is_reported(model: str, tmp_path:
     result = replay_recording(tmp_path / "tape", model, ["device=cpu"])
     assert result.in_step
     assert {check.stage for check in result.checks} == {"batch", "log-probs"}
-    assert any("Gradients are not judged" in remark for remark in result.remarks)
+    assert any("Gradients are not checked" in remark for remark in result.remarks)
 
 
 def test_a_temperature_in_place_and_logits_of_the_last_tokens(model: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_what_was_lost_is_worth_another_try_and_what_was_refused_is_not(
     kind: type[Refusal], turns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def app() -> None:
-        raise kind.at("rollout worker", "is gone", "look for it")
+        raise kind.at("rollout worker", "is gone", "look for it", code="worker-lost")
 
     def start(turn: int) -> int:
         with pytest.raises(SystemExit) as ended:

@@ -21,6 +21,7 @@ from lockstep.recipe.keys_online import Reward
 from lockstep.reward.function import FunctionPart
 from lockstep.reward.row_rewards import read_by_rewards
 from lockstep.types import Failure, Origin, Question
+from refusals import refuses
 from reward_functions import GUARD, question, running, settings, until
 
 # Every case is a branch on the text, so that one pool serves them all.
@@ -146,15 +147,15 @@ def test_what_a_call_gives(part, text, outcome) -> None:
         ("raise", f"ValueError: first line last line (rewards.py line {RAISE_LINE})"),
         ("deep", "ValueError: invalid literal for int() with base 10: 'seven' (rewards.py line "),
         ("exit", "SystemExit: 3 (rewards.py line "),
-        ("os exit", "its process ended with status 5 before it gave a score"),
-        ("nan", "returned nan, which is not a finite number"),
-        ("inf", "returned inf, which is not a finite number"),
-        ("none", "returned None, which is not a finite number"),
-        ("text", "returned '1', which is not a finite number"),
-        ("huge", "which is not a finite number"),
-        ("list", "returned [1.0], which is not a finite number"),
+        ("os exit", "ended with status 5"),
+        ("nan", "returned nan, "),
+        ("inf", "returned inf, "),
+        ("none", "returned None, "),
+        ("text", "returned '1', "),
+        ("huge", "not a finite number"),
+        ("list", "returned [1.0], "),
         ("no score", "the dict returned has no \"score\", only 'reward'"),
-        ("bad score", "returned None, which is not a finite number"),
+        ("bad score", "returned None, "),
         ("hog", f"MemoryError (rewards.py line {HOG_LINE}): over reward.memory_limit_gb"),
     ],
 )
@@ -168,7 +169,7 @@ def test_a_call_that_goes_wrong_is_a_failure_and_the_next_one_is_served(part, te
 
 def test_a_row_that_cannot_be_handed_over_is_a_failure(part) -> None:
     odd = Question("sums", [], "18", Origin("rows", 1), {"lock": threading.Lock()})
-    assert "the row cannot be handed to its process" in part.submit(odd, "right").result(GUARD).why
+    assert "row cannot be handed" in part.submit(odd, "right").result(GUARD).why
     assert part.submit(question(), "right").result(GUARD) == {"function": 1.0}
 
 
@@ -218,8 +219,7 @@ def test_a_process_that_cannot_be_started_again_is_a_failure_until_it_can(tmp_pa
     try:
         assert "ended with status 4" in part.submit(question(), "").result(GUARD).why
         file.write_text("raise ValueError('edited')\n")
-        why = part.submit(question(), "x").result(GUARD).why
-        assert why == ("its process could not be started: cannot be imported: ValueError: edited (once.py line 1)")
+        assert "ValueError: edited (once.py line 1)" in part.submit(question(), "x").result(GUARD).why
         file.write_text(good)
         assert part.submit(question(), "x").result(GUARD) == {"function": 1.0}
     finally:
@@ -302,31 +302,29 @@ def test_modules_beside_the_file_can_be_imported(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "place", "why"),
+    ("content", "place", "code", "value"),
     [
-        (None, "missing.py:f", "does not exist"),
-        (None, "score", "is not a function path"),
-        (None, "a.py:", "is not a function path"),
-        ("def g(**call): ...\n", "a.py:f", "has no f"),
-        ("f = 5\n", "a.py:f", "f is a int, not a function"),
-        ("def f(text): ...\n", "a.py:f", "cannot be called with data_source, solution_str, ground_truth, extra_info"),
-        ("\nimport no_such_package\n", "a.py:f", "No module named 'no_such_package' (a.py line 2)"),
-        ("x = 1\ndef f(:\n", "a.py:f", "SyntaxError: invalid syntax (a.py line 2)"),
-        ("import sys\nsys.exit(1)\n", "a.py:f", "cannot be imported: SystemExit: 1 (a.py line 2)"),
-        ("import os\nos._exit(7)\n", "a.py:f", "its process ended with status 7"),
+        (None, "missing.py:f", "no-such-file", "missing.py"),
+        (None, "score", "invalid-function", "score"),
+        (None, "a.py:", "invalid-function", "a.py:"),
+        ("def g(**call): ...\n", "a.py:f", "invalid-function", "f"),
+        ("f = 5\n", "a.py:f", "invalid-function", "int"),
+        ("def f(text): ...\n", "a.py:f", "invalid-function", "data_source, solution_str, ground_truth, extra_info"),
+        ("\nimport no_such_package\n", "a.py:f", "import-failed", "'no_such_package' (a.py line 2)"),
+        ("x = 1\ndef f(:\n", "a.py:f", "import-failed", "SyntaxError: invalid syntax (a.py line 2)"),
+        ("import sys\nsys.exit(1)\n", "a.py:f", "import-failed", "SystemExit: 1 (a.py line 2)"),
+        ("import os\nos._exit(7)\n", "a.py:f", "import-failed", "status 7"),
     ],
 )
-def test_what_cannot_be_called_is_refused(tmp_path, content, place, why) -> None:
+def test_what_cannot_be_called_is_refused(tmp_path, content, place, code, value) -> None:
     if content is not None:
         (tmp_path / "a.py").write_text(content)
-    with pytest.raises(Refusal) as refused:
+    with refuses("reward.function", code, value):
         FunctionPart(str(tmp_path / place) if ".py" in place else place, settings())
-    assert "reward.function" in str(refused.value)
-    assert why in str(refused.value)
 
 
 def test_a_missing_name_lists_what_is_there(rewards) -> None:
-    with pytest.raises(Refusal, match="its functions are: score, later, by_keywords, three"):
+    with refuses(":scores", "invalid-function", remedy="score, later, by_keywords, three"):
         FunctionPart(f"{rewards}:scores", settings())
 
 
@@ -338,7 +336,7 @@ def test_close_answers_what_waits_and_leaves_no_process(tmp_path) -> None:
     assert running(str(file))
     futures = [part.submit(question(), "sleep") for _ in range(4)]
     part.close()
-    assert {future.result(0).why for future in futures} == {"the run was ending before it was scored"}
+    assert all("the run was ending" in future.result(0).why for future in futures)
     assert not Path(f"/proc/{pid}").exists()
     assert not running(str(file))
     assert isinstance(part.submit(question(), "right").result(0), Failure)
@@ -431,7 +429,9 @@ def test_a_closure_keeps_what_it_closes_over_and_cannot_change_a_row() -> None:
     assert scores == [{"function": 1.0}, {"function": 2.0}]
     assert seen == ["a", "b"]
     assert "mine" not in asked.extra_info
-    assert part.submit(asked, "late").result(GUARD) == Failure("function", "the run was ending before it was scored")
+    late = part.submit(asked, "late").result(GUARD)
+    assert isinstance(late, Failure)
+    assert "the run was ending" in late.why
 
 
 def test_a_function_of_this_process_that_fails_or_stalls_fails_its_response() -> None:
@@ -455,7 +455,7 @@ def test_a_function_of_this_process_that_fails_or_stalls_fails_its_response() ->
     assert found["stall"].why == "gave nothing in 0.3 s (reward.time_limit)"
     assert found["exit"].why.startswith("SystemExit: 3 (test_reward_function.py line ")
     assert found["gone"].why.startswith("KeyError: 'gone'")
-    assert found["word"].why == "returned 'five', which is not a finite number"
+    assert "returned 'five', " in found["word"].why
     for_ever.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(GUARD)
@@ -466,7 +466,7 @@ def test_a_function_of_this_process_is_held_to_the_same_signatures() -> None:
     def wrong(text: str) -> float:
         return 0.0
 
-    with pytest.raises(Refusal, match=r"reward\.function .*:wrong: wrong cannot be called with data_source"):
+    with refuses(":wrong", "invalid-function", "data_source"):
         here(wrong)
 
     def batch(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:

@@ -198,14 +198,16 @@ def test_a_function_that_forks_and_returns_twice_answers_once(part, tmp_path) ->
 def test_garbage_on_the_connection_fails_its_call_alone(part, garbage) -> None:
     before = part.submit(question(), "pid").result(GUARD)
     outcome = part.submit(question(), f"bytes {garbage.hex()}").result(GUARD)
-    assert outcome == Failure("function", "wrote something else than its answer to the connection of its process")
+    assert isinstance(outcome, Failure)
+    assert "connection of its process" in outcome.why
     assert served(part)
     assert part.submit(question(), "pid").result(GUARD) != before
 
 
 def test_a_flood_on_the_connection_fails_its_call_alone(part) -> None:
     outcome = part.submit(question(), "flood").result(GUARD)
-    assert outcome == Failure("function", "wrote something else than its answer to the connection of its process")
+    assert isinstance(outcome, Failure)
+    assert "connection of its process" in outcome.why
     assert served(part)
 
 
@@ -251,16 +253,16 @@ def test_nothing_that_a_function_sends_runs_in_the_run(part, tmp_path, what) -> 
     ("what", "why"),
     [
         ("text", "returned 'xxxx"),
-        ("many", "returned more numbers than can be logged"),
+        ("many", "returned more numbers"),
         ("names", 'the dict returned has no "score", only \'xxxx'),
         ("shy", "BaseException: no"),
         ("unspeakable", "Unspeakable"),
         ("interrupt", "Interrupt: mine (hostile.py line "),
         ("generator", "GeneratorExit (hostile.py line "),
         ("close", "before it gave a score"),
-        ("group", "its process was killed (SIGKILL) before it gave a score"),
-        ("signal 11", "its process was killed (SIGSEGV) before it gave a score"),
-        ("signal 40", "its process was killed (signal 40) before it gave a score"),
+        ("group", "killed (SIGKILL)"),
+        ("signal 11", "killed (SIGSEGV)"),
+        ("signal 40", "killed (signal 40)"),
     ],
 )
 def test_what_a_call_may_do_to_itself(part, what, why) -> None:
@@ -319,7 +321,8 @@ def test_a_function_that_kills_the_process_above_it_leaves_nothing_either(file) 
     try:
         seconds = nap("orphans")
         outcome = part.submit(question(seconds), "orphans").result(GUARD)
-        assert outcome == Failure("function", "its process was killed (SIGKILL) before it gave a score")
+        assert isinstance(outcome, Failure)
+        assert "killed (SIGKILL)" in outcome.why
         assert not running(f"sleep {seconds}")
         assert served(part)
     finally:
@@ -374,7 +377,7 @@ def test_a_process_that_is_killed_while_it_loads_is_started_again(tmp_path) -> N
 
 def test_processes_that_are_killed_while_they_load_may_be_tried_again_later(tmp_path) -> None:
     """Not a fault of the function, which would be refused at every restart."""
-    with pytest.raises(LostProcess, match=r"could not be loaded: its process was killed \(SIGKILL\)"):
+    with pytest.raises(LostProcess, match=r"\[import-failed\]: .* killed \(SIGKILL\)"):
         FunctionPart(killed_at_load(tmp_path, 2), settings())
 
 

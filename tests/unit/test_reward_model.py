@@ -142,14 +142,15 @@ def test_statistics_that_cannot_be_used_are_refused(folder, tmp_path, stats) -> 
 
 def test_a_text_over_the_context_is_a_failure_and_not_cut(folder) -> None:
     part = ModelPart(str(folder), CPU)
-    assert part.submit(question(), "x" * 3000).result(0).why.endswith("tokens are more than its context of 2048")
+    assert part.submit(question(), "x" * 3000).result(0).why.endswith("context of 2048")
 
 
 def test_a_chat_that_the_template_refuses_is_a_failure(folder, tmp_path) -> None:
     strict = copied(folder, tmp_path / "rm")
     (strict / "chat_template.jinja").write_text("{{ raise_exception('no system message, please') }}")
     failure = ModelPart(str(strict), CPU).submit(question(), "x").result(0)
-    assert "rows row 1: its chat template refuses this chat: no system message, please" in failure.why
+    assert "no system message, please" in failure.why
+    assert failure.why.startswith("rows row 1")
 
 
 def test_other_models_are_refused(tiny_folder, folder, tmp_path) -> None:
@@ -183,7 +184,9 @@ def test_closing_answers_what_waits(folder) -> None:
     part = ModelPart(str(folder), CPU)
     future = part.submit(question(), "x")
     part.close()
-    assert future.result(0) == Failure("model", "the run was ending before it was scored")
+    outcome = future.result(0)
+    assert isinstance(outcome, Failure)
+    assert "the run was ending" in outcome.why
 
 
 def test_batches_hold_the_padded_rows() -> None:

@@ -13,6 +13,7 @@ from lockstep.recipe.keys_online import Reward
 from lockstep.reward.row_rewards import overlong_penalty
 from lockstep.reward.scorer import Scorer, active_weights
 from lockstep.types import Failure, Origin, Question, Score
+from refusals import refuses
 from reward_models import write_reward_model
 from reward_servers import GUARD, by_length, serving
 
@@ -207,7 +208,7 @@ def test_everything_wrong_is_told_at_once(tmp_path) -> None:
 
 
 def test_a_weight_without_its_part_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"reward\.weights\.function: reward\.function is not set"):
+    with refuses("reward.weights.function", "needs-key", "reward.function"):
         opened(weights={"function": 1.0, "rule": 1.0})
 
 
@@ -263,9 +264,10 @@ def test_a_constant_reward_is_warned_of(user) -> None:
         tried = scorer.dry_run([question(row=4), question(row=5)])
     assert tried.lines == ["reward function: right answer 1, empty answer 1"]
     (told,) = tried.warnings
-    assert "reward function: data source arithmetic: the empty answer and right answers both score 1" in told
+    assert "reward function: data source arithmetic: " in told
+    assert "both score 1" in told
     assert "on all of 2 rows" in told
-    assert r"tried on rows.parquet row 4: '18', '#### 18', '\\boxed{18}', '<answer>18</answer>'" in told
+    assert r"tested on rows.parquet row 4: '18', '#### 18', '\\boxed{18}', '<answer>18</answer>'" in told
     assert "extra_info.answer" in told
 
 
@@ -351,7 +353,7 @@ def test_a_failure_in_the_dry_run_is_refused_with_its_reason(user) -> None:
 
 def test_a_dead_endpoint_is_refused() -> None:
     with opened(remote="http://127.0.0.1:9/", remote_retries=0) as scorer:  # noqa: SIM117
-        with pytest.raises(Refusal, match=r"reward\.remote: .*could not be scored: http://127\.0\.0\.1:9/"):
+        with refuses("reward.remote", "reward-failed", "http://127.0.0.1:9/"):
             scorer.dry_run([question()])
 
 
@@ -362,7 +364,7 @@ def test_a_format_that_does_not_match_the_bare_truth_is_only_told() -> None:
 
 def test_bad_ground_truths_of_all_rows_are_refused() -> None:
     rows = [question(row=i) for i in range(10)] + [question(truth="ten", row=10)]
-    with opened() as scorer, pytest.raises(Refusal, match=r"rows\.parquet row 10: ground truth 'ten' is not a number"):
+    with opened() as scorer, refuses("rows.parquet row 10", "invalid-ground-truth", "'ten'"):
         scorer.dry_run(rows)
 
 

@@ -189,19 +189,19 @@ def returning(value: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (None, "returned a NoneType, not two"),
-        (lambda ids: ids, "things, not two|whole number|returned ids as a int"),
+        (None, "returned a NoneType, expected two values"),
+        (lambda ids: ids, "expected two values|not an integer|returned ids as a int"),
         (lambda ids: (ids, [1]), "entries of the mask"),
         (lambda ids: (ids, [2] * len(ids)), "a mask with 2 in it"),
-        (lambda ids: (ids, [0] * len(ids)), "no token that the policy wrote"),
+        (lambda ids: (ids, [0] * len(ids)), "no token that the policy generated"),
         (lambda ids: (ids + [50] * 30, [1] * len(ids) + [0] * 30), "over rollout.max_tokens=24"),
-        (lambda ids: ([*ids[:1], 300], [1, 0]), "the token 300, and the model has 259"),
-        (lambda ids: ([*ids[:1], -1], [1, 0]), "the token -1, and the model has 259"),
-        (lambda ids: ("text", [1] * 4), "returned ids with 't' in it"),
+        (lambda ids: ([*ids[:1], 300], [1, 0]), "token id 300, but the model's vocabulary has 259"),
+        (lambda ids: ([*ids[:1], -1], [1, 0]), "token id -1, but the model's vocabulary has 259"),
+        (lambda ids: ("text", [1] * 4), "returned ids with 't' among them"),
         (lambda ids: (3, [1]), "returned ids as a int, not a list"),
         (lambda ids: ([50, *ids], [1] * (len(ids) + 1)), "marks token 0 of the response as the policy's"),
         (lambda ids: ([50, *ids], [0] + [1] * len(ids)), "marks token 1 of the response as the policy's"),
-        (lambda ids: ([*ids, 50], [1] * (len(ids) + 1)), "as the policy's, but generate never returned it"),
+        (lambda ids: ([*ids, 50], [1] * (len(ids) + 1)), "as the policy's, but generate did not return it"),
     ],
 )
 def test_what_a_function_returns_is_held_to_what_was_drawn(
@@ -214,7 +214,7 @@ def test_what_a_function_returns_is_held_to_what_was_drawn(
     with pytest.raises(Refusal, match=said) as caught:
         run(by(function, engine, tolerant=False), requests[1:2], SAMPLING)
     (problem,) = caught.value.problems
-    assert problem.where == f"rollout.function {__file__}:mine"
+    assert (problem.where, problem.code) == (f"rollout.function {__file__}:mine", "invalid-return")
     assert "rows.jsonl row 1" in problem.why
     assert "return (ids, trained)" in problem.remedy
 
@@ -314,8 +314,8 @@ def test_the_dry_run_needs_no_model() -> None:
     prompt = Prompt(question(4), [1, 2, 3])
     tried = (prompt, 24, [48, 7], lambda text: list(text.encode()), str, 259, HANG)
     line = try_function(register_callable(KEY, straight), *tried)
-    assert line.endswith("straight: 2 tokens of the policy and 0 of the environment, tried on a stand-in")
-    with pytest.raises(Refusal, match=r"returned a NoneType, not two, for rows\.jsonl row 4"):
+    assert line.endswith("straight: 2 tokens of the policy and 0 of the environment (tested with a stub policy)")
+    with pytest.raises(Refusal, match=r"returned a NoneType, expected two values, for rows\.jsonl row 4"):
         try_function(register_callable(KEY, returning(None)), *tried)
 
 

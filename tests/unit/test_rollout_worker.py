@@ -39,6 +39,7 @@ from lockstep.rollout.worker.worker_protocol import (
     WeightMemory,
 )
 from lockstep.types import Example, Origin, Request, Sampling
+from refusals import refuses
 
 SAMPLING = Sampling(max_tokens=200, seed=3)
 CPU = torch.device("cpu")
@@ -171,7 +172,7 @@ def test_weights_that_were_not_handed_over_are_caught_however_small_the_update(
     with torch.no_grad():
         for _, parameter in worker.policy.trainable():
             parameter *= 1 + 1e-6
-    with pytest.raises(Refusal, match="that of the weights before the last update"):
+    with refuses("rollout.max_staleness", "weights-differ", "before the last update"):
         worker.hand_over(next(VERSIONS), [], SAMPLING)
 
 

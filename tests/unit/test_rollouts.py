@@ -21,6 +21,7 @@ from lockstep.rollout.collect import ExpectedLengths
 from lockstep.rollout.generator import Generator
 from lockstep.train.rollouts import Rollouts, take_rollouts
 from lockstep.types import Completion, Failure, Prompt, Question, Request, Sampling, Score
+from refusals import has_problem, refuses
 
 PROMPT_TOKENS = 3
 # Scores of the responses to each prompt; the greedy response is under the prompt's number and "greedy".
@@ -222,8 +223,7 @@ def test_failures_are_a_share_of_everything_that_was_generated(policy: Policy) -
 def test_nothing_scored_is_refused_with_the_reason_though_all_may_fail(policy: Policy) -> None:
     with pytest.raises(Refusal) as caught:
         take(policy, {0: [FAILED, FAILED], 1: [FAILED, FAILED]}, reward__max_failures=1.0)
-    assert "4 of 4 responses could not be scored, and none is left to train on" in str(caught.value)
-    assert "no idea" in str(caught.value)
+    assert has_problem(caught.value, "reward", "reward-failed", "4 of 4 responses", "none is left", "no idea")
 
 
 # -- shaping -----------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_a_failed_greedy_response_leaves_its_prompt_out_and_is_counted(policy: P
 
 def test_no_baseline_at_all_is_refused_with_the_reason(policy: Policy) -> None:
     script = {0: [1.0], 1: [0.0], (0, "greedy"): FAILED, (1, "greedy"): FAILED}
-    with pytest.raises(Refusal, match=r"2 of 4 responses could not be scored, and none is left.*no idea"):
+    with refuses("reward", "reward-failed", "2 of 4 responses", "none is left", "no idea"):
         take(policy, script, reward__max_failures=1.0, **REMAX)
 
 

@@ -431,7 +431,7 @@ def test_a_folder_that_cannot_be_written_is_told(tokenizer: Any, source: Path, t
     blocked.write_text("no folder")
     found = load(source, tokenizer, blocked)
     assert list(found.items) == list(load(source, tokenizer, "off").items)
-    assert found.notes[-1].startswith(f"{blocked}: encoded rows could not be kept")
+    assert found.notes[-1].startswith(f"{blocked}: encoded rows could not be cached")
 
 
 def test_the_folder_stays_within_its_bound(tokenizer: Any, source: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lockstep.model.load import load_tokenizer
 from lockstep.preflight.run_checks import prepare_offline, prepare_online
 from lockstep.recipe import load_recipe
 from lockstep.run.console import Console
+from refusals import refuses
 
 
 def remarks(path: Path, *words: str) -> list[str]:
@@ -39,7 +40,8 @@ def test_rows_that_are_trained_and_validated_are_counted(recipe_file: Path, tmp_
 def test_an_update_larger_than_the_data_is_told(recipe_file: Path) -> None:
     assert remarks(recipe_file, "batch.rows_per_update=48") == []
     (said,) = remarks(recipe_file, "batch.rows_per_update=50")
-    assert "of its 50 only 48 are different, because there are 48; lower batch.rows_per_update" in said
+    assert "of its 50 only 48" in said
+    assert "lower batch.rows_per_update" in said
     # Epochs end a run before its first update is full: 2 x 48 rows of 100.
     (said,) = remarks(recipe_file, "batch.rows_per_update=100", "run.steps=null", "run.epochs=2")
     assert "of its 96 only 48 are different" in said
@@ -51,14 +53,16 @@ def test_a_small_source_with_a_large_weight_is_told(recipe_file: Path, tmp_path:
     sources = f"[{{path: {tmp_path / 'train.jsonl'}, weight: 1}}, {{path: {few}, weight: 1}}]"
     (said,) = remarks(recipe_file, f"data.train={sources}", "batch.rows_per_update=20", "data.shuffle=false")
     # Half of the 20 rows are of the source of 2, in turn with the other's.
-    assert "of its 20 only 12 are different, because a source has fewer than its weight takes" in said
+    assert "of its 20 only 12" in said
+    assert "weight" in said
     assert remarks(recipe_file, f"data.train={sources}", "batch.rows_per_update=4", "data.shuffle=false") == []
 
 
 def test_prompts_are_counted_too(online_file: Path, tmp_path: Path) -> None:
     assert remarks(online_file) == []
     (said,) = remarks(online_file, "batch.prompts=24")
-    assert "some prompts come several times into one update: of its 24 only 20 are different" in said
+    assert "prompts" in said
+    assert "of its 24 only 20" in said
     questions = write_jsonl(tmp_path / "questions.jsonl", question_rows(23)[17:])
     (said,) = remarks(online_file, f"val.questions={questions}")
     assert said.startswith("val.questions: 3 of 6 are in data.train too")
@@ -105,7 +109,7 @@ def test_data_sources_without_a_rule_are_refused_before_a_reward_is_opened(onlin
         remarks(online_file, *ruled)
     assert [problem.where for problem in refused.value.problems] == ["data_source 'hers'", "data_source 'mine'"]
     assert remarks(online_file, *ruled, "reward.rules={mine: exact, hers: exact}") == []
-    with pytest.raises(Refusal, match=r"reward\.rules\.arithmetics: no row has the data source"):
+    with refuses("reward.rules.arithmetics", "unknown-source"):
         remarks(online_file, *ruled, "reward.rules={mine: exact, hers: exact, arithmetics: math}")
 
 
@@ -144,7 +148,7 @@ def test_prompts_that_run_into_their_responses(
         more = {"show": ("--rows", 4), "train": ("run.steps=1", "optim.warmup=0")}.get(verb[-1], ())
         assert run(*verb, *words, *more) == 0
         told = " ".join("".join(capsys.readouterr()).split())
-        assert "2 rows join prompt and response without a space or line break" in told, (verb, told)
+        assert "2 rows join prompt and response" in told, (verb, told)
         assert "the tokenizer has no chat template" in told
         assert f"the first is {train} line 1" in told
     assert run("data", "show", *words, 'data.prompt_format="Question: {}\\nAnswer: "') == 0

@@ -16,6 +16,7 @@ from lockstep.reward.rules import (
     rule_for,
     unmatched_rules,
 )
+from refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_an_entry_that_is_nearly_a_data_source_is_refused() -> None:
 
 
 def test_an_unknown_rule_is_refused_with_the_nearest() -> None:
-    with pytest.raises(Refusal, match=r"reward\.rules\.mine: there is no rule 'gsm8'\n.*did you mean gsm8k\?"):
+    with refuses("reward.rules.mine", "unknown-name", "'gsm8'", remedy="did you mean gsm8k?"):
         rule_for("mine", {"mine": "gsm8"})
 
 

@@ -13,6 +13,7 @@ import lockstep
 from lockstep.errors import Refusal
 from lockstep.run.files import atomic_write_text
 from lockstep.run.folder import RunFolder, checkout_commit
+from refusals import refuses
 
 HOLDER = """
 import os, sys
@@ -104,7 +105,7 @@ def test_atomic_write_keeps_the_old_text_when_it_fails(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(Refusal, match=r"file\.txt: could not be written: No space"):
+    with refuses("file.txt", "unwritable", "No space"):
         atomic_write_text(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -177,7 +178,7 @@ def test_lock_refuses_a_second_process_and_vanishes_with_a_killed_one(folder: Ru
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
         try:
-            with pytest.raises(Refusal, match=f"process {holder.pid} is working in it"), folder.lock():
+            with pytest.raises(Refusal, match=f"process {holder.pid} is using it"), folder.lock():
                 pass
             holder.send_signal(signal.SIGKILL)
             holder.wait()

@@ -296,7 +296,7 @@ def test_a_pool_counts_its_readers() -> None:
 
 def test_a_pool_too_small_for_one_sample_is_noticed() -> None:
     played = pretend([Job(2, [18], 18)], blocks=3, block=4, rows=2, budget=100)
-    with pytest.raises(AssertionError, match="holds at least one full sequence"):
+    with pytest.raises(AssertionError, match="has room for a full sequence"):
         played.run()
 
 

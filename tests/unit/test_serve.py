@@ -178,8 +178,8 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, c
         ({"messages": chat("x" * LENGTH)}, openai.BadRequestError, "tokens of the prompt are over"),
         ({"messages": []}, openai.BadRequestError, "messages: is not a list of messages"),
         ({"n": 0}, openai.BadRequestError, "n: 0 is not between 1 and 128"),
-        ({"stop": [1]}, openai.BadRequestError, "stop: is neither text nor a list of texts"),
-        ({"stop": ""}, openai.BadRequestError, "stop: an empty text would end every answer"),
+        ({"stop": [1]}, openai.BadRequestError, "stop: is neither text"),
+        ({"stop": ""}, openai.BadRequestError, "stop: an empty text"),
         ({"temperature": 10**400}, openai.BadRequestError, "temperature: 1000"),
         ({"stream_options": {"x": 1}, "stream": True}, openai.BadRequestError, "stream_options.x: is not supported"),
         (
@@ -199,7 +199,7 @@ def test_several_prompts_and_a_text_that_ends_an_answer(client: openai.OpenAI, c
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             openai.BadRequestError,
-            "content[0]: is of type 'image_url'; only text is read",
+            "content[0]: is of type 'image_url'",
         ),
     ],
 )
@@ -401,11 +401,11 @@ def test_what_a_key_is_asked_for(app: LanguageModelApp, method: str, path: str, 
 
 
 def test_what_cannot_be_served_is_told_in_the_words_of_the_command(speaker: Path) -> None:
-    with pytest.raises(Refusal, match="--max-length: 4096 is over the model's context of 2048"):
+    with pytest.raises(Refusal, match=r"--max-length \[over-context\]: 4096 .* 2048"):
         opened_app(speaker, max_length=4096)
-    with pytest.raises(Refusal, match=r"--max-length: a sequence of 1000 tokens needs .* GB of key/value cache"):
+    with pytest.raises(Refusal, match=r"--max-length \[not-enough-memory\]: .* 1000 tokens .* GB"):
         opened_app(speaker, max_length=1000, cache_gb=CACHE_GB)
-    with pytest.raises(Refusal, match=r"--cache-gb: .*(.|\n)*raise --cache-gb, or lower --max-length"):
+    with pytest.raises(Refusal, match=r"--cache-gb \[not-enough-memory\]: (.|\n)*raise --cache-gb"):
         opened_app(speaker, cache_gb=1e-5)
-    with pytest.raises(Refusal, match="--dtype: fp8 is not one of auto, fp32"):
+    with pytest.raises(Refusal, match=r"--dtype \[unknown-name\]: fp8 is not one of auto, fp32"):
         opened_app(speaker, dtype="fp8")

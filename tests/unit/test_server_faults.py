@@ -60,15 +60,15 @@ def server(tiny_folder: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (faulty_proxy.three_times_too_long, "an answer of 18 tokens; the request allows 1 to 6"),
-        (faulty_proxy.answer_of_another_prompt, "an answer to another prompt"),
-        (faulty_proxy.outside_the_vocabulary, "token 0 of an answer is 100000: the vocabulary has 259 tokens"),
+        (faulty_proxy.three_times_too_long, "18 tokens; the request allows 1 to 6"),
+        (faulty_proxy.answer_of_another_prompt, "the answer belongs to another prompt"),
+        (faulty_proxy.outside_the_vocabulary, "token 0 of an answer is 100000: .* 259"),
         (faulty_proxy.negative_token, "token 0 of an answer is -1"),
         (faulty_proxy.fractional_token, r"token 0 of an answer is 1\.5"),
         (faulty_proxy.one_logprob_too_few, "log-probs of"),
-        (faulty_proxy.positive_logprob, r"the log-prob of token 0 of an answer is 2\.0"),
+        (faulty_proxy.positive_logprob, r"log-prob of token 0 .* 2\.0"),
         (faulty_proxy.infinite_logprob, "not a finite number"),
-        (faulty_proxy.goes_on_after_its_end, "continues after its end token 9 at position 0"),
+        (faulty_proxy.goes_on_after_its_end, "end token 9 at position 0"),
         (faulty_proxy.no_token, "an answer of 0 tokens"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -109,7 +109,7 @@ def test_an_answer_that_can_be_a_response_is_taken(answer: Answer, ended: str) -
 
 
 def test_an_end_that_was_not_asked_for_is_refused() -> None:
-    with pytest.raises(ServerFailed, match="not an end token of the run"):
+    with pytest.raises(ServerFailed, match="not an end token"):
         checked_answer(Answer([4], [-1.0], "token"), WANTED, 8)
     plain = replace(WANTED, sampling=Sampling(max_tokens=3))
     with pytest.raises(ServerFailed, match="a stop text"):
@@ -177,7 +177,8 @@ def test_log_probs_of_other_samples_end_a_run_at_its_first_step(
     with proxying(server.url, fault) as proxy, pytest.raises(Refusal) as caught:
         trained(tmp_path, tiny_folder, proxy.url, "run.steps=2", *words)
     told = str(caught.value)
-    assert "the log-probs that engine sglang returned differ from the trainer's" in told
+    assert told.startswith("rollout.max_logprob_diff [logprobs-differ]: ")
+    assert "engine sglang" in told
     assert "(limit 0.00556), k3" in told
     assert "tokens of 12 responses" in told
     assert proxy.changed == 12

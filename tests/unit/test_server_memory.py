@@ -53,7 +53,7 @@ def test_what_torch_says_of_a_devices_memory_goes_through_json_and_back() -> Non
         True,
     )
     assert tuple(_from_json(each) for each in json.loads(json.dumps([_to_json(each) for each in said]))) == said
-    with pytest.raises(RuntimeError, match="an unsupported value in an IPC handle"):
+    with pytest.raises(RuntimeError, match="unsupported value in an IPC handle"):
         _to_json(object)
     place = {"device": "x", "rebuild": "reduce_tensor", "said": [0] * 15}
     with pytest.raises(ValueError, match="has no reduce_tensor"):
@@ -63,7 +63,7 @@ def test_what_torch_says_of_a_devices_memory_goes_through_json_and_back() -> Non
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
-        (torch.zeros(2, dtype=torch.float16), "b has dtype torch.float16, and the server computes in torch.float32"),
+        (torch.zeros(2, dtype=torch.float16), "b has dtype torch.float16"),
         (torch.zeros(2, 3).t(), "b is not contiguous"),
     ],
 )

@@ -37,6 +37,7 @@ from lockstep.rollout.servers.weight_check import (
 from lockstep.rollout.servers.weight_transports import transfer_folder, write_weights
 from lockstep.types import Sampling
 from recipe_files import keys, refused, write
+from refusals import refuses
 
 IDS = [[1, 2], [3, 4]]
 BOUNDS = Bounds(0.02, 0.05)
@@ -55,7 +56,7 @@ def test_bounds_are_for_the_mean_and_for_the_largest_difference() -> None:
     assert why_rejected(now, None, BOUNDS, 0.0) is None
     largest = why_rejected(now, None, Bounds(0.02, 0.03), 0.0)
     assert largest is not None
-    assert "by 0.0125 on average and 0.04 at most (bounds 0.02 and 0.03): token 2 has log-prob -3 in" in largest
+    assert "0.04 at most (bounds 0.02 and 0.03): token 2" in largest
     assert why_rejected(now, None, Bounds(0.01, 0.05), 0.0) is not None
 
 
@@ -69,7 +70,7 @@ def test_an_engine_that_stands_still_has_the_weights_of_before() -> None:
     still = said([-1.0, -2.0, -3.0, -4.0], [-1.001, -2.0, -3.0, -4.0])
     told = why_rejected(still, before, BOUNDS, noise=0.0001)
     assert told is not None
-    assert "those of the weights before the last update" in told
+    assert "before the last update" in told
     moved = said([-1.001, -2.0, -3.0, -4.0], [-1.001, -2.0, -3.0, -4.0])
     assert why_rejected(moved, before, BOUNDS, noise=0.0001) is None
     # What moves by no more than rounding does tells nothing; nor do other tokens.
@@ -188,7 +189,7 @@ def test_a_bit_that_is_lost_on_the_way_is_found_by_the_servers_end(
     file.write_bytes(whole)
     arriving = _verified(_tensors([str(file)]), sums)
     assert next(arriving)[0] == "a"
-    with pytest.raises(ValueError, match=r"b\.c in the files differs from what the run wrote"):
+    with pytest.raises(ValueError, match=r"b\.c in the files differs"):
         next(arriving)
 
 
@@ -295,7 +296,7 @@ def test_a_server_is_announced_to_other_machines_by_the_address_that_they_reach(
     assert served_host([(own, "192.0.2.1"), (own, "192.0.2.1"), (other, "192.0.2.9")]) == "192.0.2.1"
     assert served_host([(own, "192.0.2.1"), (other, "2001:db8::9")]) == "192.0.2.1"
     assert asked[-2:] == ["http://192.0.2.9:1", "http://[2001:db8::9]:1"]
-    with pytest.raises(Refusal, match="no address of this machine is reachable"):
+    with refuses("rollout.server", "unreachable-host", remedy="rollout.url"):
         served_host([(own, ""), (other, "")])
 
 
@@ -339,7 +340,7 @@ def test_sglang_reads_the_key_from_a_file_of_its_user(monkeypatch: pytest.Monkey
     started.remove_key()
     assert not file.parent.exists()
     own = RolloutSettings(engine="sglang", server={"args": ["--config", "mine.yaml"]})
-    with pytest.raises(Refusal, match=r"rollout\.server\.args: --config is reserved"):
+    with refuses("rollout.server.args", "reserved-flag", "--config"):
         start_server(Sglang(), own, Cpu(), str(tmp_path), "fp32", None, tmp_path / "sglang.log")
 
 

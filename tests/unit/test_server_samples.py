@@ -112,8 +112,8 @@ def test_samples_of_one_moment_go_in_one_request_and_each_has_its_own_answer() -
     ("lines", "why"),
     [
         (line(0, answer="a") + line(0, answer="b"), "a second answer to sample 0"),
-        (line(0, answer="a") + line(2, answer="b"), "an answer to sample 2, and there are 2"),
-        (line(0, answer="a") + line(-1, answer="b"), "an answer to sample -1, and there are 2"),
+        (line(0, answer="a") + line(2, answer="b"), "an answer to sample 2, but the request has 2 samples"),
+        (line(0, answer="a") + line(-1, answer="b"), "an answer to sample -1, but the request has 2 samples"),
         (line(0, answer="a") + b"<html>\n", "a malformed line"),
     ],
 )
@@ -139,7 +139,10 @@ def test_what_was_answered_before_the_server_was_lost_is_kept() -> None:
     async def ended(address: str, body: Any, seconds: float, piece: Any) -> None:
         piece(line(1, answer="b"))
 
-    for post, why in ((cut, "Connection reset by peer"), (ended, "its answer ended before every sample had one")):
+    for post, why in (
+        (cut, "Connection reset by peer"),
+        (ended, "the response ended before all samples were answered"),
+    ):
         first, second = asyncio.run(asked(post, [b"a", b"b"]))
         assert second == "b"
         assert isinstance(first, ServerFailed)
@@ -244,7 +247,7 @@ def test_log_probs_of_other_tokens_are_no_answer() -> None:
     steps = [[output(f"{SAMPLE}1", 1, -0.25)], [output(f"{SAMPLE}1", 2, -0.25, "length", scored=5)]]
     scheduler = Scheduler(steps, {f"{SAMPLE}1": None})
     scheduler.update_from_output()
-    with pytest.raises(RuntimeError, match="log-probs of other tokens"):
+    with pytest.raises(RuntimeError, match="log-probs of tokens that were not sampled"):
         scheduler.update_from_output()
 
 

@@ -334,7 +334,7 @@ def test_an_engine_that_no_device_here_can_have_is_refused_with_what_to_take_ins
     place = RunPlace(World(), str(folder), folder)
     with pytest.raises(Refusal, match="has no package sglang") as refusal:
         ServerEngine(Sglang(), policy, Cpu(), settings, load_tokenizer(str(folder)), place)
-    assert "no build for CPUs" in str(refusal.value)
+    assert "no package for CPUs" in str(refusal.value)
 
 
 # Weights.
@@ -505,11 +505,11 @@ def test_weights_come_again_to_a_server_that_slept(policy: Policy, folder: Path,
     ("flags", "rank", "why"),
     [
         ((), None, "it cannot release memory: start it with --enable-memory-saver"),
-        (("--enable-memory-saver",), 4, "it takes no adapters, and the run's has rank 4"),
+        (("--enable-memory-saver",), 4, "it does not accept LoRA adapters, but the run has one of rank 4"),
         (
             ("--enable-memory-saver", "--enable-lora"),
             4,
-            "its weights would be lost: start it with --enable-weights-cpu",
+            "start it with --enable-weights-cpu",
         ),
     ],
 )

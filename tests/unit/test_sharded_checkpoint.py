@@ -81,7 +81,7 @@ def test_a_disk_that_takes_no_more_is_told_and_nothing_has_its_name(
     with monkeypatch.context() as change:
         change.setattr(HuggingFaceStorageWriter, "write_data", full)
         writer.begin(state(4), tensors())
-        with pytest.raises(Refusal, match=r"could not be written: rank 0: .*No space left on device") as caught:
+        with pytest.raises(Refusal, match=r"\[disk-full\]: .*rank 0: .*No space left") as caught:
             writer.settle()
     assert caught.value.problems[0].where == str(checkpoints.folder_of(tmp_path, 4))
     assert not landed

@@ -32,7 +32,7 @@ def test_work_is_done_in_order_and_one_piece_is_held() -> None:
 @pytest.mark.parametrize("where", ["submit", "wait", "close"])
 def test_an_error_is_raised_where_the_run_waits_next(where: str) -> None:
     def fail() -> None:
-        raise Refusal.at("tape", "the disk is full")
+        raise Refusal.at("tape", "the disk is full", code="disk-full")
 
     writer = TapeWriter()
     writer.submit(fail)

@@ -355,7 +355,8 @@ def test_runs_are_found_and_links_out_are_not_followed(tmp_path: Path) -> None:
     (root / "empty").mkdir()
     found = find_runs(root)
     assert list(found.runs) == ["again", "one", "sweep/a"]
-    assert found.left_out == ("out is a link out of the folder",)
+    (left_out,) = found.left_out
+    assert left_out.startswith("out is a link")
     assert list(find_runs(root / "one").runs) == ["one"]
     reply = summary(root, "one", root / "one", file_locks())
     facts = {name: reply[name] for name in ("method", "model", "steps", "step", "metric", "value", "running", "report")}

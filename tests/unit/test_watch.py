@@ -39,7 +39,7 @@ def test_a_step_is_told_when_it_begins_and_named_after_its_end() -> None:
                 with watch.stage("gen"):
                     assert watch._moment.where == f"{step}, gen"
             with watch.collective("a gathering"):
-                assert watch._moment.where == f"a gathering, in what comes after {step}"
+                assert watch._moment.where == f"a gathering, in the part after {step}"
     finally:
         watch.close()
     assert not any(thread.is_alive() for thread in watch._threads)

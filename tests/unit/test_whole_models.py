@@ -23,6 +23,7 @@ from lockstep.model.load import load_policy, load_value_model
 from lockstep.model.resolve import folders_of, model_folder
 from lockstep.model.tiny import write_tiny
 from lockstep.recipe.schema import Model
+from refusals import refuses
 
 IDS = torch.tensor([[257, 65, 66, 43, 49, 50, 51, 10]])
 WEIGHTS = "model.safetensors"
@@ -124,7 +125,7 @@ def test_an_adapter_of_a_deeper_model_is_refused(model: Path, tmp_path: Path) ->
     """Its lower layers would fit; PEFT passes over the others without a word."""
     write_tiny(tmp_path / "deeper", hidden=32, layers=3)
     folder = adapter(tmp_path / "deeper", tmp_path / "adapter", "q_proj")
-    with pytest.raises(Refusal, match=r"its base has no place for .*layers\.2\.self_attn\.q_proj\.lora_A"):
+    with pytest.raises(Refusal, match=r"its base has no parameter for .*layers\.2\.self_attn\.q_proj\.lora_A"):
         merge_adapter(folder, str(model), tmp_path / "merged", "here")
     folder = adapter(model, tmp_path / "shallow", "q_proj")
     with pytest.raises(Refusal, match=r"the adapter has no .*layers\.2\.self_attn"):
@@ -185,13 +186,13 @@ def test_a_name_that_is_no_model_is_answered_with_what_is_there(
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     for path, told in {
-        "runs": "name one of those in it: runs/first",
-        "runs/first/checkpoints": "name one of its checkpoints: runs/first/checkpoints/step_2",
+        "runs": "use one of those in it: runs/first",
+        "runs/first/checkpoints": "use one of its checkpoints: runs/first/checkpoints/step_2",
         "packed": "name the file: packed/q8.gguf",
         "tinny": "did you mean tiny?",
         "rums/first": "did you mean the folder runs?",
         "runs/frist": "did you mean runs/first?",
-        "far/away/from/all": "name the folder of a model, a run or a checkpoint",
+        "far/away/from/all": "give the path of a model, a run or a checkpoint",
         "quickstart/model": "lockstep tiny quickstart/model",
         "packed/q8.gguf/x": "no such folder",
     }.items():
@@ -201,5 +202,5 @@ def test_a_name_that_is_no_model_is_answered_with_what_is_there(
     adapter_of = {"base_model_name_or_path": "someone/model"}
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text(json.dumps(adapter_of))
-    with pytest.raises(Refusal, match=r"set model.path to the base model and model.adapter to this folder"):
+    with refuses("", "", remedy="set model.path to the base model and model.adapter to this folder"):
         model_folder("adapter")

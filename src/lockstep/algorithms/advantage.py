@@ -15,7 +15,7 @@ from lockstep.errors import Refusal
 
 
 def return_to_go(rewards_K: torch.Tensor, sequence_K: torch.Tensor, gamma: float) -> torch.Tensor:
-    """The discounted sum of the rewards of a token and all later ones: G_t = r_t + gamma G_{t+1}, in float64."""
+    """The discounted sum of the rewards of a token and all later tokens: G_t = r_t + gamma G_{t+1}, in float64."""
     return _accumulated(_Layout(sequence_K), rewards_K.double(), gamma)
 
 
@@ -194,7 +194,7 @@ def opo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """GPG (arXiv 2504.02546): s - group mean, times all sequences over those in groups whose scores differ.
+    """GPG (arXiv 2504.02546): s - group mean, times all sequences / sequences in groups with unequal scores.
 
     The factor compensates for groups without a gradient. verl counts the sequences of non-zero score instead, which
     depends on a constant added to the rewards.
@@ -205,9 +205,9 @@ def gpg(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def grpo_passk(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """Pass@k (arXiv 2503.19595): only the best of a group, with (best - second best) / (deviation + 1e-6).
+    """Pass@k (arXiv 2503.19595): only the best response of a group gets (best - second best) / (deviation + 1e-6).
 
-    If several share the best score, all of the group get 0.
+    If several share the best score, the group gets 0.
     """
     groups = _Groups(signals)
     best_P = groups.above_least_P == groups.greatest_P
@@ -226,10 +226,12 @@ def reinforce_pp_baseline(signals: Signals, *, gamma: float, lam: float) -> Esti
 def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
     """GDPO (arXiv 2601.05242): each reward normalised in its group as by `grpo`, then summed by weight, then whitened.
 
-    So a reward of small spread counts as much as one of large spread. KL in the reward is not included.
+    A reward with a small spread counts as much as one with a large spread. KL in the reward is not included.
     """
     if not signals.rewards:
-        raise Refusal.at("algorithm.advantage", "gdpo needs the separate rewards, and the step has none")
+        raise Refusal.at(
+            "algorithm.advantage", "gdpo needs the separate rewards, and the step has none", code="missing-input"
+        )
     groups = _Groups(signals)
     total_P = torch.zeros_like(groups.scores_P)
     for weight, scores_S in signals.rewards:
@@ -239,12 +241,11 @@ def gdpo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def optimal_token_baseline(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """The optimal token baseline (arXiv 2602.07078): return to go minus a baseline of the group for each position.
+    """The optimal token baseline (arXiv 2602.07078): return to go minus a group baseline per position.
 
-    B_t = sum_i G_t W_t / sum_i W_t over the group's sequences that reach position t; W_t is the energy of a sequence up
-    to t, whose tokens have the squared gradient 1 - 2 p + sum of squares (times the squared importance weight, where
-    there is one). Positions count policy tokens. Where only one sequence of a group is left, its baseline
-    is 0 (verl's `handle_zero_tail`).
+    B_t = sum_i G_t W_t / sum_i W_t over the sequences of the group that reach position t. W_t is the energy of a
+    sequence up to t: the sum of squared gradients 1 - 2 p + sum of squares, times the squared importance weight. If
+    only one sequence of a group is left, its baseline is 0 (verl's `handle_zero_tail`). Positions count policy tokens.
     """
     energy_K = _needed(
         signals.energy_K, "optimal_token_baseline", "the squared probabilities of the vocabulary"
@@ -362,7 +363,7 @@ def _extreme(values_S: torch.Tensor, group_S: torch.Tensor, groups: int, which: 
 def _estimate(
     signals: Signals, advantages_K: torch.Tensor, returns_K: torch.Tensor, *, whitens: bool = False
 ) -> Estimate:
-    """`whitens`: whether the estimator's paper whitens over the step."""
+    """Builds the estimate. `whitens`: whether the estimator's paper whitens over the step."""
     dtype, wanted = signals.rewards_K.dtype, signals.whitening
     if signals.kl_penalty_K is not None:
         advantages_K = advantages_K - return_to_go(signals.kl_penalty_K, signals.sequence_K, 1.0)
@@ -373,5 +374,7 @@ def _estimate(
 
 def _needed(values: torch.Tensor | None, estimator: str, what: str) -> torch.Tensor:
     if values is None:
-        raise Refusal.at("algorithm.advantage", f"{estimator} needs {what}, and the step has none")
+        raise Refusal.at(
+            "algorithm.advantage", f"{estimator} needs {what}, and the step has none", code="missing-input"
+        )
     return values

@@ -17,7 +17,7 @@ from lockstep.errors import Refusal
 
 LOG_RATIO_BOUND = 20.0
 CHOICES = ("none", "token", "sequence")
-# `mask` as `Band.over`.
+# A value of `mask`, as `Band.over`.
 MASKS = {"token": "token", "sequence": "mean"}
 # Probabilities are clamped this far from 0 and 1.
 COIN_FLOOR = 1e-6
@@ -27,8 +27,8 @@ COIN_FLOOR = 1e-6
 class Band:
     """An accepted range: the statistic `by` of a token, or `over` its sequence, from `low` to `high`.
 
-    With d as above, p the engine's probability and q the trainer's: `ratio` e^d (of a sequence: e to the sum, the mean
-    or the largest of its d), `k2` d^2 / 2, `k3` e^d - d - 1, `binary_kl` the divergence of the coin (q, 1 - q) from
+    With d as above, p the engine's probability and q the trainer's: `ratio` e^d (for a sequence: e to the sum, mean or
+    maximum of its d), `k2` d^2 / 2, `k3` e^d - d - 1, `binary_kl` KL of the Bernoulli distributions (q, 1 - q) and
     (p, 1 - p), `tv` |p - q|.
     """
 
@@ -73,7 +73,12 @@ def correct(
     counts in them with weight `zero`.
     """
     if rejected not in ("left_out", "zero"):
-        raise Refusal.at("algorithm.rollout_correction.rejected", f"{rejected!r} is not known", "left_out or zero")
+        raise Refusal.at(
+            "algorithm.rollout_correction.rejected",
+            f"{rejected!r} is not known",
+            "left_out or zero",
+            code="unknown-name",
+        )
     log_ratio_K = _log_ratio(trainer_K, rollout_logprobs_K, reduce)
     is_weights_K = _importance(weight, log_ratio_K, sequence_K, sequences)
     most = math.inf if cap is None or weight == "none" else cap
@@ -117,6 +122,7 @@ def _log_ratio(trainer_K: torch.Tensor, rollout_logprobs_K: torch.Tensor, reduce
             "rollout log-probabilities",
             f"{unknown:,} of {tokens:,} tokens have none that can be compared with the trainer's",
             "check that the engine returns the log-probability of every token it drew",
+            code="missing-logprobs",
         )
     return difference_K.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -154,7 +160,7 @@ def _inside(
     sequence_K: torch.Tensor,
     sequences: int,
 ) -> torch.Tensor:
-    """1 where the range holds. Ratios are compared as logarithms, because products of many overflow."""
+    """1 where the statistic is in the range. Ratios are compared as logarithms, because products of many overflow."""
     statistic_K = _statistic(band.by, log_ratio_K, trainer_K, rollout_logprobs_K)
     if band.over != "token":
         statistic_K = _over(band.over, statistic_K, sequence_K, sequences)
@@ -181,7 +187,12 @@ def _statistic(
         return p_K * (p_K / q_K).log() + (1 - p_K) * ((1 - p_K) / (1 - q_K)).log()
     if by == "tv":
         return (p_K - q_K).abs()
-    raise Refusal.at("algorithm.rollout_correction.reject", f"the statistic {by!r} is not known", "ratio, k2, k3, ...")
+    raise Refusal.at(
+        "algorithm.rollout_correction.reject",
+        f"the statistic {by!r} is not known",
+        "ratio, k2, k3, ...",
+        code="unknown-name",
+    )
 
 
 def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -194,11 +205,13 @@ def _over(over: str, statistic_K: torch.Tensor, sequence_K: torch.Tensor, sequen
             0, sequence_K, statistic_K, "amax", include_self=False
         )
         return largest_S[sequence_K]
-    raise Refusal.at("algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max")
+    raise Refusal.at(
+        "algorithm.rollout_correction.reject", f"{over!r} is not known", "token, sum, mean or max", code="unknown-name"
+    )
 
 
 def _disagreement(log_ratio_K: torch.Tensor, reduce: StepReduce) -> dict[str, float]:
-    """`kl` estimates KL(engine, trainer) by k1, `k3` the same by k3: both are 0 when they agree."""
+    """`kl` estimates KL(engine, trainer) by k1, `k3` by k3. Both are 0 if engine and trainer agree."""
     ratio_K = log_ratio_K.double().exp()
     return {
         "rollout_corr/ratio_mean": reduce.mean(ratio_K),
@@ -215,11 +228,11 @@ def _effective_share(weights_K: torch.Tensor, reduce: StepReduce) -> dict[str, f
 
 
 def _masked_sequences(keep_K: torch.Tensor, sequence_K: torch.Tensor, sequences: int, reduce: StepReduce) -> float:
-    """The share of sequences with tokens that keep none."""
+    """The share of sequences with tokens, but no kept token."""
     present_S = sum_by(torch.ones_like(keep_K), sequence_K, sequences) > 0
     lost_S = present_S & (sum_by(keep_K, sequence_K, sequences) == 0)
     return reduce.count(int(lost_S.sum())) / max(reduce.count(int(present_S.sum())), 1)
 
 
 def _unknown(key: str, name: str) -> Refusal:
-    return Refusal.at(key, f"{name!r} is not known", f"one of {', '.join(CHOICES)}")
+    return Refusal.at(key, f"{name!r} is not known", f"one of {', '.join(CHOICES)}", code="unknown-name")

@@ -46,8 +46,8 @@ def divergence(
 ) -> torch.Tensor:
     """The estimate at each token: `k1`, `abs`, `k2`, `k3`, or one of them with `+`.
 
-    As a term of the loss only k2 has a gradient whose mean is the gradient of the divergence (k1's mean gradient is
-    zero, k3's is that of the reverse divergence). The forms with `+` have the estimator's value and the gradient of k2.
+    As a term of the loss only k2 has a gradient whose mean is the gradient of the divergence. (k1's mean gradient is
+    zero; k3's is that of the reverse divergence.) The forms with `+` have the estimator's value and k2's gradient.
     With `old_K`, the log-probs of the sampling policy, that gradient is weighted by the detached ratio of new to old
     (at most 10). A token that is impossible under both has divergence 0; see `floor_logprobs`.
     """
@@ -61,7 +61,7 @@ def divergence(
             k2_K = k2_K * since_K.exp().clamp(max=MOST_WEIGHT).detach()
         return _FORWARD[estimator[:-1]](log_ratio_K.detach()) + (k2_K - k2_K.detach())
     names = ", ".join([*_FORWARD, *_STRAIGHT_THROUGH])
-    raise Refusal.at("algorithm.kl.estimator", f"{estimator!r} is not known", f"one of {names}")
+    raise Refusal.at("algorithm.kl.estimator", f"{estimator!r} is not known", f"one of {names}", code="unknown-name")
 
 
 def adapt_coefficient(coefficient: float, measured: float, target: float, horizon: int, sequences: int) -> float:
@@ -105,7 +105,9 @@ def distribution_divergence(
     if kind == "jsd":
         mixture_RV = torch.logaddexp(teacher_RV + math.log(mix), student_RV + math.log1p(-mix))
         return (mix * _kl(teacher_RV, mixture_RV) + (1 - mix) * _kl(student_RV, mixture_RV)).sum(-1)
-    raise Refusal.at("distill.divergence", f"{kind!r} is not known", f"one of {', '.join(DIVERGENCES)}")
+    raise Refusal.at(
+        "distill.divergence", f"{kind!r} is not known", f"one of {', '.join(DIVERGENCES)}", code="unknown-name"
+    )
 
 
 def fold_rest(logprobs_RV: torch.Tensor, ids_Rk: torch.Tensor) -> torch.Tensor:

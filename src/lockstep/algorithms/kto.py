@@ -15,7 +15,7 @@ from lockstep.algorithms.reduce import LEAST_SUM, floor_logprobs, log_ratio
 from lockstep.types import Sums
 
 MOST_DESIRABLE = 4 / 3
-"""The paper wants the desirable rows to weigh between 1 and 4/3 of the undesirable ones (its equation 8)."""
+"""The paper recommends a total weight of the desirable rows of 1 to 4/3 times the undesirable rows' (equation 8)."""
 
 
 def kto_loss(
@@ -31,7 +31,7 @@ def kto_loss(
 
     Log-ratios come from `row_logratios` or `row_means`, and `kl` is `kl_estimate` of the update. Metrics are sums over
     rows: the counts `desirable` and `undesirable`, their rewards beta lr, and `accuracy`: whether the log-ratio is on
-    the side of `kl` that the label says (equal: 0.5).
+    the side of `kl` given by the label (equal: 0.5).
     """
     above_N = logratios_N - kl
     toward_N = torch.where(desirable_N, above_N, -above_N)
@@ -68,7 +68,7 @@ def kl_estimate(logratios: torch.Tensor) -> float:
 
 
 def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[int]:
-    """For each row, the row that provides the mismatched completion.
+    """Returns for each row the row that provides the mismatched completion.
 
     It is the next row (cyclic, never the row itself) with another prompt and another completion; if there is none, the
     next with another completion. A shift by one would use a matched pair if neighbours share a prompt.
@@ -78,7 +78,7 @@ def mismatched_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequ
 
 
 def recommended_weights(desirable: int, undesirable: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The paper's range for the desirable rows' weight while the other is 1, and for the undesirable rows' likewise."""
+    """The paper's range of the desirable rows' weight if the other weight is 1, and the reverse."""
     if not desirable or not undesirable:
         raise ValueError("weights balance two kinds of rows, and one kind has no rows")
     scarce = undesirable / desirable
@@ -106,7 +106,7 @@ def imbalance_note(desirable: int, undesirable: int, w_d: float, w_u: float) -> 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Equal rows have equal `numbers`; `ends`, over two cycles of the rows, are the ends of runs of equal rows."""
+    """Equal rows have equal `numbers`; `ends` are the ends of runs of equal rows, over two cycles of the rows."""
 
     numbers: list[int]
     ends: list[int]

@@ -5,8 +5,8 @@ no gradient), r = e^d and the advantage A, each function computes one loss per t
 aggregation and importance weights; the step divides once.
 
 Tokens of weight 0 have no effect, not even on the means of their sequence. An impossible token (log p = -inf) has no
-gradient, and ratio 1 if it was impossible before; see `floor_logprobs`. Metrics are sums over tokens of other weight:
-`ppo_kl` of -d, `pg_clipfrac` of tokens whose gradient a bound changed.
+gradient; its ratio is 1 if it was impossible before (`floor_logprobs`). Metrics are sums over tokens of non-zero
+weight: `ppo_kl` sums -d, `pg_clipfrac` counts tokens whose gradient was changed by a bound.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def clip(tokens: PolicyTokens, *, low: float, high: float, dual: float | None) -
 
 
 def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
-    """GSPO in its token form (arXiv 2507.18071): clipped as PPO, with one ratio per sequence.
+    """GSPO in its token form (arXiv 2507.18071): clipped as in PPO, with one ratio per sequence.
 
-    The log ratio is the mean of d over the sequence's counted tokens, bounded at 10, with the gradient of the token's
-    log-prob. The paper's objective is this with `seq_mean_token_mean`.
+    The log ratio is the mean of d over the tokens of the sequence with non-zero weight, at most 10, with the gradient
+    of the token's log-prob. With `seq_mean_token_mean` this is the paper's objective.
     """
     tokens = _counted(tokens)
     d_K = _log_ratio(tokens)
@@ -73,7 +73,7 @@ def gspo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 def cispo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """CISPO (arXiv 2506.13585): -clip(r, 1 - low, 1 + high) A log p, the clipped ratio a constant weight.
 
-    The paper uses the upper bound only (low = 1). Every token keeps a gradient; `pg_clipfrac` are the bounded weights.
+    The paper uses only the upper bound (low = 1). Every token keeps a gradient; `pg_clipfrac` counts bounded weights.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp().detach()
@@ -84,7 +84,7 @@ def cispo(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 def sapo(tokens: PolicyTokens, *, positive: float, negative: float) -> Sums:
     """SAPO (arXiv 2511.20347): -A sigmoid(tau (r - 1)) 4 / tau, the temperature tau by the sign of A.
 
-    A soft gate instead of a clip: at r = 1 the gradient is that of -A r, and `pg_clipfrac` is 0.
+    A soft gate instead of a clip: at r = 1 the gradient equals that of -A r. `pg_clipfrac` is 0.
     """
     tokens = _counted(tokens)
     ratio_K = _log_ratio(tokens).exp()
@@ -96,9 +96,9 @@ def sapo(tokens: PolicyTokens, *, positive: float, negative: float) -> Sums:
 def geo_mean(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
     """GMPO (arXiv 2507.20673): -A times the geometric mean of the sequence's token ratios, at each of its tokens.
 
-    Each d is bounded before the mean, at `high` where A > 0 and at -`low` where A < 0: the bounds are on the log ratio
-    as in the paper (e^-0.4, e^0.4), not on the ratio. The mean is over counted tokens and carries gradients to all of
-    them. The paper's mean over sequences is this with `seq_mean_token_mean`.
+    Each d is bounded before the mean, at `high` if A > 0 and at -`low` if A < 0. The bounds apply to the log ratio as
+    in the paper (e^-0.4, e^0.4), not to the ratio. The mean is over tokens of non-zero weight and has gradients to all
+    of them. With `seq_mean_token_mean` this is the paper's mean over sequences.
     """
     tokens = _counted(tokens)
     d_K, advantages_K = _log_ratio(tokens), tokens.advantages_K
@@ -108,7 +108,7 @@ def geo_mean(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
 
 
 def clip_cov(tokens: PolicyTokens, *, low: float, high: float) -> Sums:
-    """Clip-Cov (arXiv 2505.22617): PPO's clip, and no loss at the selected tokens; see `token_selection`."""
+    """Clip-Cov (arXiv 2505.22617): PPO's clip, without a loss at the selected tokens; see `token_selection`."""
     selected_K = _selected(tokens)
     tokens = _counted(tokens)
     loss_K, clipped_K = _clipped(_log_ratio(tokens).exp(), tokens.advantages_K, low, high)
@@ -127,10 +127,10 @@ def kl_cov(tokens: PolicyTokens, *, weight: float) -> Sums:
 
 
 def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
-    """DPPO with the total variation of a coin (arXiv 2602.04879): -min(r, cap) A log p, the weight a constant.
+    """DPPO with the total variation of a Bernoulli distribution (arXiv 2602.04879): -min(r, cap) A log p, r detached.
 
     A token has no loss if it moved too far in the direction of its advantage: A > 0 and p - p_old > `high`, or A < 0
-    and p - p_old < -`low`. Bounds are on the probability, not on the ratio: rare tokens may move far.
+    and p - p_old < -`low`. The bounds apply to the probability, not to the ratio, so rare tokens may change a lot.
     """
     tokens = _counted(tokens)
     moved_K = tokens.logprobs_K.detach().exp() - tokens.old_K.exp()
@@ -139,10 +139,10 @@ def dppo_tv(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sum
 
 
 def dppo_kl(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sums:
-    """DPPO with the divergence of a coin (arXiv 2602.04879), KL((p_old, 1 - p_old), (p, 1 - p)), else as `dppo_tv`.
+    """DPPO with the Bernoulli divergence KL((p_old, 1 - p_old), (p, 1 - p)) (arXiv 2602.04879), else as `dppo_tv`.
 
-    The bound is `high` where A > 0 and p has risen, `low` where A < 0 and p has fallen. Probabilities over 1 - 1e-6
-    count as that.
+    The bound is `high` if A > 0 and p increased, `low` if A < 0 and p decreased. Probabilities above 1 - 1e-6 count as
+    1 - 1e-6.
     """
     tokens = _counted(tokens)
     logprobs_K, old_K = tokens.logprobs_K.detach(), tokens.old_K
@@ -156,8 +156,8 @@ def dppo_kl(tokens: PolicyTokens, *, low: float, high: float, cap: float) -> Sum
 def dro(tokens: PolicyTokens, *, beta: float) -> Sums:
     """Direct reward optimisation on tokens (arXiv 2405.19107): -A log p + beta / 2 (log p - log p_old)^2.
 
-    The paper's squared error of the advantage against beta d has this gradient up to the factor beta. Without a clip:
-    the square alone keeps the policy near where it was.
+    The gradient of the paper's squared error between advantage and beta d is the same up to the factor beta. There is
+    no clip: only the squared term keeps the policy near the old one.
     """
     tokens = _counted(tokens)
     loss_K = -tokens.advantages_K * tokens.logprobs_K + 0.5 * beta * _log_ratio(tokens).square()
@@ -177,7 +177,7 @@ def importance(tokens: PolicyTokens, *, cap: float, of: str) -> Sums:
         totals_S = sum_by(torch.where(tokens.counted_K, d_K, 0.0), tokens.sequence_K, count)
         d_K = totals_S.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[tokens.sequence_K]
     elif of != "token":
-        raise Refusal.at("algorithm.ratio_of", f"{of!r} is not known", "token or sequence")
+        raise Refusal.at("algorithm.ratio_of", f"{of!r} is not known", "token or sequence", code="unknown-name")
     ratio_K = d_K.exp()
     loss_K = -ratio_K.clamp(max=cap) * tokens.advantages_K * tokens.logprobs_K
     return _sums(tokens, loss_K, pg_clipfrac=ratio_K > cap)
@@ -215,7 +215,7 @@ LOSSES: dict[str, Callable[..., Sums]] = {
 
 
 def _counted(tokens: PolicyTokens) -> PolicyTokens:
-    """Zeros at tokens of weight 0 and no infinities elsewhere, which would make the sum or its gradient NaN."""
+    """Sets tokens of weight 0 to zero and removes infinities, which would make the sum or its gradient NaN."""
     kept_K = tokens.counted_K
     return replace(
         tokens,
@@ -257,7 +257,7 @@ def _within(tokens: PolicyTokens, beyond_K: torch.Tensor, cap: float) -> Sums:
 
 def _selected(tokens: PolicyTokens) -> torch.Tensor:
     if tokens.selected_K is None:
-        raise Refusal.at("algorithm.loss", "a covariance loss needs selected tokens, and the update has none")
+        raise Refusal.at("algorithm.loss", "a covariance loss needs selected tokens", code="missing-input")
     return tokens.selected_K > 0
 
 

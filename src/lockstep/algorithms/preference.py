@@ -22,7 +22,7 @@ EXPONENT_BOUND = 40.0
 
 @dataclass(frozen=True)
 class Partners:
-    """For each pair, the scores that the ranked losses (AOT) compare with; constants."""
+    """The scores that the ranked losses (AOT) compare each pair with; constants."""
 
     chosen_P: torch.Tensor
     rejected_P: torch.Tensor
@@ -96,7 +96,7 @@ def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) 
 def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-zero (arXiv 2408.06266, equation 7): 1 - sigmoid(beta chosen) + sigmoid(beta rejected).
 
-    Raises the chosen response and lowers the rejected: for chosen responses better than the model's.
+    Increases the chosen and decreases the rejected likelihood: for chosen responses better than the model's.
     """
     return (-beta * chosen_P).sigmoid() + (beta * rejected_P).sigmoid()
 
@@ -104,7 +104,7 @@ def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -
 def apo_down(chosen_P: torch.Tensor, rejected_P: torch.Tensor, *, beta: float) -> torch.Tensor:
     """APO-down (arXiv 2408.06266, equation 8): sigmoid(beta chosen) + 1 - sigmoid(beta h).
 
-    Lowers both, the rejected one more: for chosen responses worse than the model's.
+    Decreases both likelihoods, the rejected one more: for chosen responses worse than the model's.
     """
     return (beta * chosen_P).sigmoid() + (-beta * (chosen_P - rejected_P)).sigmoid()
 
@@ -151,8 +151,8 @@ def aot_unpaired(
 ) -> torch.Tensor:
     """AOT without pairs (arXiv 2406.05882): the i-th smallest chosen score against the i-th smallest rejected one.
 
-    The two may be in different micro-batches, so each is compared with the other as a constant: the chosen one has
-    the value and the gradient of the loss, the rejected one the gradient only.
+    The two may be in different micro-batches, so each is compared with the other as a constant. The chosen one has
+    value and gradient of the loss, the rejected one only the gradient.
     """
     loss_P = _smoothed(beta * (chosen_P - partners.rejected_P), label_smoothing)
     opposite_P = _smoothed(beta * (partners.chosen_P - rejected_P), label_smoothing)
@@ -214,9 +214,9 @@ def paired_partners(
     reference_chosen_P: torch.Tensor,
     reference_rejected_P: torch.Tensor,
 ) -> Partners:
-    """For `aot`: the difference between the reference's log-probs of the pair of the same rank and of this pair.
+    """Partners of `aot`: the difference between the reference's log-probs of the pair of the same rank and this pair's.
 
-    With d the log-prob of the policy and r that of the reference, scores are d - r; subtracting r_partner - r gives
+    With d the policy's log-prob and r the reference's, scores are d - r; subtracting r_partner - r gives
     d - r_partner.
     """
     partner_P = _of_same_rank(chosen_P - rejected_P, reference_chosen_P - reference_rejected_P)
@@ -226,7 +226,7 @@ def paired_partners(
 
 
 def unpaired_partners(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Partners:
-    """For `aot_unpaired`: for each chosen score the rejected one of the same rank, and vice versa."""
+    """Partners of `aot_unpaired`: the rejected score of the same rank for each chosen score, and vice versa."""
     return Partners(chosen_P[_of_same_rank(rejected_P, chosen_P)], rejected_P[_of_same_rank(chosen_P, rejected_P)])
 
 
@@ -271,7 +271,7 @@ def preference_loss(
     """The loss `kind` of each pair, plus `nll` times the chosen response's mean negative log-likelihood (RPO's term).
 
     `average` divides every score by its response's length; `simpo` and `orpo` always do. `nll` is a mean over the
-    tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is that of f-DPO, applied
+    tokens of each response (arXiv 2404.19733), not over all tokens of the batch. `divergence` is f-DPO's, applied
     to the ratio of the full response before any mean. The ranked losses need their `partners` over the update.
 
     Metrics are sums over pairs: `chosen` and `rejected` implicit rewards (beta times the score),
@@ -281,7 +281,9 @@ def preference_loss(
     chosen_P, rejected_P = _scores(pairs, kind, average, divergence, alpha)
     if kind in RANKED:
         if partners is None:
-            raise Refusal.at("preference.loss", f"{kind} sorts the pairs of an update, and got no order")
+            raise Refusal.at(
+                "preference.loss", f"{kind} sorts the pairs of an update, and got no order", code="missing-input"
+            )
         loss_P = RANKED[kind](chosen_P, rejected_P, partners, **settings)
     else:
         loss_P = LOSSES[kind](chosen_P, rejected_P, **settings)
@@ -317,24 +319,37 @@ def _settings(
 ) -> dict[str, float]:
     """The settings of the loss. Settings that the loss does not use are an error."""
     if kind not in LOSSES and kind not in RANKED:
-        raise Refusal.at("preference.loss", f"{kind!r} is not known", f"one of {', '.join([*LOSSES, *RANKED])}")
+        raise Refusal.at(
+            "preference.loss", f"{kind!r} is not known", f"one of {', '.join([*LOSSES, *RANKED])}", code="unknown-name"
+        )
     settings = {"beta": beta}
     if kind in SMOOTHED:
         settings["label_smoothing"] = label_smoothing
     elif label_smoothing:
         remedy = f"set it to 0, or choose one of {', '.join(SMOOTHED)}"
-        raise Refusal.at("preference.label_smoothing", f"the loss {kind} has no label smoothing", remedy)
+        raise Refusal.at(
+            "preference.label_smoothing", f"the loss {kind} has no label smoothing", remedy, code="unused-key"
+        )
     if kind == "exo_pair" and not label_smoothing:
-        raise Refusal.at("preference.label_smoothing", "exo_pair takes its logarithm", "set it, for example to 0.001")
+        raise Refusal.at(
+            "preference.label_smoothing",
+            "exo_pair takes its logarithm",
+            "set it, for example to 0.001",
+            code="out-of-range",
+        )
     if kind == "simpo":
         settings["gamma"] = gamma
     elif gamma:
-        raise Refusal.at("preference.gamma", f"the loss {kind} has no margin", "set it to 0, or choose simpo")
+        raise Refusal.at(
+            "preference.gamma", f"the loss {kind} has no margin", "set it to 0, or choose simpo", code="unused-key"
+        )
     if kind == "discopop":
         settings["discopop_tau"] = discopop_tau
     if divergence != "reverse_kl" and kind not in DIVERGENT:
         remedy = f"set it to reverse_kl, or choose one of {', '.join(DIVERGENT)}"
-        raise Refusal.at("preference.divergence", f"the loss {kind} is made for the reverse KL", remedy)
+        raise Refusal.at(
+            "preference.divergence", f"the loss {kind} is made for the reverse KL", remedy, code="unused-key"
+        )
     return settings
 
 
@@ -343,7 +358,9 @@ def _scores(pairs: Pairs, kind: str, average: bool, divergence: str, alpha: floa
     if kind not in REFERENCE_FREE:
         if pairs.reference_chosen_P is None or pairs.reference_rejected_P is None:
             remedy = f"choose one of {', '.join(REFERENCE_FREE)}, or give the reference's log-probabilities"
-            raise Refusal.at("preference.loss", f"{kind} compares with a reference, and there is none", remedy)
+            raise Refusal.at(
+                "preference.loss", f"{kind} compares with a reference, and there is none", remedy, code="missing-input"
+            )
         ratios = (
             log_ratio(chosen_P, pairs.reference_chosen_P, LEAST_SUM),
             log_ratio(rejected_P, pairs.reference_rejected_P, LEAST_SUM),

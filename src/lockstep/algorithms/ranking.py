@@ -28,7 +28,7 @@ def pair_loss(
         return -logsigmoid(chosen_P - rejected_P - margin_P)
     if kind == "logexp":
         return softplus(rejected_P - chosen_P + margin_P)
-    raise Refusal.at("rm.loss", f"{kind!r} is not known", f"one of {', '.join(PAIR_LOSSES)}")
+    raise Refusal.at("rm.loss", f"{kind!r} is not known", f"one of {', '.join(PAIR_LOSSES)}", code="unknown-name")
 
 
 def ranking_loss(
@@ -64,7 +64,9 @@ def ranking_loss(
     elif ranking == "plackett_luce":
         loss = (_plackett_luce(scores_S, ranking_S, sizes_R, margins_R) / (sizes_R - 1)).sum()
     else:
-        raise Refusal.at("rm.ranking", f"{ranking!r} is not known", f"one of {', '.join(RANKINGS)}")
+        raise Refusal.at(
+            "rm.ranking", f"{ranking!r} is not known", f"one of {', '.join(RANKINGS)}", code="unknown-name"
+        )
     if centre:
         loss = loss + centre * (2 * sum_by(scores_S, ranking_S, count) / sizes_R).square().sum()
     gap_P = (chosen_P - rejected_P).detach()

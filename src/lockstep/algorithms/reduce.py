@@ -18,7 +18,7 @@ from lockstep.errors import Refusal
 LEAST = -1e4
 """Replaces the log-prob of an impossible token."""
 LEAST_SUM = -1e6
-"""Replaces that of a response with an impossible token; a sum over tokens can be below LEAST."""
+"""Replaces the log-prob of a response with an impossible token; a sum over tokens can be below LEAST."""
 CERTAIN = -1e-6
 """Upper limit of log-probs: sums in float32 cannot distinguish larger ones from 0."""
 
@@ -91,7 +91,7 @@ def sum_by(values_K: torch.Tensor, key_K: torch.Tensor, count: int) -> torch.Ten
 
 
 def sequence_mean(values_K: torch.Tensor, keep_K: torch.Tensor, sequence_K: torch.Tensor, count: int) -> torch.Tensor:
-    """For each token, the mean of the kept values of its sequence; 0 if the sequence has no kept token."""
+    """The mean of the kept values of its sequence, for each token; 0 if the sequence has no kept token."""
     keep_K = keep_K.to(values_K.dtype)
     totals_S = sum_by(torch.where(keep_K > 0, values_K * keep_K, 0.0), sequence_K, count)
     lengths_S = sum_by(keep_K, sequence_K, count)
@@ -133,4 +133,6 @@ def aggregation_weights(
         return weights_K / lengths_S.clamp(min=1)[sequence_K], counted
     if kind == "seq_mean_token_sum_norm":
         return weights_K, counted * max_tokens
-    raise Refusal.at("algorithm.aggregation", f"{kind!r} is not known", f"one of {', '.join(AGGREGATIONS)}")
+    raise Refusal.at(
+        "algorithm.aggregation", f"{kind!r} is not known", f"one of {', '.join(AGGREGATIONS)}", code="unknown-name"
+    )

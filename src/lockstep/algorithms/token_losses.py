@@ -19,14 +19,14 @@ def nll(logprobs_K: torch.Tensor) -> Sums:
     return Sums(loss=-floor_logprobs(logprobs_K).sum())
 
 
-# Process reward models. Shapes: L labelled positions, W label tokens, of which the first is the good one.
+# Process reward models. Shapes: L labelled positions, W label tokens; the first label token is the good one.
 
 
 def step_loss(logprobs_LW: torch.Tensor, labels_LW: torch.Tensor) -> Sums:
     """Cross entropy to the labels, with the model's distribution restricted to the label tokens.
 
     A label is a distribution, one-hot for hard labels. Metrics are sums over positions: `positive` is the probability
-    of the good token, `label_positive` its target, and `accuracy` whether the most likely token is that of the label.
+    of the good token, `label_positive` its target, `accuracy` whether the most likely token is the label's.
     Ties are shared: of two tokens, a label of 0.5 or equal log-probs count 0.5. If all label tokens are impossible,
     they are equally likely; see `floor_logprobs`.
     """

@@ -103,6 +103,8 @@ def draw_repeats(scores_S: torch.Tensor, method: str, power: float, generator: t
     elif method == "max_random":
         weights_S = torch.where(scores_S == scores_S.max(), 0.4, 0.1).double()
     else:
-        raise Refusal.at("algorithm.pf_ppo.method", f"{method!r} is not known", f"one of {', '.join(METHODS)}")
+        raise Refusal.at(
+            "algorithm.pf_ppo.method", f"{method!r} is not known", f"one of {', '.join(METHODS)}", code="unknown-name"
+        )
     drawn = torch.multinomial(weights_S + LEAST, len(scores_S), replacement=True, generator=generator)
     return torch.bincount(drawn, minlength=len(scores_S)).to(torch.float32)

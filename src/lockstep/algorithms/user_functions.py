@@ -33,11 +33,15 @@ def _estimate(function: UserFunction, signals: Signals, **unused: float) -> Esti
     try:
         values = torch.as_tensor(returned, dtype=signals.rewards_K.dtype).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise function.refuse(f"returned a {type(returned).__name__} that is no vector of numbers", remedy) from error
+        raise function.refuse(
+            f"returned a {type(returned).__name__} that is no vector of numbers", remedy, code="invalid-return"
+        ) from error
     if values.shape not in ((sequences,), (tokens,)):
-        raise function.refuse(f"returned the shape {tuple(values.shape)}", remedy)
+        raise function.refuse(f"returned the shape {tuple(values.shape)}", remedy, code="invalid-return")
     if not bool(torch.isfinite(values).all()):
-        raise function.refuse(f"returned {_count(~torch.isfinite(values))} numbers that are not finite", remedy)
+        raise function.refuse(
+            f"returned {_count(~torch.isfinite(values))} numbers that are not finite", remedy, code="not-finite"
+        )
     advantages_K = values[signals.sequence_K] if len(values) != tokens else values
     return Estimate(advantages_K, signals.scores_S[signals.sequence_K])
 
@@ -46,14 +50,16 @@ def _losses(function: UserFunction, tokens: PolicyTokens) -> torch.Tensor:
     remedy = f"return a tensor of {len(tokens.logprobs_K)} losses, one for each token, made of tokens.logprobs_K"
     losses = function(tokens)
     if not isinstance(losses, torch.Tensor):
-        raise function.refuse(f"returned a {type(losses).__name__}", remedy)
+        raise function.refuse(f"returned a {type(losses).__name__}", remedy, code="invalid-return")
     if losses.shape != tokens.logprobs_K.shape:
-        raise function.refuse(f"returned the shape {tuple(losses.shape)}", remedy)
+        raise function.refuse(f"returned the shape {tuple(losses.shape)}", remedy, code="invalid-return")
     if not losses.requires_grad and tokens.logprobs_K.requires_grad:
-        raise function.refuse("returned losses without a gradient: nothing would be trained", remedy)
+        raise function.refuse(
+            "returned losses without a gradient: nothing would be trained", remedy, code="invalid-return"
+        )
     bad = ~torch.isfinite(losses) & tokens.counted_K
     if bool(bad.any()):
-        raise function.refuse(f"returned {_count(bad)} losses that are not finite", remedy)
+        raise function.refuse(f"returned {_count(bad)} losses that are not finite", remedy, code="not-finite")
     return losses
 
 

@@ -1,2 +1,2 @@
-"""The front door for Python: a handle on a model, and comparisons. `lockstep` itself offers its names; nothing below
-imports this room."""
+"""The Python API: a handle on a model, and comparisons. The package `lockstep` exports its names; lower layers must not
+import it."""

@@ -30,7 +30,7 @@ from lockstep.recipe.schema import Lora, Model, Optim
 from lockstep.train.optim import LossScale, Optimizer
 from lockstep.train.step import Learner
 
-# Losses are sums, so gradients are larger than those of means by the number of tokens of an update.
+# Losses are sums, so gradients are larger than those of mean losses by a factor of the number of tokens of an update.
 _FIRST_SCALE = 2.0**7
 
 
@@ -50,7 +50,7 @@ def load(
     activation_offload: bool = False,
     seed: int = 0,
 ) -> Handle:
-    """A handle on the model of a Hugging Face folder (or of a run folder).
+    """Loads the model of a Hugging Face folder (or of a run folder) and returns a handle on it.
 
     `lora` is a rank, or the settings of a recipe; without it, all weights are trained. `clip` is the maximum gradient
     norm. `reference` keeps a frozen copy of the model, or of another folder, for log-probabilities; with `lora`, the
@@ -61,7 +61,10 @@ def load(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal.at(
-            "lockstep.load", "a handle uses one process on one device", "use lockstep.train under torchrun"
+            "lockstep.load",
+            "a handle uses one process on one device",
+            "use lockstep.train under torchrun",
+            code="one-process-only",
         )
     chosen = select(device)
     folder = model_folder(str(model))
@@ -106,7 +109,9 @@ def load(
 def _adapter(lora: int | Lora | None) -> Lora | None:
     adapter = checked(Lora, rank=lora) if isinstance(lora, int) else lora
     if adapter is not None and adapter.rank is None and adapter.adapter is None:
-        raise Refusal.at("lora.rank", "must be set", "for example 8; or set adapter to start from an adapter")
+        raise Refusal.at(
+            "lora.rank", "must be set", "for example 8; or set adapter to start from an adapter", code="not-set"
+        )
     if adapter is not None and adapter.alpha is None and adapter.rank is not None:
         adapter = adapter.model_copy(update={"alpha": 2.0 * adapter.rank})
     return adapter
@@ -114,10 +119,12 @@ def _adapter(lora: int | Lora | None) -> Lora | None:
 
 def _refuse_dtype(dtype: str, device: Device) -> None:
     if dtype not in DTYPES:
-        raise Refusal.at("dtype", f"{dtype!r} is not supported", f"use one of {', '.join(DTYPES)}")
+        raise Refusal.at("dtype", f"{dtype!r} is not supported", f"use one of {', '.join(DTYPES)}", code="unknown-name")
     if not device.supports(DTYPES[dtype]):
         usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
-        raise Refusal.at("dtype", f"{device.name} does not support {dtype}", f"use {' or '.join(usable)}")
+        raise Refusal.at(
+            "dtype", f"{device.name} does not support {dtype}", f"use {' or '.join(usable)}", code="unsupported-dtype"
+        )
 
 
 def _frozen(settings: Model, path: str, device: Device, torch_device: torch.device, vocabulary: int) -> Policy:
@@ -127,6 +134,7 @@ def _frozen(settings: Model, path: str, device: Device, torch_device: torch.devi
             f"reference {path}",
             f"has {other:,} tokens, and the model {vocabulary:,}",
             "use a reference with the same tokenizer",
+            code="other-vocabulary",
         )
     alone = settings.model_copy(update={"path": path, "lora": None, "activation_offload": False})
     policy = load_policy(alone, torch_device, device.attention, seed=0)

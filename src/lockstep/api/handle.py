@@ -1,11 +1,11 @@
-"""Handle of a model: sample, log-probabilities, gradients, optimizer steps. `lockstep.load` creates one.
+"""A handle on a model: sampling, log-probabilities, gradients, optimizer steps. `lockstep.load` creates one.
 
     model = lockstep.load("folder", lr=1e-4)
     responses = model.sample(["2+3="], n=8)
     model.forward_backward([r.datum(advantage=1.0) for r in responses], "policy_gradient")
     model.optim_step()
 
-One process and one device; runs on several are `lockstep.train`'s.
+A handle uses one process and one device. For several, use `lockstep.train`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Gathered:
-    """The count over which `forward_backward` has summed since the last step."""
+    """The number of tokens or examples that `forward_backward` has summed over since the last step."""
 
     count: int = 0
     per: Per | None = None
@@ -103,25 +103,26 @@ class Handle:
     # Examples ----------------------------------------------------------------------------------------------------
 
     def example(self, prompt: str | Sequence[Any], response: str, **columns: Any) -> Datum:
-        """A prompt and a trained response, tokenised as the rows of a recipe."""
+        """Returns a prompt and a trained response, tokenised like the rows of a recipe."""
         return self._datum(prompt, [response], columns)
 
     def pair(self, prompt: str | Sequence[Any], chosen: str, rejected: str, **columns: Any) -> Datum:
-        """Two responses to one prompt, the better one first."""
+        """Returns two responses to one prompt, the better one first."""
         return self._datum(prompt, [chosen, rejected], columns)
 
     def tokens(self, ids: Sequence[int], trained: Sequence[int], **columns: Any) -> Datum:
-        """Token ids with a loss mask: 1 for trained tokens, 0 for context."""
+        """Returns an example of token ids with a loss mask: 1 for trained tokens, 0 for context."""
         if len(ids) != len(trained) or not set(trained) <= {0, 1}:
             raise Refusal.at(
                 "trained",
                 f"{len(trained)} entries for {len(ids)} tokens, or values other than 0 and 1",
                 "give one per token",
+                code="wrong-count",
             )
         return Datum((Example(list(ids), [int(one) for one in trained], Origin("tokens of an example", 0)),), columns)
 
     def encode(self, prompt: PromptLike) -> list[int]:
-        """The token ids of a prompt."""
+        """Returns the token ids of a prompt."""
         origin = Origin("prompt", 0)
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
             ids = [token for token in prompt if isinstance(token, int)]
@@ -133,7 +134,9 @@ class Handle:
             check_messages([*messages, {"role": "assistant", "content": "?"}], origin)
             ids = self._encoding.ids(render_prompt(self.tokenizer, messages, origin))
         if not ids:
-            raise Refusal.at("prompt", f"{prompt!r} has no tokens", "give a prompt that is not empty")
+            raise Refusal.at(
+                "prompt", f"{prompt!r} has no tokens", "give a prompt that is not empty", code="empty-prompt"
+            )
         return ids
 
     # Sampling and training ---------------------------------------------------------------------------------------
@@ -153,10 +156,12 @@ class Handle:
         """Samples `n` responses per prompt, grouped by prompt. Temperature 0 is greedy.
 
         Each call samples new responses; the same sequence of calls with the same `seed` gives the same responses.
-        Log-probabilities are those of the sampling distribution (greedy: of the unmodified model).
+        Log-probabilities are under the sampling distribution (greedy: under the unmodified model).
         """
         if n > 1 and not temperature:
-            raise Refusal.at("n", f"{n} greedy responses would be identical", "set a temperature")
+            raise Refusal.at(
+                "n", f"{n} greedy responses would be identical", "set a temperature", code="identical-samples"
+            )
         # Temperature 0 is valid here but not in a recipe.
         kinds = {"n": n, "max_tokens": max_tokens, "temperature": 1.0 if temperature == 0 else temperature}
         stops = [stop] if isinstance(stop, str) else list(stop)
@@ -188,7 +193,7 @@ class Handle:
 
     @torch.no_grad()
     def _generate(self, prompt_ids: Sequence[list[int]], n: int, sampling: Sampling) -> list[Completion]:
-        """`n` completions per prompt, in order."""
+        """Returns `n` completions per prompt, in order."""
         requests = [Request(ids, self.sampled + number, n) for number, ids in enumerate(prompt_ids)]
         self.sampled += len(prompt_ids)
         if not self._engine_checked:
@@ -198,9 +203,9 @@ class Handle:
         return sorted(self._engine.generate(requests, sampling), key=lambda one: (one.request, one.sample))
 
     def logprobs(self, examples: Sequence[Datum | Response], *, reference: bool = False) -> list[torch.Tensor]:
-        """Log-probabilities of the trained tokens: one CPU vector per sequence (a pair has two).
+        """Returns the log-probabilities of the trained tokens: one CPU vector per sequence (a pair has two).
 
-        `reference` uses the frozen copy, or with LoRA the model without its adapter.
+        `reference` uses the frozen copy or, with LoRA, the model without its adapter.
         """
         data = as_data(examples)
         found: dict[int, list[torch.Tensor]] = {}
@@ -226,10 +231,11 @@ class Handle:
     ) -> dict[str, float]:
         """Adds the gradient of the summed losses and counts tokens or examples; `optim_step` divides by the count.
 
-        `loss` is one of ours by its name in a recipe (`settings` are its keys there), or a function that is called as
-        `loss(*logprobs, **columns)` for each example and returns a sum. `per` is what `optim_step` divides by: trained
-        tokens (ours of supervised and policy losses) or examples (ours of pairs, and functions). So the same examples
-        in one call or in several give the same step. Returns means over this call: `loss`, and what the loss counts.
+        `loss` is a built-in loss by its name in a recipe (`settings` are its recipe keys), or a function that is called
+        as `loss(*logprobs, **columns)` for each example and returns a sum. `per` is what `optim_step` divides by:
+        trained tokens (the default of supervised and policy losses) or examples (the default of pair losses and
+        functions). So the same examples in one call or in several give the same step. Returns means over this call:
+        `loss`, and the other values that the loss sums.
         """
         data = as_data(examples)
         chosen = chosen_loss(loss, per, settings)
@@ -238,6 +244,7 @@ class Handle:
                 "per",
                 f"this step has sums over {self._gathered.per}s, and loss {chosen.name} counts {chosen.per}s",
                 "set per= in both calls, or call optim_step between them",
+                code="mixed-units",
             )
         count = len(data) if chosen.per == "example" else sum(datum.targets for datum in data)
         totals: dict[str, float] = {"loss": 0.0}
@@ -256,12 +263,12 @@ class Handle:
         return {name: value / count for name, value in totals.items()}
 
     def optim_step(self, *, lr: float | None = None) -> dict[str, float]:
-        """One AdamW step with the accumulated gradients divided by the count; `lr` defaults to the handle's."""
+        """Runs one AdamW step with the accumulated gradients divided by the count; `lr` defaults to the handle's."""
         if not self._gathered.count:
-            raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first")
+            raise Refusal.at("optim_step", "there is no gradient", "call forward_backward first", code="missing-input")
         rate = self.lr if lr is None else lr
         if not (math.isfinite(rate) and rate >= 0):
-            raise Refusal.at("lr", f"{rate} is not a valid learning rate", "give 0 or more")
+            raise Refusal.at("lr", f"{rate} is not a valid learning rate", "give 0 or more", code="out-of-range")
         try:
             metrics = self._learner.optim_step(rate, divisor=float(self._gathered.count))
         except BaseException:
@@ -281,12 +288,19 @@ class Handle:
     def save(self, folder: str | Path) -> Path:
         """Writes a checkpoint `folder/step_N` atomically. See `restore`."""
         if self._gathered.count:
-            raise Refusal.at("save", "accumulated gradients would not be saved", "call optim_step, or forget()")
+            raise Refusal.at(
+                "save",
+                "accumulated gradients would not be saved",
+                "call optim_step, or forget()",
+                code="unsaved-gradients",
+            )
         if not self.steps:
-            raise Refusal.at("save", "nothing was trained yet", "call optim_step, or export the model")
+            raise Refusal.at(
+                "save", "nothing was trained yet", "call optim_step, or export the model", code="nothing-trained"
+            )
         target = checkpoints.folder_of(Path(folder), self.steps)
         if target.exists():
-            raise Refusal.at(str(target), "already exists", "choose another folder")
+            raise Refusal.at(str(target), "already exists", "choose another folder", code="already-exists")
         scale = self._learner.scale
         state = checkpoints.State(
             step=self.steps,
@@ -316,7 +330,12 @@ class Handle:
         path = checkpoints.folder_of(Path(folder), steps[-1]) if steps else Path(folder)
         damage = checkpoints.damage_of(path)
         if damage is not None:
-            raise Refusal.at(str(path), f"is not a complete checkpoint: {damage}", "give a folder that save() wrote")
+            raise Refusal.at(
+                str(path),
+                f"is not a complete checkpoint: {damage}",
+                "give a folder that save() wrote",
+                code="damaged-checkpoint",
+            )
         found = checkpoints.read(path)
         saved, current = found.state.recipe["model"], self.settings.model_dump(mode="json")
         for key in ("dtype", "lora"):
@@ -325,6 +344,7 @@ class Handle:
                     str(path),
                     f"was saved with {key}={saved[key]!r}, and the handle has {current[key]!r}",
                     "load it with the same settings",
+                    code="changed-setting",
                 )
         restore_weights(self._policy.stored, found.weights, str(path))
         self._learner.optimizer.restore(found.optimizer)
@@ -336,7 +356,7 @@ class Handle:
         self.forget()
 
     def export(self, folder: str | Path, *, adapter: bool = False) -> Path:
-        """Writes a Hugging Face folder with a merged adapter, or with `adapter` only a PEFT folder."""
+        """Writes a Hugging Face folder with the adapter merged, or, with `adapter`, only a PEFT folder."""
         out = Path(folder)
         weights = trained_weights(self._policy.stored)
         how: dict[str, Any] = {
@@ -360,7 +380,7 @@ class Handle:
 
     def _arranged(self, data: Sequence[Datum]) -> Update[Datum]:
         moving = fixed_length(self._policy.causal_lm.config.get_text_config()) is not None
-        # Packed sequences of a pair share their prefix, but in such models positions depend on the sequence length.
+        # Packed sequences of a pair share their prefix, but in some models positions depend on the sequence length.
         packed = not (moving and any(len(datum.sequences) > 1 for datum in data))
         for datum in data:
             for sequence in datum.sequences:
@@ -370,12 +390,14 @@ class Handle:
                         str(datum.origin),
                         f"has {len(sequence)} tokens, more than the model's context of {self._context}",
                         "shorten it",
+                        code="over-context",
                     )
             if packed and row_size(datum, packed=True) > self._batch_tokens:
                 raise Refusal.at(
                     str(datum.origin),
                     f"has {row_size(datum, packed=True)} tokens, more than batch_tokens={self._batch_tokens}",
                     "give lockstep.load a larger batch_tokens",
+                    code="over-batch-tokens",
                 )
         pad = self.tokenizer.pad_token_id
         return arrange(
@@ -388,7 +410,7 @@ class Handle:
 
     @contextmanager
     def _scored_by(self, reference: bool) -> Iterator[Policy]:
-        """The model that computes log-probabilities."""
+        """Yields the model that computes log-probabilities."""
         if not reference:
             yield self._policy
         elif self._reference is not None:
@@ -397,7 +419,12 @@ class Handle:
             with self._policy.without_adapter():
                 yield self._policy
         else:
-            raise Refusal.at("reference", "the handle has no reference", "use lockstep.load(..., reference=True)")
+            raise Refusal.at(
+                "reference",
+                "the handle has no reference",
+                "use lockstep.load(..., reference=True)",
+                code="missing-input",
+            )
 
     @property
     def _context(self) -> int | None:
@@ -408,7 +435,7 @@ class Handle:
         for position, token in enumerate(ids):
             if not 0 <= token < vocabulary:
                 why = f"token {token} at position {position} is not one of the model's {vocabulary:,} tokens"
-                raise Refusal.at(where, why, "encode it with this model's tokenizer")
+                raise Refusal.at(where, why, "encode it with this model's tokenizer", code="unknown-token")
 
     def _refuse_too_long(self, prompt_ids: Sequence[Sequence[int]], max_tokens: int) -> None:
         context = self._context
@@ -418,6 +445,7 @@ class Handle:
                     f"prompt {number}",
                     f"{len(ids)} tokens plus a response of {max_tokens} exceed the model's context of {context}",
                     "lower max_tokens, or shorten the prompt",
+                    code="over-context",
                 )
 
 

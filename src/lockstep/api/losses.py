@@ -1,4 +1,4 @@
-"""Data and losses of a handle: examples, responses, and the losses of a recipe by name."""
+"""The data and losses of a handle: examples, responses, and the losses of a recipe by name."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from lockstep.recipe.registry import LOSSES
 from lockstep.recipe.section import Section, invalid_reason
 from lockstep.types import Example, Message, MicroBatch, Origin, Sums
 
-# A text, a chat, or token ids.
+# A prompt is a text, a chat, or token ids.
 PromptLike = str | Sequence[Message] | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Datum:
-    """The input of one loss: one or several sequences (chosen and rejected), with named columns.
+    """The input of one loss call: one or several sequences (chosen and rejected), with named columns.
 
-    `scoring` is the distribution of the log-probabilities: for a response, the one it was sampled from.
+    `scoring` is the distribution of the log-probabilities. For a response it is the one that it was sampled from.
     """
 
     sequences: tuple[Example, ...]
@@ -51,11 +51,11 @@ class Datum:
 
     @property
     def targets(self) -> int:
-        """Trained tokens."""
+        """The number of trained tokens."""
         return sum(sequence.targets for sequence in self.sequences)
 
     def having(self, **columns: Any) -> Datum:
-        """The same sequences with more columns."""
+        """Returns the same sequences with more columns."""
         return replace(self, columns={**self.columns, **columns})
 
 
@@ -77,7 +77,7 @@ class Response:
     scoring: Scoring = field(default_factory=Scoring)
 
     def datum(self, **columns: Any) -> Datum:
-        """A training example: every token of the response is a target, and no token of the prompt."""
+        """Returns a training example in which all tokens of the response, and none of the prompt, are targets."""
         origin = Origin(f"response {self.sample} to prompt", self.prompt)
         trained = [0] * len(self.prompt_ids) + [1] * len(self.ids)
         return Datum((Example([*self.prompt_ids, *self.ids], trained, origin),), columns, self.scoring)
@@ -94,18 +94,24 @@ def as_data(examples: Sequence[Datum | Response]) -> list[Datum]:
                 f"example {number}",
                 f"is a {type(example).__name__}, not an example",
                 "use a response of sample(), or model.example(prompt, response), model.pair(...), model.tokens(...)",
+                code="wrong-type",
             )
         for sequence in example.sequences:
             if not sequence.targets:
-                raise Refusal.at(f"example {number} ({sequence.origin})", "has no trained token", "remove it")
+                raise Refusal.at(
+                    f"example {number} ({sequence.origin})",
+                    "has no trained token",
+                    "remove it",
+                    code="no-trained-token",
+                )
         data.append(example)
     if not data:
-        raise Refusal.at("examples", "must not be empty", "give at least one")
+        raise Refusal.at("examples", "must not be empty", "give at least one", code="empty-value")
     return data
 
 
 def by_scoring(data: Sequence[Datum]) -> list[tuple[Scoring, list[int]]]:
-    """Indices of the examples, grouped by the distribution of their log-probabilities."""
+    """Returns the indices of the examples, grouped by the distribution of their log-probabilities."""
     groups: dict[Scoring, list[int]] = {}
     for number, datum in enumerate(data):
         groups.setdefault(datum.scoring, []).append(number)
@@ -116,7 +122,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def checked(section: type[SectionT], **arguments: Any) -> SectionT:
-    """Checks arguments that are keys of a recipe section; errors name the argument."""
+    """Checks arguments that are keys of a recipe section; error messages contain the argument's name."""
     try:
         return section(**arguments)
     except ValidationError as failure:
@@ -126,6 +132,7 @@ def checked(section: type[SectionT], **arguments: Any) -> SectionT:
                     ".".join(map(str, error["loc"])),
                     f"{invalid_reason(error)} (given: {error['input']!r})",
                     "see docs/recipe.md",
+                    code="invalid-value",
                 )
                 for error in failure.errors()
             ]
@@ -133,7 +140,7 @@ def checked(section: type[SectionT], **arguments: Any) -> SectionT:
 
 
 # A loss is called once per example, `loss(*logprobs, **columns)`: one vector of log-probabilities per sequence, then
-# the columns of the example by name. It returns a sum, not a mean: `optim_step` divides once, by the count of `per`.
+# the columns of the example by name. It returns a sum, not a mean; `optim_step` divides once, by the count of `per`.
 
 Per = Literal["token", "example"]
 LossFunction = Callable[..., "torch.Tensor | Sums"]
@@ -141,7 +148,7 @@ LossFunction = Callable[..., "torch.Tensor | Sums"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """A loss with its settings, what it is divided by, and its name in messages."""
+    """A loss with its settings, the unit whose count it is divided by, and its name for messages."""
 
     function: LossFunction
     per: Per
@@ -157,6 +164,7 @@ class Chosen:
                 f"cannot be called for {datum.origin}, which has {len(logprobs)} sequence(s) and the columns "
                 f"{columns}: {error}",
                 "add the missing columns: example.having(name=value)",
+                code="missing-column",
             ) from error
         result = self.function(*logprobs, **datum.columns)
         sums = result if isinstance(result, Sums) else Sums(result)
@@ -165,9 +173,11 @@ class Chosen:
 
 
 def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str, Any]) -> Chosen:
-    """The requested loss, ready to be called for each example."""
+    """Returns the requested loss, ready to be called for each example."""
     if per is not None and per not in get_args(Per):
-        raise Refusal.at("per", f"{per!r} is not supported", f"use one of {', '.join(get_args(Per))}")
+        raise Refusal.at(
+            "per", f"{per!r} is not supported", f"use one of {', '.join(get_args(Per))}", code="unknown-name"
+        )
     if callable(loss):
         name = getattr(loss, "__name__", type(loss).__name__)
         if settings:
@@ -175,6 +185,7 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
                 f"loss {name}",
                 f"is your function, and {', '.join(settings)} are settings of built-in losses",
                 "bind them with functools.partial, or put them into the examples' columns",
+                code="unused-key",
             )
         return Chosen(loss, per or "example", name)
     if loss == "nll":
@@ -185,11 +196,23 @@ def chosen_loss(loss: str | LossFunction, per: Per | None, settings: Mapping[str
     if loss in pair_losses.LOSSES:
         return Chosen(_of_pair(loss, settings), per or "example", loss)
     if loss in pair_losses.RANKED:
-        raise Refusal.at(f"loss {loss}", "sorts the pairs of an update", "use lockstep.train with preference.loss")
-    if loss in LOSSES:  # it selects tokens over a full update, which a single call does not have
-        raise Refusal.at(f"loss {loss}", "selects tokens over a full update", "use lockstep.train with algorithm.loss")
+        raise Refusal.at(
+            f"loss {loss}",
+            "sorts the pairs of an update",
+            "use lockstep.train with preference.loss",
+            code="unsupported-combination",
+        )
+    if loss in LOSSES:  # it selects tokens over a full update, but a call gets a single example
+        raise Refusal.at(
+            f"loss {loss}",
+            "selects tokens over a full update",
+            "use lockstep.train with algorithm.loss",
+            code="unsupported-combination",
+        )
     names = ["nll", *(name for name, row in LOSSES.items() if row.selection_keys is None), *pair_losses.LOSSES]
-    raise Refusal.at(f"loss {loss!r}", "does not exist", f"give a function, or one of {', '.join(names)}")
+    raise Refusal.at(
+        f"loss {loss!r}", "does not exist", f"give a function, or one of {', '.join(names)}", code="unknown-name"
+    )
 
 
 def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
@@ -199,7 +222,7 @@ def _of_response(name: str, settings: Mapping[str, Any]) -> LossFunction:
     bound = partial(policy.LOSSES[name], **{word: getattr(keys, key) for word, key in arguments.items()})
 
     def loss(logprobs: torch.Tensor, *, advantage: Any, old: Any = None) -> Sums:
-        """`advantage`: one number, or one per token. `old`: log-probabilities before the update."""
+        """Computes the loss. `advantage`: one number, or one per token. `old`: log-probabilities before the update."""
         before = logprobs.detach() if old is None else _vector(old, logprobs, "old")
         advantages = _vector(advantage, logprobs, "advantage", spread=True)
         sequence = torch.zeros(len(logprobs), dtype=torch.long, device=logprobs.device)
@@ -214,7 +237,7 @@ def _of_pair(name: str, settings: Mapping[str, Any]) -> LossFunction:
     keys = _checked(Preference, {"loss": name, **settings}, "preference").model_dump(include=set(read))
 
     def loss(chosen: torch.Tensor, rejected: torch.Tensor, *, reference: Any = None) -> Sums:
-        """`reference`: log-probabilities of the chosen and of the rejected tokens under the reference."""
+        """Computes the loss. `reference`: the reference's log-probabilities of the chosen and the rejected tokens."""
         ref_logprobs: list[torch.Tensor | None] = [None, None]
         if reference is not None:
             both = zip(reference, (chosen, rejected), strict=True)
@@ -239,6 +262,7 @@ def _vector(value: Any, like: torch.Tensor, column: str, *, spread: bool = False
             if vector.shape != like.shape
             else "has non-finite numbers",
             f"give {what}one finite number for each trained token",
+            code="wrong-shape",
         )
     return vector
 
@@ -248,7 +272,10 @@ def _checked(kind: type[Section], values: Mapping[str, Any], section: str) -> An
         return kind(**values)
     except ValidationError as failure:
         raise Refusal(
-            [Problem(f"{section}.{'.'.join(map(str, e['loc']))}", invalid_reason(e)) for e in failure.errors()]
+            [
+                Problem(f"{section}.{'.'.join(map(str, e['loc']))}", invalid_reason(e), code="invalid-value")
+                for e in failure.errors()
+            ]
         ) from failure
 
 
@@ -257,7 +284,10 @@ def _refuse_unread(name: str, settings: Mapping[str, Any], read: Sequence[str]) 
     unread = [key for key in settings if key not in read]
     if unread:
         raise Refusal.at(
-            f"loss {name}", f"does not read {', '.join(unread)}", f"its settings: {', '.join(read) or 'none'}"
+            f"loss {name}",
+            f"does not read {', '.join(unread)}",
+            f"its settings: {', '.join(read) or 'none'}",
+            code="unused-key",
         )
 
 
@@ -271,12 +301,15 @@ def _refuse_no_number(loss: Any, name: str, datum: Datum) -> None:
         what = "returned a number that does not depend on the log-probabilities: nothing would be trained"
     if what is not None:
         raise Refusal.at(
-            f"loss {name}", f"{what}, for {datum.origin}", "return the sum over the example's tokens, a tensor"
+            f"loss {name}",
+            f"{what}, for {datum.origin}",
+            "return the sum over the example's tokens, a tensor",
+            code="invalid-return",
         )
 
 
 def batch_loss(chosen: Chosen, update: Update[Datum]) -> Any:
-    """The loss of a micro-batch: the sum over its examples."""
+    """Returns the loss of a micro-batch: the sum over its examples."""
     counts = [len(datum.sequences) for datum in update.items]
 
     def loss(scores: Scores, batch: MicroBatch) -> Sums:

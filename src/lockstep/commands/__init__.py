@@ -1,1 +1,1 @@
-"""What a verb of the command line does beyond one call. Imported by `cli.py` alone."""
+"""The implementation of commands that need more than one call. Only `cli.py` imports it."""

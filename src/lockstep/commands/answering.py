@@ -1,6 +1,6 @@
 """The commands that generate with a model and use its responses: generate, serve, eval, sample, pairs.
 
-Each imports what it needs when it is called, so that `--help` is fast.
+Each command imports what it needs when it is called, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def serve(
     ] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Maximum sequences decoded at once.")] = 64,
     cache_gb: Annotated[
-        float | None, typer.Option(min=1e-6, help="Size of the key/value cache [at most half of the free memory].")
+        float | None, typer.Option(min=1e-6, help="Size of the KV cache in GB [at most half of the free memory].")
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Maximum waiting or running sequences; more get status 429.")] = 256,
     max_body: Annotated[
@@ -160,7 +160,7 @@ def sample(
     model: ModelArgument,
     data: Annotated[str, typer.Argument(metavar="DATA", help="Rows in the RL schema.")],
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Output file, one response per row.")],
-    # The short form is needed because torchrun reads `--n` as one of its options.
+    # The short form is needed because torchrun would take `--n` as one of its own options.
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per question.")] = 8,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[
@@ -223,7 +223,7 @@ def pairs(
         str,
         typer.Option(
             metavar="pairs|sft|kto|conditional",
-            help="Best and worst, only the best, each with a label, or each with its reward in the prompt.",
+            help="pairs: best and worst; sft: the best; kto: each with a label; conditional: each with its reward.",
         ),
     ],
     per_prompt: Annotated[int | None, typer.Option(min=1, help="pairs, sft: maximum rows per question [1].")] = None,

@@ -9,7 +9,7 @@ import typer
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """Shell completion: built-in recipes, folders and YAML files that start with the typed text."""
+    """Completes built-in recipes, folders and YAML files that start with the typed text."""
     from glob import escape, glob
 
     built_in = [file.stem for file in (Path(__file__).parents[1] / "recipes").glob("*.yaml")]
@@ -33,7 +33,7 @@ LabelKey = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of 
 
 
 def named_value(words: str, option: str, form: str) -> tuple[str, str]:
-    """Splits `NAME=VALUE`; `form` is the form shown in the error message."""
+    """Splits `NAME=VALUE`; `form` is the expected form, for the error message."""
     left, sign, right = words.rpartition("=")
     if not (left and sign and right):
         raise typer.BadParameter(f"{words!r} is not of the form {form}", param_hint=option)

@@ -1,4 +1,4 @@
-"""`lockstep eval`: accuracy on rows that a rule can check, on preference pairs and on step labels."""
+"""`lockstep eval`: measures accuracy on rows that a rule can check, on preference pairs and on step labels."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOKENS = 8192
 
 
 def rows_recipe(folder: str, data: str, rows: RowSet, dtype: str, reference: str | None) -> Recipe | None:
-    """The recipe of the method that scores these rows with this model; None for questions to answer."""
+    """Returns the recipe of the method that scores these rows with this model; None for questions to answer."""
     values: dict[str, Any]
     if (Path(folder) / PROCESS).is_file():
         values = {"method": "prm", "prm": read_judging(Path(folder))}
@@ -66,12 +66,14 @@ def rows_recipe(folder: str, data: str, rows: RowSet, dtype: str, reference: str
     elif reference is not None:
         values = {"method": "dpo", "preference": {"beta": 1.0}}
     else:
-        # Without a reference, use mean log-probabilities: sums would prefer shorter responses.
+        # Without a reference, mean log-probabilities are used, because sums would favour shorter responses.
         values = {"method": "cpo", "preference": {"loss": "cpo", "beta": 1.0, "average": True}}
     values |= {"model": {"path": folder, "dtype": dtype}, "data": {"train": data, "require_end": False}}
     recipe = Recipe.model_validate(values)
     if reference is not None and reference_kind(recipe) == "none":
-        raise Refusal.at("--reference", "applies only to the preference of a language model", "remove it")
+        raise Refusal.at(
+            "--reference", "applies only to the preference of a language model", "remove it", code="unused-key"
+        )
     return recipe
 
 
@@ -86,7 +88,7 @@ def score_rows(
     world: World,
     console: Console,
 ) -> dict[str, float]:
-    """The metrics of the method over the rows, without its loss; per-row values go to `out`."""
+    """Returns the method's metrics over the rows, without its loss; per-row values are written to `out`."""
     method, folder = METHODS[recipe.method], recipe.model.path
     tokenizer, config = load_tokenizer(folder), load_config(folder)
     limit = getattr(config, "max_position_embeddings", None) or 2**31
@@ -106,12 +108,12 @@ def score_rows(
     longest = int(row_sizes(dataset.items, packed=False).max())
     tokens = max(TOKENS, 2 * longest * max(len(i.examples) for i in items))
     configs = [config, *([] if reference is None else [load_config(reference)])]
-    # Padded rows share no prefix, so each sequence has separate positions.
+    # Padded rows do not share a prefix, so each sequence has separate positions.
     padded = bool(shared_and_moving(dataset, *configs))
     packing = Packing(world, None if padded else tokens, max(1, tokens // longest // 2) if padded else None, 0)
     models = Models(module, packing, torch_device, reference=standard, longest=longest)
     metrics = measure(items, method.objective(recipe), models)
-    del metrics["loss"]  # depends on settings that the user did not choose
+    del metrics["loss"]  # it depends on settings that the user did not choose
     if out is not None:
         assert method.score_rows is not None
         lines = [line for group in even_groups(items, GROUP) for line in method.score_rows(group, models)]
@@ -121,9 +123,11 @@ def score_rows(
 
 
 def _without_keys(refusal: Refusal) -> Refusal:
-    """Replaces remedies that name recipe keys, because there is no recipe."""
+    """Replaces remedies that mention recipe keys, because there is no recipe."""
     rename = "rename its columns: docs/data.md lists the detected names"
-    return Refusal([Problem(p.where, p.why, rename if "data." in p.remedy else p.remedy) for p in refusal.problems])
+    return Refusal(
+        [Problem(p.where, p.why, rename if "data." in p.remedy else p.remedy, code=p.code) for p in refusal.problems]
+    )
 
 
 def _load(recipe: Recipe, folder: str, device: Device, torch_device: torch.device) -> nn.Module:
@@ -133,7 +137,7 @@ def _load(recipe: Recipe, folder: str, device: Device, torch_device: torch.devic
     return load_policy(settings, torch_device, device.attention, seed=0)
 
 
-# Recipe keys of rewards and the matching options.
+# Recipe keys of rewards and the corresponding options.
 OPTIONS = {"reward.function": "--reward", "reward.rules.": "--rule ", "reward.rules": "--rule"}
 
 
@@ -168,7 +172,10 @@ def score_model(
         recipe = rows_recipe(folder, data, rowset, dtype, compared)
         if recipe is not None and (rules or reward):
             raise Refusal.at(
-                "--rule" if rules else "--reward", f"{data} has labeled rows, which need no rule or reward", "remove it"
+                "--rule" if rules else "--reward",
+                f"{data} has labeled rows, which need no rule or reward",
+                "remove it",
+                code="unused-key",
             )
         if recipe is not None:
             metrics = score_rows(
@@ -178,7 +185,7 @@ def score_model(
                 _show(model, data, metrics)
             return metrics
         if reference is not None:
-            raise Refusal.at("--reference", f"{data} has no pairs to compare", "remove it")
+            raise Refusal.at("--reference", f"{data} has no pairs to compare", "remove it", code="unused-key")
         required = REWARD_FIELDS if rules or reward is None else read_by_rewards(Reward(function=reward))
         questions = read_option_questions(rowset, rows, columns, required=required)
         named = _rules(rules, {question.data_source for question in questions}, judged=reward is not None)
@@ -199,19 +206,24 @@ def score_model(
 
 
 def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str, str]:
-    """The rule of each data source named by options. Unless a function scores, every source must have one."""
+    """Returns the rule of each data source by the options. Unless a function scores, every source must have one."""
     chosen: dict[str, str] = {}
     for word in words:
         source, sign, rule = word.rpartition("=")
         rule_named(rule, f"--rule {word}")
         if sign and source not in sources:
             raise Refusal.at(
-                f"--rule {word}", f"no row has data source {source!r}", f"data sources: {', '.join(sorted(sources))}"
+                f"--rule {word}",
+                f"no row has data source {source!r}",
+                f"data sources: {', '.join(sorted(sources))}",
+                code="unknown-source",
             )
         key = source if sign else ""
         if chosen.setdefault(key, rule) != rule:
             why = f"{chosen[key]} is already the rule {f'of {source!r}' if sign else 'of all sources'}"
-            raise Refusal.at(f"--rule {word}", why, "give one of them, or SOURCE=RULE for each source")
+            raise Refusal.at(
+                f"--rule {word}", why, "give one of them, or SOURCE=RULE for each source", code="conflicting-keys"
+            )
     general = chosen.pop("", None)
     named = {**(dict.fromkeys(sources, general) if general else {}), **chosen}
     if not judged:
@@ -224,7 +236,7 @@ def _rules(words: Sequence[str], sources: set[str], *, judged: bool) -> dict[str
 def _judge(
     reward: Reward, prompts: Sequence[Prompt], torch_device: torch.device, console: Console
 ) -> Iterator[RuleJudge | Scorer]:
-    """The built-in rules, or the rewards named by options, tried on real rows first."""
+    """Yields the built-in rules, or the rewards given by options, which are first tested on real rows."""
     sources = {prompt.question.data_source for prompt in prompts}
     if not reward.rules and reward.function is None and not any_isolated(sources):
         yield RuleJudge()
@@ -242,7 +254,7 @@ def _answers(
 
 
 def _named(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics without the `val/` prefix."""
+    """Returns the metrics without the `val/` prefix."""
     return {name.removeprefix("val/"): value for name, value in metrics.items() if name.startswith("val/")}
 
 

@@ -1,4 +1,4 @@
-"""`lockstep export`: a checkpoint or a merged adapter as a Hugging Face folder, optionally pushed to the hub."""
+"""`lockstep export`: writes a checkpoint or a merged adapter as a Hugging Face folder, optionally pushed to the hub."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ REMEDY = "push from a machine that can reach it; the exported folder can be copi
 
 
 def refuse_no_hub(name: str) -> None:
-    """Checks the conditions of a push before a model is written."""
+    """Checks that a push is possible before a model is written."""
     from huggingface_hub import get_token
 
     where = f"--push {name}"
     if not looks_like_hub(name):
-        raise Refusal.at(where, "is not a hub name", "write OWNER/NAME")
+        raise Refusal.at(where, "is not a hub name", "write OWNER/NAME", code="invalid-name")
     status = ask_hub(name, where, "nothing was pushed", REMEDY)
     if get_token() is None:
-        raise Refusal.at(where, "the hub needs a token", "set HF_TOKEN, or run: hf auth login")
+        raise Refusal.at(where, "the hub needs a token", "set HF_TOKEN, or run: hf auth login", code="hub-access")
     if status in (401, 403):
         why = f"the hub rejects this token ({status})"
-        raise Refusal.at(where, why, "use a token with write access")
+        raise Refusal.at(where, why, "use a token with write access", code="hub-access")
 
 
 def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: bool) -> str:
@@ -48,13 +48,15 @@ def push_folder(folder: Path, name: str, message: str, *, private: bool, kept: b
     except hub_errors() as error:
         state = f"the model is in {folder}" if kept else "the run is unchanged"
         remedy = f"{state}; retry, or upload the folder: hf upload {name} DIR"
-        raise Refusal.at(f"--push {name}", f"the push failed: {first_line(error)}", remedy) from error
+        raise Refusal.at(
+            f"--push {name}", f"the push failed: {first_line(error)}", remedy, code="hub-failed"
+        ) from error
     return f"pushed to {done.commit_url}"
 
 
 @dataclass(frozen=True)
 class ExportOrder:
-    """Options of the export. `adapter` keeps an adapter separate; `merge` merges it into its base model."""
+    """The options of the export. `adapter` keeps an adapter separate; `merge` merges it into its base model."""
 
     step: int | None = None
     best: bool = False
@@ -68,10 +70,12 @@ class ExportOrder:
 def export_to(source: Path, out: Path | None, order: ExportOrder) -> list[str]:
     """Writes the folder and optionally pushes it; returns lines that describe what was done."""
     if order.adapter and order.merge:
-        raise Refusal.at("--merge", "cannot be combined with --adapter", "remove one of the two")
+        raise Refusal.at(
+            "--merge", "cannot be combined with --adapter", "remove one of the two", code="conflicting-keys"
+        )
     if order.push is None:
         if out is None:
-            raise Refusal.at("DIR", "must be set", "give the folder to write, or --push OWNER/NAME")
+            raise Refusal.at("DIR", "must be set", "give the folder to write, or --push OWNER/NAME", code="not-set")
         return [_written(source, out, order)]
     refuse_no_hub(order.push)
     with tempfile.TemporaryDirectory() as place:
@@ -84,24 +88,28 @@ def _written(source: Path, out: Path, order: ExportOrder) -> str:
     if (source / CONFIG).is_file():
         return _merged(source, out, order)
     if order.base is not None:
-        raise Refusal.at("--base", f"{source} is not an adapter, and a run stores its base", "remove it")
+        raise Refusal.at(
+            "--base", f"{source} is not an adapter, and a run stores its base", "remove it", code="unused-key"
+        )
     run, step = source, order.step
     if (source / checkpoints.STATE).is_file() and source.parent.name == "checkpoints":
         if step is not None or order.best:
-            raise Refusal.at(source, "is already a single checkpoint", "remove --step and --best")
+            raise Refusal.at(source, "is already a single checkpoint", "remove --step and --best", code="unused-key")
         run, step = source.parent.parent, int(source.name.removeprefix("step_"))
     if order.merge and _recipe_of(run).model.lora is None:
-        raise Refusal.at("--merge", "the run trained all weights and has no adapter", "export without --merge")
+        raise Refusal.at(
+            "--merge", "the run trained all weights and has no adapter", "export without --merge", code="no-adapter"
+        )
     return export_run(run, out, step=step, best=order.best, adapter=order.adapter)
 
 
 def _merged(source: Path, out: Path, order: ExportOrder) -> str:
     if order.adapter:
-        raise Refusal.at("--adapter", f"{source} is already an adapter", "use --merge")
+        raise Refusal.at("--adapter", f"{source} is already an adapter", "use --merge", code="unused-key")
     if order.step is not None or order.best:
-        raise Refusal.at(source, "is an adapter and has no steps", "remove --step and --best")
+        raise Refusal.at(source, "is an adapter and has no steps", "remove --step and --best", code="unused-key")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Refusal.at(out, "is not empty", "choose a new folder")
+        raise Refusal.at(out, "is not empty", "choose a new folder", code="not-empty")
     base = model_folder(order.base, "--base") if order.base else model_folder(base_of(source, str(source)))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +128,9 @@ def _with_verification(message: str, out: Path, verified: Verification) -> str:
 
 def _recipe_of(run: Path) -> Recipe:
     if not RunFolder(run).recipe.is_file():
-        raise Refusal.at(str(run), "is not a run folder: it has no recipe.yaml", "give a folder in runs/")
+        raise Refusal.at(
+            str(run), "is not a run folder: it has no recipe.yaml", "give a folder in runs/", code="not-a-run"
+        )
     return load_recipe(str(RunFolder(run).recipe), stored=True)
 
 
@@ -129,22 +139,34 @@ def export_run(run: Path, out: Path, *, step: int | None, best: bool, adapter: b
     folder, recipe = RunFolder(run), _recipe_of(run)
     steps = checkpoints.steps_in(folder.checkpoints)
     if not steps:
-        raise Refusal.at(str(run), "has no checkpoint yet", "train it further, or set checkpoint.every")
+        raise Refusal.at(
+            str(run), "has no checkpoint yet", "train it further, or set checkpoint.every", code="no-checkpoint"
+        )
     if best:
         measure = best_measure(recipe)
         found_best = checkpoints.best_step(folder.checkpoints, measure)
         if found_best is None:
-            why = f"no kept checkpoint has a {measure.name}"
-            raise Refusal.at("--best", why, "set checkpoint.best and checkpoint.keep_best")
+            why = f"none of the checkpoints has a {measure.name}"
+            raise Refusal.at("--best", why, "set checkpoint.best and checkpoint.keep_best", code="no-checkpoint")
         step = found_best[0]
     step = steps[-1] if step is None else step
     if step not in steps:
-        raise Refusal.at("--step", f"{run} has no checkpoint of step {step}", f"it has {', '.join(map(str, steps))}")
+        raise Refusal.at(
+            "--step",
+            f"{run} has no checkpoint of step {step}",
+            f"it has {', '.join(map(str, steps))}",
+            code="no-checkpoint",
+        )
     path = checkpoints.folder_of(folder.checkpoints, step)
     damage = checkpoints.damage_of(path)
     if damage is not None:
         others = [str(other) for other in steps if other != step]
-        raise Refusal.at(str(path), f"is damaged: {damage}", f"export another step: {', '.join(others) or 'none left'}")
+        raise Refusal.at(
+            str(path),
+            f"is damaged: {damage}",
+            f"export another step: {', '.join(others) or 'none left'}",
+            code="damaged-checkpoint",
+        )
     found = checkpoints.read(path)
     _, verified = write_export(recipe, found, out, folder, adapter=adapter)
     message = f"exported step {found.state.step} of {run} to {out}" + (" (adapter)" if adapter else "")

@@ -1,4 +1,4 @@
-"""`lockstep generate` and `--chat`: generation on the console."""
+"""`lockstep generate` and `--chat`: generates on the console."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Conversation:
         loaded = whole_model(AutoModelForCausalLM, folder, f"model.path {folder}", "its weights", dtype="auto")
         prepare_products(loaded.dtype)
         if adapter is not None:
-            # The adapter is part of the layers of the base model.
+            # The adapter is applied to the layers of the base model.
             try:
                 loaded = with_lora(loaded, Lora(adapter=adapter), seed=0).base_model.model
             except Refusal as refusal:
                 raise as_options(refusal, {"model.lora.adapter": "--adapter"}) from refusal
         self.model = loaded.to(chosen.torch_device()).eval()
         self.context: int | None = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
-        """Maximum tokens of conversation plus answer, if the config states it."""
+        """The maximum number of tokens of conversation plus answer, if the config contains it."""
         stops = tuple(end_ids(self.model, self.tokenizer))
         self.sampling = Sampling(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop_ids=stops, seed=seed
@@ -78,27 +78,31 @@ class Conversation:
         self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def answer(self, prompt: str, hear: Hear = silent) -> str:
-        """The reply to one user message; `hear` receives the streamed text."""
+        """Returns the reply to one user message; `hear` receives the streamed text."""
         if not self.tokenizer.chat_template:
             if self.opening:
-                raise Refusal.at("--system", "the model has no chat template", "remove it")
+                raise Refusal.at("--system", "the model has no chat template", "remove it", code="no-chat-template")
             return self.continue_text(prompt, hear)
         return self.reply([*self.opening, {"role": "user", "content": prompt}], hear)
 
     def reply(self, messages: list[Message], hear: Hear = silent) -> str:
         if not self.tokenizer.chat_template:
-            raise Refusal.at("--chat", "the model has no chat template", "give a prompt with --raw")
+            raise Refusal.at(
+                "--chat", "the model has no chat template", "give a prompt with --raw", code="no-chat-template"
+            )
         text = render_prompt(self.tokenizer, messages, _HERE)
         try:
             refuse_dropped_by_template(text, messages, (), _HERE)
         except Refusal as refusal:
-            raise Refusal.at("the prompt", refusal.problems[0].why, "put it into the user message") from refusal
+            raise Refusal.at(
+                "the prompt", refusal.problems[0].why, "put it into the user message", code=refusal.problems[0].code
+            ) from refusal
         return self._generate(self.tokenizer(text, add_special_tokens=False)["input_ids"], hear)
 
     def continue_text(self, prompt: str, hear: Hear = silent) -> str:
         ids = self.tokenizer(prompt)["input_ids"]
         if not ids:
-            raise Refusal.at("prompt", "is empty")
+            raise Refusal.at("prompt", "is empty", code="empty-prompt")
         return self._generate(ids, hear)
 
     def _generate(self, ids: list[int], hear: Hear) -> str:
@@ -107,9 +111,9 @@ class Conversation:
             left = self.context - len(ids)
             if left < 1:
                 why = f"has {len(ids)} tokens, and the model's context is {self.context}"
-                raise Refusal.at("the prompt", why, "shorten it; in a chat, use /undo or /reset")
+                raise Refusal.at("the prompt", why, "shorten it; in a chat, use /undo or /reset", code="over-context")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, left))
-        # Each reply has a separate random stream.
+        # Each reply has a separate random seed.
         self.replies += 1
         stream = TextStream(lambda some: str(self.tokenizer.decode(some, skip_special_tokens=True)))
         self.engine.on_token = lambda token: hear(stream.push(token))
@@ -196,7 +200,7 @@ def converse(conversation: Conversation, first: str | None) -> None:
     """Runs the chat until the input ends, an empty line is entered, or /exit."""
     if sys.stdin.isatty():
         with suppress(ImportError):
-            # Enables arrow keys and the line history.
+            # Importing readline enables arrow keys and the line history.
             import readline  # noqa: F401
     chat = Chat(conversation)
     conversation.interruptible = True
@@ -215,7 +219,7 @@ def converse(conversation: Conversation, first: str | None) -> None:
 
 
 def entered(ask: Callable[[str], str]) -> str:
-    """Reads one message: a line, lines that end with a backslash, or text between two fences."""
+    """Reads one message: a line, lines that end with a backslash, or text between two triple quotes."""
     line = ask("you> ").strip()
     if line.startswith(FENCE):
         lines = [line[len(FENCE) :]]

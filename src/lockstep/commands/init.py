@@ -25,7 +25,7 @@ from lockstep.run.output import fit, fit_rows, write
 if TYPE_CHECKING:
     from lockstep.commands.init_rows import RowsInfo
 
-# Common methods in the usual order of use.
+# Common methods, in the order in which they are usually applied.
 TASKS = {
     "sft": "train on responses: prompts with responses, chats or plain text",
     "dpo": "train on pairs: a better and a worse response per prompt",
@@ -40,7 +40,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of the user; `reward` is a function path, `teacher` a model folder."""
+    """The choices of the user. `reward`: a function path. `teacher`: a model folder."""
 
     method: str
     model: str
@@ -64,7 +64,7 @@ class Key(NamedTuple):
 def needs_teacher(method: str) -> bool:
     if method in ONLINE:
         return not rewarded(method)
-    # True if one of the method's groups has a key for it.
+    # True if one of the method's groups has a key for a teacher.
     return any("teacher" in _group(name).model_fields for name in OFFLINE[method].sections)
 
 
@@ -80,7 +80,9 @@ def check_method(method: str) -> str:
     if method not in methods:
         near = get_close_matches(method, methods, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise Refusal.at("--method", f"no such method: {method}", f"{hint}methods: {', '.join(methods)}")
+        raise Refusal.at(
+            "--method", f"no such method: {method}", f"{hint}methods: {', '.join(methods)}", code="unknown-name"
+        )
     return method
 
 
@@ -94,12 +96,16 @@ def choose(
     teacher: str | None,
     words: Sequence[str] = (),
 ) -> Choices:
-    """The given options; on a terminal, prompts for the missing ones."""
+    """Returns the given options; on a terminal, asks for the missing ones."""
     _refuse_existing(file)
     if not sys.stdin.isatty():
         given = {"--method": method, "--model": model, "--data": train}
         refuse_all(
-            [Problem(name, "must be set if stdin is not a terminal") for name, value in given.items() if value is None]
+            [
+                Problem(name, "must be set if stdin is not a terminal", code="not-set")
+                for name, value in given.items()
+                if value is None
+            ]
         )
     if method is None:
         write("Which method? (any method of `lockstep recipes`)")
@@ -125,22 +131,24 @@ def _ask(question: str, default: str | None = None) -> str:
 
 
 def rewarded(method: str) -> bool:
-    """Whether the method trains on rewards."""
+    """Returns whether the method trains on rewards."""
     return method in ONLINE and method_defaults(method).get("reward", {}).get("weights", {}).get("rule") != 0
 
 
 def _refuse_existing(file: Path) -> None:
     if file.exists():
-        raise Refusal.at(file, "already exists", "give another file: lockstep init FILE.yaml")
+        raise Refusal.at(file, "already exists", "give another file: lockstep init FILE.yaml", code="already-exists")
 
 
 def write_recipe(file: Path, choices: Choices) -> list[str]:
     """Checks the recipe and writes it to a new file; returns lines with the next steps."""
     check_method(choices.method)
     if choices.teacher is None and needs_teacher(choices.method):
-        raise Refusal.at("--teacher", f"method {choices.method} needs a teacher", "give the folder of a model")
+        raise Refusal.at(
+            "--teacher", f"method {choices.method} needs a teacher", "give the folder of a model", code="not-set"
+        )
     if choices.reward is not None and not rewarded(choices.method):
-        raise Refusal.at("--reward", f"method {choices.method} uses no reward", "remove it")
+        raise Refusal.at("--reward", f"method {choices.method} uses no reward", "remove it", code="unused-key")
     keys = _keys(choices, _run_name(file))
     for name, value in map(override_of, choices.words):
         keys = _with(keys, Key(name, value))
@@ -161,7 +169,7 @@ def write_recipe(file: Path, choices: Choices) -> list[str]:
 
 
 def _inspect(values: dict[str, Any]) -> RowsInfo:
-    """Imported here so that the prompts and early errors are fast."""
+    """Inspects the rows. It imports the module on use, so that the prompts and early errors are fast."""
     from lockstep.commands.init_rows import inspect_rows
 
     return inspect_rows(values)
@@ -179,7 +187,7 @@ def _with(keys: list[Key], key: Key) -> list[Key]:
 
 
 def _run_name(file: Path) -> str:
-    """The name of the file as a valid run name."""
+    """Returns the name of the file as a valid run name."""
     kept = "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in file.stem
     )
@@ -188,7 +196,7 @@ def _run_name(file: Path) -> str:
 
 def _keys(choices: Choices, name: str) -> list[Key]:
     online = choices.method in ONLINE
-    # The defaults of the method, which the recipe spells out.
+    # The defaults of the method, which the recipe contains explicitly.
     defaults = Recipe.model_validate(
         {**method_defaults(choices.method), "model": {"path": "x"}, "data": {"train": "x"}}
     )
@@ -230,7 +238,7 @@ def _keys(choices: Choices, name: str) -> list[Key]:
 
 
 def _method_keys(choices: Choices, defaults: Recipe) -> list[Key]:
-    """Keys of the groups that only some methods read."""
+    """Returns the keys of the groups that only some methods read."""
     if choices.method in OFFLINE:
         sections = OFFLINE[choices.method].sections
         keys = [Key("preference.beta", defaults.preference.beta)] if "preference" in sections else []
@@ -275,7 +283,7 @@ def _text(choices: Choices, keys: Sequence[Key]) -> str:
         f"# `lockstep recipes {choices.method}` prints the defaults; keys here override them.",
         "# A `#` before a key disables it: remove the `#` to use it.",
     ]
-    # A group without an active key must be a comment too.
+    # A group without an active key must be commented out too.
     used = {group for key in keys if not key.off for group in key.name.split(".")[:-1]}
     open_groups: list[str] = []
     for key in keys:
@@ -305,7 +313,7 @@ def _next(file: Path, choices: Choices, notes: Sequence[str]) -> list[str]:
     return [
         *lines,
         "next:",
-        f"  lockstep data show {name}       rows as the model sees them",
+        f"  lockstep data show {name}       rows as tokens, the model's input",
         f"  lockstep train {name} --smoke   two small steps as a test",
         f"  lockstep plan {name}            batches and memory",
         f"  lockstep train {name}",
@@ -313,5 +321,5 @@ def _next(file: Path, choices: Choices, notes: Sequence[str]) -> list[str]:
 
 
 def _looks_local(path: str) -> bool:
-    """Whether the path is a local file, not a hub name or a pattern."""
+    """Returns whether the path is a local file, not a hub name or a pattern."""
     return not path.startswith("hub:") and not any(sign in path for sign in "*?[")

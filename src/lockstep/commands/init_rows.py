@@ -1,4 +1,4 @@
-"""Inspection of rows for `lockstep init`: columns, number of rows, and keys that the recipe needs.
+"""Inspects rows for `lockstep init`: columns, number of rows, and keys that the recipe needs.
 
 The first rows are encoded as in training. If that fails and a key helps (a built-in chat template for a tokenizer
 without one, dropping rows that are too long), the recipe gets this key; otherwise the error is reported.
@@ -41,7 +41,7 @@ _KIND_BY_KEY = {"steps_key": "prm", "label_key": "kto", "chosen_key": "dpo"}
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """`notes` are shown to the user; `keys` are values that the recipe needs, each with the reason."""
+    """The result: `notes` are shown to the user; `keys` are values that the recipe needs, each with the reason."""
 
     notes: list[str] = field(default_factory=list)
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def _kind(method: str) -> str:
 
 
 def _refuse_other_kind(recipe: Recipe, path: str, rows: RowSet) -> None:
-    """Rejects rows that do not fit the method, and names the methods that they fit."""
+    """Rejects rows that do not fit the method, and lists the methods that they fit."""
     source = next(source for source in (*recipe.data.train, *recipe.data.val) if source.path == path)
     finder = ColumnFinder(source, recipe.data, rows.columns)
     expected = _kind(recipe.method)
@@ -95,7 +95,7 @@ def _refuse_other_kind(recipe: Recipe, path: str, rows: RowSet) -> None:
         others = [kind for kind in others if kind not in ONLINE] or others
         such = f"these rows fit --method {' or '.join(others)}; or " if others else ""
         remedy = f"{such}{problem.remedy}: lockstep init FILE ... KEY=COLUMN"
-        raise Refusal.at(problem.where, problem.why, remedy) from refusal
+        raise Refusal.at(problem.where, problem.why, remedy, code=problem.code) from refusal
 
 
 def _readable(kind: str, finder: ColumnFinder) -> bool:
@@ -107,7 +107,7 @@ def _readable(kind: str, finder: ColumnFinder) -> bool:
 
 
 def _sizes(recipe: Recipe, rows: int) -> dict[str, tuple[Any, str]]:
-    """Smaller updates if there are fewer rows than the default size."""
+    """Returns smaller updates if there are fewer rows than the default size."""
     key = "prompts" if recipe.method in ONLINE else "rows_per_update"
     if rows >= getattr(recipe.batch, key):
         return {}
@@ -149,7 +149,7 @@ def _changed(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, An
 
 
 def _settings_to_try(recipe: Recipe) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Additional keys in the order in which they are tried."""
+    """Yields additional keys in the order in which they are tested."""
     from lockstep.data.encode.chat_template import TOKENS
     from lockstep.model.load import load_tokenizer
 
@@ -164,7 +164,7 @@ def _settings_to_try(recipe: Recipe) -> Iterator[dict[str, tuple[Any, str]]]:
 
 
 def _rules(recipe: Recipe) -> dict[str, tuple[Any, str]]:
-    """A rule for data sources without one, chosen by their ground truths."""
+    """Returns a rule for data sources without one, chosen by their ground truths."""
     from lockstep.reward.row_rewards import read_by_rewards
     from lockstep.reward.rules import DEFAULT_RULES, RULES
     from lockstep.reward.scorer import active_weights
@@ -200,6 +200,7 @@ def _rule_of(source: str, truths: list[str]) -> str:
         f"data_source {source!r}",
         f"has no rule, and its ground truths are not all numbers ({odd[:40]!r})",
         f"--reward FILE.py:NAME, or reward.rules='{{{source}: RULE}}', RULE being {', '.join(RULES)}",
+        code="no-rule",
     )
 
 
@@ -207,7 +208,12 @@ def _with_reward(refusal: Refusal) -> Refusal:
     option = "use your reward function: --reward FILE.py:NAME"
     return Refusal(
         [
-            Problem(one.where, one.why, f"{one.remedy}; or {option}" if "ground truth" in one.why else one.remedy)
+            Problem(
+                one.where,
+                one.why,
+                f"{one.remedy}; or {option}" if "ground truth" in one.why else one.remedy,
+                code=one.code,
+            )
             for one in refusal.problems
         ]
     )

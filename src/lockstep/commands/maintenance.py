@@ -24,13 +24,17 @@ from lockstep.run.output import fit_rows, write
 
 
 def with_beginning(overrides: Sequence[str], resume_from: Path | None, init_from: str | None) -> list[str]:
-    """Overrides of `lockstep train`. `--init-from` sets the model; optimizer and schedule start anew."""
+    """Returns the overrides of `lockstep train`. `--init-from` sets the model; optimizer and schedule start anew."""
     if init_from is None:
         return list(overrides)
     if resume_from is not None:
-        raise Refusal.at("--init-from", "cannot be combined with --resume-from", "remove one of them")
+        raise Refusal.at(
+            "--init-from", "cannot be combined with --resume-from", "remove one of them", code="conflicting-keys"
+        )
     if any(word.startswith("model.path=") for word in overrides):
-        raise Refusal.at("--init-from", "cannot be combined with model.path", "remove one of them")
+        raise Refusal.at(
+            "--init-from", "cannot be combined with model.path", "remove one of them", code="conflicting-keys"
+        )
     return [*overrides, f"model.path={value_text(init_from)}"]
 
 
@@ -43,13 +47,17 @@ PARTS = {
 
 
 def cache_lines(cleared: str | None) -> list[str]:
-    """Lines that describe the cache; with `cleared` (a part or `all`), deletes it first."""
+    """Returns lines that describe the cache folder; with `cleared` (a part or `all`), deletes that part first."""
     if cleared is not None and cleared not in (*PARTS, "all"):
-        raise Refusal.at("--clear", f"there is no part {cleared!r}", f"use one of {', '.join(PARTS)}, all")
+        raise Refusal.at(
+            "--clear", f"there is no part {cleared!r}", f"use one of {', '.join(PARTS)}, all", code="unknown-name"
+        )
     try:
         home = cache_home()
     except RuntimeError as error:
-        raise Refusal.at("the cache", "no home folder", "set LOCKSTEP_CACHE to a folder") from error
+        raise Refusal.at(
+            "the cache folder", "there is no home directory", "set LOCKSTEP_CACHE to a folder", code="no-home"
+        ) from error
     if cleared is not None:
         return [line for part in PARTS if cleared in (part, "all") for line in _cleared(part)]
     rows = [(part, f"{gib(size_of(home / part))}, {meaning}") for part, meaning in PARTS.items()]
@@ -67,12 +75,17 @@ def _cleared(part: str) -> list[str]:
 
 
 def install_for(shell: str) -> None:
-    """`lockstep --install-completion SHELL`; without a name, typer detects the shell."""
+    """Installs completion for `lockstep --install-completion SHELL`; without a name, typer detects the shell."""
     from typer.completion import Shells, completion_init, install
 
     shells = [member.value for member in Shells]
     if shell not in shells:
-        raise Refusal.at("--install-completion", f"{shell!r} is not supported", f"use one of {', '.join(shells)}")
+        raise Refusal.at(
+            "--install-completion",
+            f"{shell!r} is not supported",
+            f"use one of {', '.join(shells)}",
+            code="unknown-name",
+        )
     completion_init()
     try:
         _, path = install(shell=shell, prog_name="lockstep")

@@ -1,4 +1,4 @@
-"""`lockstep plan`: batch plan, memory, engines and cluster estimates of a recipe as tables."""
+"""`lockstep plan`: prints the batch plan, memory, engines and cluster estimates of a recipe as tables."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from lockstep.rollout.servers.weight_transports import by_collective, by_memory
 from lockstep.run.console import Console
 from lockstep.run.screen import Screen
 
-# The flag of each engine for its fraction of device memory, and the default (vLLM 0.26 and 0.32; SGLang computes it
-# from the memory size and its settings).
+# Each engine's flag for its fraction of device memory, and the default (vLLM 0.26 and 0.32; SGLang computes it from the
+# memory size and its settings).
 SHARES: dict[str, tuple[str, float | None]] = {
     "vllm": ("--gpu-memory-utilization", 0.92),
     "sglang": ("--mem-fraction-static", None),
@@ -46,7 +46,7 @@ SHARES: dict[str, tuple[str, float | None]] = {
 
 
 def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
-    """The engine of the recipe, how it starts, and which other engines are installed."""
+    """Describes the engine of the recipe, how it starts, and which other engines are installed."""
     machine, rollout = Machine(), recipe.rollout
     python = rollout.server.python
     packages = installed_packages(machine) if python is None else packages_in(machine, python)
@@ -72,7 +72,7 @@ def engine_lines(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
 
 
 def _weight_sync(recipe: Recipe, device: Device) -> str:
-    """How weights reach the server, for a run with one process."""
+    """Describes how weights reach the server, for a run with one process."""
     rollout, files = recipe.rollout, "through files"
     if by_collective(rollout):
         return f"by {device.collective}"
@@ -96,7 +96,7 @@ def _start(recipe: Recipe, device: Device) -> list[tuple[str, str]]:
 
 
 def _memory(rollout: RolloutSettings) -> str:
-    """Memory that a server takes on the devices of the run."""
+    """Describes how much memory a server takes on the devices of the run."""
     flag, default = SHARES[rollout.engine]
     when = "while it is awake" if rollout.sleep else "also while the run trains (rollout.sleep releases it)"
     value = _flag_value(rollout.server.args, flag)
@@ -110,7 +110,7 @@ def _memory(rollout: RolloutSettings) -> str:
 
 
 def _flag_value(words: Sequence[str], flag: str) -> str | None:
-    """The value of a flag on a command line; the last one wins, as in the engines."""
+    """Returns the value of a flag on a command line; the last one counts, as in the engines."""
     value = None
     for word, after in zip(words, [*words, ""][1:], strict=True):
         if word == flag or word.startswith(f"{flag}="):
@@ -126,7 +126,7 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
     refuse_uncounted(recipe.parallel)
     _refuse_other_count(recipe, cluster)
     console = Console.open()
-    # Rows and prompts are read on this machine; device numbers come from the table.
+    # Rows and prompts are read on this machine; device speeds come from the table.
     prepared: Prepared | PreparedOnline
     if online:
         refuse_beside(recipe, DEVICES[cluster.chip.kind], cluster.each, None)
@@ -162,7 +162,7 @@ def show_cluster_plan(recipe: Recipe, text: str, response_tokens: int | None) ->
 
 
 def _waiting(outlook: Outlook, cluster: TargetCluster) -> Iterable[str]:
-    """Sequences that wait for the cache, and devices without work."""
+    """Warns about sequences that wait for KV cache and about idle devices."""
     recipe, work = outlook.recipe, outlook.steps.work(outlook.recipe)
     if recipe.method in ONLINE and (held := outlook.held(cluster)) is not None:
         cache = outlook.memory(cluster).cache / 2**30
@@ -248,13 +248,14 @@ def _proposal(outlook: Outlook, cluster: TargetCluster) -> str | None:
 
 
 def _refuse_other_count(recipe: Recipe, cluster: TargetCluster) -> None:
-    """`parallel.devices` must match the cluster."""
+    """Refuses a plan if `parallel.devices` does not match the cluster."""
     devices = recipe.parallel.devices
     if devices is not None and devices != cluster.devices:
         raise Refusal.at(
             "parallel.devices",
             f"is {devices}, and {cluster} has {cluster.devices} devices",
             f"plan with parallel.devices={cluster.devices}",
+            code="wrong-process-count",
         )
 
 
@@ -262,12 +263,15 @@ def _refuse_response_tokens(recipe: Recipe, response_tokens: int | None, online:
     if response_tokens is None:
         return
     if not online:
-        raise Refusal.at("--response-tokens", f"method {recipe.method} generates nothing", "remove it")
+        raise Refusal.at(
+            "--response-tokens", f"method {recipe.method} generates nothing", "remove it", code="unused-key"
+        )
     if response_tokens > recipe.rollout.max_tokens:
         raise Refusal.at(
             "--response-tokens",
             f"{response_tokens} exceeds rollout.max_tokens={recipe.rollout.max_tokens}",
             "give the expected mean length",
+            code="out-of-range",
         )
 
 
@@ -311,7 +315,7 @@ def show_plan(recipe: Recipe, devices: int) -> None:
 
 
 def _mix(recipe: Recipe, train: Dataset[Any] | PromptSet) -> Iterator[str]:
-    """Rows per epoch from each source, if weights mix the sources."""
+    """Yields the rows per epoch from each source, if weights mix the sources."""
     counts = make_loader(recipe, train).mixture.counts
     if counts is None:
         return

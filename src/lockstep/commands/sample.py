@@ -1,4 +1,5 @@
-"""`lockstep sample`: several responses to each question, scored and stored, for rejection sampling and new pairs."""
+"""`lockstep sample`: samples, scores and stores several responses per question, for rejection sampling and new
+pairs."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ from lockstep.run.folder import RunFolder, read_object, worker_output
 from lockstep.train.resume import flatten
 from lockstep.types import Failure, Prompt, Rollout, Sampling
 
-# Responses on disk: one file per finished chunk, merged at the end.
+# Responses on disk: one file per finished chunk; the files are merged at the end.
 
-# Explicit, because a chunk in which every `failure` is null must have the same schema.
+# The schema is explicit, because it must be the same if every `failure` of a chunk is null.
 SCHEMA = pa.schema(
     [
         ("data_source", pa.string()),
@@ -70,7 +71,7 @@ SCHEMA = pa.schema(
 
 
 def sample_row(rollout: Rollout, question: int) -> dict[str, Any]:
-    """A response as a row; `question` is its row index in the data."""
+    """Returns a response as a row; `question` is its row index in the data."""
     question_row, score = rollout.prompt.question, rollout.score
     if isinstance(score, Failure):
         scores: dict[str, Any] = {"reward": None, "rewards": None, "failure": f"{score.part}: {score.why}"}
@@ -98,11 +99,16 @@ class Parts:
         self.folder = out.with_name(f"{out.name}.parts")
 
     def check(self) -> None:
-        """Rejects an OUT that cannot be written, or whose finished chunks have other inputs."""
+        """Rejects an OUT that cannot be written, or whose finished chunks were made from other inputs."""
         if self.out.suffix != ".parquet":
-            raise Refusal.at(str(self.out), "is not a parquet file name", "use a name that ends with .parquet")
+            raise Refusal.at(
+                str(self.out),
+                "is not a parquet file name",
+                "use a name that ends with .parquet",
+                code="unsupported-format",
+            )
         if self.out.exists():
-            raise Refusal.at(str(self.out), "already exists", "choose another OUT, or remove it")
+            raise Refusal.at(str(self.out), "already exists", "choose another OUT, or remove it", code="already-exists")
         if self._manifest.is_file():
             self._refuse_changes(read_object(self._manifest, f"remove the folder {self.folder}, or choose another OUT"))
         elif self.folder.exists() and (not self.folder.is_dir() or any(self.folder.glob("*.parquet"))):
@@ -110,10 +116,11 @@ class Parts:
                 str(self.folder),
                 "has no manifest.json, so its inputs are undefined",
                 "remove the folder, or choose another OUT",
+                code="damaged-file",
             )
 
     def reward_output(self, rank: int) -> Path:
-        """File with the last printed lines of the rewards; it remains after the merge."""
+        """Returns the file with the last lines that the rewards printed; it remains after the merge."""
         return worker_output(self.out.with_name(f"{self.out.name}.rewards"), rank)
 
     @contextlib.contextmanager
@@ -123,7 +130,10 @@ class Parts:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refusal.at(
-                str(self.folder), f"cannot be created: {error.strerror}", "choose an OUT in a writable folder"
+                str(self.folder),
+                f"cannot be created: {error.strerror}",
+                "choose an OUT in a writable folder",
+                code="unwritable",
             ) from error
         with RunFolder(self.folder).lock():
             # Another process may have changed the folder since the first check.
@@ -133,7 +143,7 @@ class Parts:
             yield
 
     def finished(self, chunks: int) -> set[int]:
-        """The finished chunks. A damaged one is an error before the others are sampled."""
+        """Returns the finished chunks. A damaged one is reported before the others are sampled."""
         numbers = {number for number in range(chunks) if self._part(number).is_file()}
         for number in sorted(numbers):
             try:
@@ -160,7 +170,7 @@ class Parts:
 
     def _damaged(self, number: int, error: Exception) -> Refusal:
         remedy = "remove it and run the same command again"
-        return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy)
+        return Refusal.at(str(self._part(number)), f"is damaged: {error}", remedy, code="damaged-file")
 
     @property
     def _manifest(self) -> Path:
@@ -179,6 +189,7 @@ class Parts:
                         key.replace(".", " ", 1),
                         f"{self.folder} was started with {old.get(key)!r}, and now it is {new.get(key)!r}",
                         f"set it back, remove the folder {self.folder}, or choose another OUT",
+                        code="changed-setting",
                     )
                     for key in changed
                 ]
@@ -187,7 +198,7 @@ class Parts:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` after it is complete and on disk."""
+    """Yields a temporary file that replaces `path` after it is complete and on disk."""
     try:
         with written_aside(path) as aside:
             yield aside
@@ -197,7 +208,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Job:
-    """What is sampled, from which model, and how it is scored."""
+    """The questions, the model and the rewards of a sampling job."""
 
     model: str
     data: str
@@ -209,15 +220,15 @@ class Job:
     system: str | None = None
     dtype: str = "fp32"
     chunk: int = 64
-    """Questions per saved chunk."""
+    """The number of questions per saved chunk."""
     first: int = 0
-    """Index of the first row."""
+    """The index of the first row."""
     columns: NamedColumns = BY_NAME
 
 
 @dataclass
 class SamplingPace:
-    """Tokens and seconds of all processes."""
+    """The number of tokens and seconds, summed over all processes."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -235,7 +246,12 @@ def sample_responses(job: Job, device_name: str) -> None:
         tokenizer = load_tokenizer(folder)
         rows = read_rows(job.data)
         if job.first >= len(rows):
-            raise Refusal.at("--first", f"{job.first} is beyond the last of {len(rows):,} rows", "use a smaller number")
+            raise Refusal.at(
+                "--first",
+                f"{job.first} is beyond the last of {len(rows):,} rows",
+                "use a smaller number",
+                code="out-of-range",
+            )
         columns = read_by_rewards(job.reward)
         questions = read_option_questions(rows, job.rows, job.columns, first=job.first, required=columns)
         prompts = encode_questions(tokenizer, questions, job.system)
@@ -248,7 +264,7 @@ def sample_responses(job: Job, device_name: str) -> None:
             parts.check()
         torch_device, output = device.torch_device(world.local_rank), parts.reward_output(world.rank)
         with opened_scorer(job.reward, prompts, torch_device, console, output) as scorer:
-            # All chunks use the same weights, so the cache and the CUDA graphs are kept.
+            # All chunks use the same weights, so the KV cache and the CUDA graphs are kept.
             settings = RolloutSettings(free_cache=False)
             generator = load_generator(folder, tokenizer, job.dtype, device, world, console, settings)
             with parts.locked() if world.main else nullcontext():
@@ -260,7 +276,7 @@ def sample_responses(job: Job, device_name: str) -> None:
 
 
 def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
-    """Everything that a response or its reward depends on. Limits, devices and processes do not matter."""
+    """Returns everything that a response or its reward depends on. Limits, devices and processes have no effect."""
     sampling = job.sampling
     return {
         "MODEL": model_files(folder),
@@ -277,7 +293,7 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
         "--system": job.system,
         "--dtype": job.dtype,
         "--chunk": job.chunk,
-        # Only if set, so that jobs started without these options can resume.
+        # Included only if set, so that jobs started without these options can resume.
         **({"--prompt-key": job.columns.prompt} if job.columns.prompt else {}),
         **({"--label-key": job.columns.label} if job.columns.label else {}),
         **identity_of(job.reward),
@@ -285,13 +301,15 @@ def manifest_of(job: Job, folder: str, data: str) -> dict[str, Any]:
 
 
 def more_than_text(prompts: Sequence[Prompt]) -> list[Problem]:
-    """Prompts that a stored row cannot represent."""
+    """Returns problems of prompts that a stored row cannot represent."""
     problems: list[Problem] = []
     for prompt in prompts:
         keys = {key for message in prompt.question.prompt for key, value in message.items() if value is not None}
         if more := sorted(keys - {"role", "content"}):
             why = f"a message of the prompt has {', '.join(more)}; samples keep role and content only"
-            problems.append(Problem(str(prompt.question.origin), why, "remove the key from the row"))
+            problems.append(
+                Problem(str(prompt.question.origin), why, "remove the key from the row", code="lost-content")
+            )
     return problems
 
 
@@ -308,7 +326,7 @@ def _sample(
     world: World,
     console: Console,
 ) -> SamplingPace:
-    """Samples the missing chunks. Randomness is keyed by the row, so it does not depend on the chunks."""
+    """Samples the missing chunks. The random seed depends on the row, so chunks do not change the responses."""
     chunks = _chunks(job, prompts)
     # Only rank 0 reads and writes the chunks.
     done = world.gather(parts.finished(chunks) if world.main else set[int]())[0]
@@ -348,7 +366,7 @@ def _sample(
 
 
 def summary(out: Path, pace: SamplingPace) -> list[tuple[str, str]]:
-    """Statistics of the file. Rewards are over the scored responses."""
+    """Returns statistics of the file. Reward statistics are over the scored responses."""
     table = pq.ParquetFile(out).read(["question", "reward", "stop", "tokens"])
     scored = table.filter(pc.is_valid(table["reward"]))
     rewards = scored["reward"].to_numpy()

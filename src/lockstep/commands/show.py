@@ -1,4 +1,4 @@
-"""`lockstep data show`: rows as the model sees them, with the trained tokens coloured."""
+"""`lockstep data show`: prints rows as tokens, the model's input, with the trained tokens coloured."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def _show_examples(recipe: Recipe, rows: int) -> None:
 
 
 def _template(recipe: Recipe) -> list[tuple[str, str]]:
-    """The chat template, if it is not the tokenizer's."""
+    """Returns the chat template, if it is not the tokenizer's."""
     return [] if recipe.data.template == "auto" else [("template", recipe.data.template)]
 
 
 def role_of(item: Item, number: int) -> str:
-    """The role of a sequence in its row."""
+    """Returns the role of a sequence in its row."""
     if isinstance(item, Ranking):
         margin = f", margin {item.margin:g}" if item.margin and not number else ""
         names = ("chosen", "rejected") if len(item.examples) == 2 else [f"rank {i + 1}" for i in range(99)]
@@ -96,7 +96,7 @@ def role_of(item: Item, number: int) -> str:
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
-    """The text of the row; without colours, trained or scored tokens are in [[double brackets]]."""
+    """Returns the text of the row; without colours, trained or scored tokens are in [[double brackets]]."""
     text = Text()
     start = 0
     marked = (

@@ -1,7 +1,7 @@
-"""`lockstep train RECIPE --smoke`: two small steps that exercise validation, checkpoint, export and tape.
+"""`lockstep train RECIPE --smoke`: runs two small steps that exercise validation, checkpoint, export and tape.
 
-Method, columns, rewards, adapter, optimizer and dtype stay as in the recipe. The models become small ones of the same
-architecture with random weights. The first rows are used, or generated rows if there are none.
+Method, columns, rewards, adapter, optimizer and dtype are those of the recipe. The models are replaced by small ones of
+the same architecture with random weights. The first rows are used, or generated rows if there are none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def small_model(path: str, folder: Path, seed: int = 0) -> str:
         small = small_config(config)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001  # an architecture that does not support other sizes
+    except Exception as error:  # noqa: BLE001  # the architecture may not support other sizes
         write_tiny(folder, seed=seed, **TINY)
         return f"the tiny model, because {config.model_type} cannot be reduced ({type(error).__name__})"
     model.save_pretrained(folder)
@@ -66,7 +66,7 @@ def small_model(path: str, folder: Path, seed: int = 0) -> str:
 
 
 def small_config(config: Any) -> Any:
-    """A miniature configuration with the same vocabulary and number of positions."""
+    """Returns a miniature configuration with the same vocabulary and number of positions."""
     small = miniature_config(config)
     for target, source in ((small, config), (small.get_text_config(), config.get_text_config())):
         for name in KEPT:
@@ -77,7 +77,7 @@ def small_config(config: Any) -> Any:
 
 
 def small_reward_model(model: Path, folder: Path) -> None:
-    """A reward model of the architecture of `model`, with its tokenizer and random weights."""
+    """Writes a reward model with the architecture and tokenizer of `model` and random weights."""
     from transformers import AutoModelForSequenceClassification
 
     config = load_config(str(model))
@@ -91,7 +91,7 @@ def small_reward_model(model: Path, folder: Path) -> None:
 
 
 def local_folder(path: str) -> str | None:
-    """The local model folder of `path`; None if there is none."""
+    """Returns the local model folder of `path`; None if there is none."""
     try:
         folder = model_folder(path)
     except Refusal:
@@ -110,13 +110,18 @@ UNUSED = (("run", "early_stopping", None), ("data", "cache", "off"))
 def smoke_test(recipe: Recipe) -> None:
     """Trains the small version of a recipe and checks the files of the run."""
     if is_rank():
-        raise Refusal.at("--smoke", "runs in one process, and several were started", "run it without a launcher")
+        raise Refusal.at(
+            "--smoke",
+            "runs in one process, and several were started",
+            "run it without a launcher",
+            code="one-process-only",
+        )
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="lockstep-smoke-") as temporary:
         smoke = Smoke(recipe, Path(temporary))
         try:
             small = smoke.recipe()
-        except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+        except (OSError, SafetensorError) as error:  # safetensors raises SafetensorError for a full disk
             raise unwritten(temporary, error, "set TMPDIR to another folder for temporary files") from error
         Console.open().banner(f"smoke test of {recipe.run.name}", smoke.changes)
         run = RunFolder(run_recipe(small))
@@ -162,7 +167,7 @@ class Smoke:
             lora.update(adapter=None, rank=lora["rank"] or 4)
         prm = values.get("prm")
         if prm and local_folder(self.given.model.path) is None:
-            # The tokens of the tiny model are bytes.
+            # Every token of the tiny model is one byte.
             prm.update(placeholder="@", tokens=["+", "-"])
         self._replace_model("preference", "reference", lambda: str(model))
         self._replace_model("critic", "path", lambda: str(model))
@@ -176,7 +181,7 @@ class Smoke:
             self.values[section][key] = replacement()
 
     def _teacher(self) -> str:
-        """A model with different weights, so that distillation has a signal."""
+        """Writes a model with different weights, so that distillation has a signal."""
         folder = self.folder / "teacher"
         if not folder.exists():
             small_model(self.given.model.path, folder, seed=1)
@@ -304,7 +309,7 @@ class Smoke:
 
 
 def _exists(path: str) -> bool:
-    """Whether a file, a folder or a match of a pattern exists. Hub data is not downloaded."""
+    """Returns whether a file, a folder or a match of a pattern exists. Hub data is not downloaded."""
     return not path.startswith("hub:") and (Path(path).exists() or any(Path().glob(path) if _relative(path) else ()))
 
 

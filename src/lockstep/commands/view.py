@@ -10,10 +10,12 @@ from lockstep.serve.viewer import RunViewer
 
 
 def view_runs(folder: Path, port: int = 0, open_browser: bool = False) -> None:
-    """Print the link and serve until Ctrl-C."""
+    """Prints the link and serves until Ctrl-C."""
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "does not exist"
-        raise Refusal.at(folder, why, "give the folder with your runs (run.folder of their recipes), or one run")
+        raise Refusal.at(
+            folder, why, "give the folder with your runs (run.folder of their recipes), or one run", code="not-a-folder"
+        )
     viewer = RunViewer(folder, port)
     scan = viewer.data.runs.scan()
     write(f"{len(scan.runs):,} runs in {folder}" if len(scan.runs) != 1 else f"1 run in {folder}")

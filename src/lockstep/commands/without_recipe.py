@@ -1,4 +1,4 @@
-"""Generator, questions and rewards for commands that have options instead of a recipe, and checks of the options."""
+"""Generator, questions and rewards for commands that use options instead of a recipe, and checks of the options."""
 
 from __future__ import annotations
 
@@ -40,31 +40,35 @@ if TYPE_CHECKING:
 
 def refuse_options(dtype: str, n: int, temperature: float) -> None:
     if dtype not in DTYPES:
-        raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}")
+        raise Refusal.at("--dtype", f"{dtype} is not one of {', '.join(DTYPES)}", code="unknown-name")
     if n > 1 and not temperature:
-        raise Refusal.at("--n", f"{n} greedy answers would be identical", "set --temperature too")
+        raise Refusal.at(
+            "--n", f"{n} greedy answers would be identical", "set --temperature too", code="identical-samples"
+        )
 
 
 def as_options(refusal: Refusal, options: Mapping[str, str]) -> Refusal:
-    """The refusal with recipe keys replaced by command options."""
+    """Returns the refusal with recipe keys replaced by command options."""
 
     def renamed(text: str) -> str:
         for key, option in options.items():
             text = text.replace(key, option)
         return text
 
-    return Refusal([Problem(renamed(p.where), renamed(p.why), renamed(p.remedy)) for p in refusal.problems])
+    return Refusal(
+        [Problem(renamed(p.where), renamed(p.why), renamed(p.remedy), code=p.code) for p in refusal.problems]
+    )
 
 
 def refuse_judge(folder: str, model: str) -> None:
-    """Rejects a reward model, whose layers would generate noise."""
+    """Rejects a reward model, because its layers would generate noise."""
     if any(name.endswith("ForSequenceClassification") for name in load_config(folder).architectures or []):
         why = "is a reward model: it scores answers and does not generate"
-        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`")
+        raise Refusal.at(model, why, "use it with `lockstep eval` or `lockstep serve`", code="wrong-model-kind")
 
 
 def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) -> list[Problem]:
-    """Prompts that leave no room for an answer in the model's context."""
+    """Returns problems of prompts that leave no room for an answer in the model's context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     problems: list[Problem] = []
     for prompt in prompts:
@@ -72,12 +76,12 @@ def over_context(prompts: Sequence[Prompt], max_new_tokens: int, config: Any) ->
         if context and length + max_new_tokens > context:
             why = f"{length} tokens plus a response of {max_new_tokens} exceed the model's context of {context}"
             less = f"set --max-new-tokens to {context - length} or less, or " if length < context else ""
-            problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it"))
+            problems.append(Problem(str(prompt.question.origin), why, f"{less}remove it", code="over-context"))
     return problems
 
 
 def refuse_long_answers(prompts: Sequence[Prompt], max_new_tokens: int, folder: str) -> None:
-    """Rejects, before loading the model, answers that exceed the context or would move cached positions."""
+    """Rejects, before the model is loaded, answers that exceed the context or would change cached positions."""
     config = load_config(folder)
     refuse_all(over_context(prompts, max_new_tokens, config), "rows")
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
@@ -93,7 +97,7 @@ def load_generator(
     console: Console,
     settings: RolloutSettings | None = None,
 ) -> Generator:
-    """The built-in engine, or transformers for a model that the built-in engine cannot run."""
+    """Returns the built-in engine, or transformers for a model that the built-in engine cannot run."""
     wanted = settings or RolloutSettings()
     try:
         return Generator.load(folder, tokenizer, dtype, device, world, wanted)
@@ -110,7 +114,7 @@ QUESTION_OPTIONS = {"data.prompt_key": "--prompt-key", "data.label_key": "--labe
 
 @dataclass(frozen=True)
 class NamedColumns:
-    """Columns given by options; None means detected by name."""
+    """Column names given by options; None means that the column is detected by name."""
 
     prompt: str | None = None
     label: str | None = None
@@ -122,7 +126,7 @@ BY_NAME = NamedColumns()
 def read_option_questions(
     rows: RowSet, limit: int | None, named: NamedColumns, *, first: int = 0, required: frozenset[str] = REWARD_FIELDS
 ) -> list[Question]:
-    """Reads the questions; errors name options instead of recipe keys."""
+    """Reads the questions; errors mention options instead of recipe keys."""
     source = Source(path=rows.files[0].name, prompt_key=named.prompt, label_key=named.label)
     try:
         columns = find_question_columns(ColumnFinder(source, Data(train=[source]), rows.columns), required)
@@ -131,7 +135,7 @@ def read_option_questions(
         raise as_options(refusal, QUESTION_OPTIONS) from refusal
 
 
-# Recipe keys of rewards and the matching options.
+# Recipe keys of rewards and the corresponding options.
 REWARD_OPTIONS = {
     "reward.function": "--reward-function",
     "reward.model": "--reward-model",
@@ -143,12 +147,12 @@ REWARD_OPTIONS = {
 
 
 def identity_of(reward: Reward) -> dict[str, Any]:
-    """What the scores depend on, by option. Files are identified by content, so a changed function differs."""
+    """Returns what the scores depend on, by option. Files are identified by content, so a changed function differs."""
     model = model_folder(reward.model) if isinstance(reward.model, str) else None
     return {
         "--rule": reward.rules,
         "--reward-function": _function(reward.function) if reward.function else None,
-        # Loading the model rejects a path that is not a folder.
+        # A path that is not a folder is rejected when the model is loaded.
         "--reward-model": model_files(model) if model and Path(model).is_dir() else model,
         "--reward-remote": comparable(reward.remote),
         "--format": reward.format,
@@ -168,15 +172,15 @@ def opened_scorer(
     output: Path | None,
     options: Mapping[str, str] = REWARD_OPTIONS,
 ) -> Scorer:
-    """Opens the rewards and tries them on real rows; errors name options.
+    """Opens the rewards and tests them on real rows; errors mention options.
 
-    The last lines that a function prints are kept in files that start with `output`.
+    The last lines that a function prints are written to files that start with `output`.
     """
     sources = sorted({prompt.question.data_source for prompt in prompts})
     unruled = [source for source in sources if source not in {**DEFAULT_RULES, **reward.rules}]
     if unruled and "rule" in active_weights(reward)[0]:
         remedy = f"set {options['reward.function']}, or --rule SOURCE=RULE with RULE one of {', '.join(RULES)}"
-        raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy) for source in unruled])
+        raise Refusal([Problem(f"data_source {source!r}", "has no rule", remedy, code="no-rule") for source in unruled])
     try:
         scorer = Scorer.open(reward, sources, torch_device, output=output)
         try:
@@ -200,4 +204,5 @@ def refuse_failures(made: Sequence[Rollout], most: float, folder: Path) -> None:
         f"{len(failed)} of {len(made)} responses could not be scored, more than --max-failures {most:g}; the first, "
         f"for {first.prompt.question.origin}: {failure.message}; response: {first.text[:200]!r}",
         f"fix the reward, or raise --max-failures; finished chunks stay in {folder}",
+        code="reward-failed",
     )

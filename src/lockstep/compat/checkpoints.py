@@ -37,19 +37,20 @@ class PeerCheckpoint:
 
 
 def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
-    """Write the weights of a checkpoint to `out`, with the config and tokenizer of `model` or of the checkpoint."""
+    """Writes the weights of a checkpoint to `out`, with the config and tokenizer of `model` or of the checkpoint."""
     checkpoint = find_checkpoint(path)
     source = model or checkpoint.model
     if source is None or not (source / "config.json").is_file():
         raise Refusal.at(
             checkpoint.folder,
             "has weights but no config.json",
-            "name the trained model, for its config and tokenizer: --model DIR",
+            "give the trained model, for its config and tokenizer: --model DIR",
+            code="missing-file",
         )
     weights = checkpoint.read(checkpoint.folder)
     check_weights(weights, source, checkpoint.folder)
     if out.exists() and any(out.iterdir()):
-        raise Refusal.at(out, "is not empty", "name a new folder")
+        raise Refusal.at(out, "is not empty", "give a new folder", code="not-empty")
     out.mkdir(parents=True, exist_ok=True)
     for pattern in _COPIED:
         for file in sorted(source.glob(pattern)):
@@ -66,7 +67,7 @@ def convert_checkpoint(path: Path, out: Path, model: Path | None = None) -> str:
 
 
 def find_checkpoint(path: Path) -> PeerCheckpoint:
-    """The checkpoint in a folder, or in the subfolders where the trainers save it."""
+    """Returns the checkpoint in a folder, or in the subfolders where the trainers save it."""
     for folder in (path, path / "actor", path / "_actor", *_tagged(path), *_tagged(path / "_actor")):
         names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         if any(_SHARD.match(name) for name in names):
@@ -80,23 +81,30 @@ def find_checkpoint(path: Path) -> PeerCheckpoint:
             raise Refusal.at(
                 folder,
                 "is a checkpoint of Megatron, which lockstep does not read",
-                "export it there: verl's model_merger",
+                "export it with verl's model_merger",
+                code="unsupported-format",
             )
     raise Refusal.at(
         path,
-        "holds no checkpoint of verl (model_world_size_N_rank_R.pt) or DeepSpeed (mp_rank_00_model_states.pt)",
-        "name the folder of one step, such as global_step_100",
+        "contains no checkpoint of verl (model_world_size_N_rank_R.pt) or DeepSpeed (mp_rank_00_model_states.pt)",
+        "give the folder of one step, such as global_step_100",
+        code="no-checkpoint",
     )
 
 
 def _tagged(path: Path) -> list[Path]:
-    """The folder that DeepSpeed's file `latest` names."""
+    """Returns the folder that DeepSpeed's file `latest` names."""
     latest = path / "latest"
     if not latest.is_file():
         return []
     name = latest.read_text(encoding="utf-8", errors="replace").strip()
     if name in ("", "..") or Path(name).name != name:
-        raise Refusal.at(latest, f"names {name[:80]!r}, which is not a folder here", "name the folder of one step")
+        raise Refusal.at(
+            latest,
+            f"names {name[:80]!r}, which is not a folder here",
+            "give the folder of one step",
+            code="damaged-checkpoint",
+        )
     return [path / name]
 
 
@@ -106,12 +114,17 @@ def read_fsdp(folder: Path) -> Weights:
     world = {int(match[1]) for match, _ in shard_files}
     if len(world) != 1 or set(files) != set(range(next(iter(world)))):
         have = ", ".join(file.name for file in files.values())
-        raise Refusal.at(folder, f"does not hold every shard of one run: {have}", "copy the missing ones here")
+        raise Refusal.at(
+            folder,
+            f"does not contain every shard of one run: {have}",
+            "copy the missing ones here",
+            code="missing-shard",
+        )
     shards = [read_sharded(files[rank]) for rank in sorted(files)]
     names = list(shards[0])
     refuse_all(
         [
-            Problem(str(folder), f"rank {i} holds other weights than rank 0")
+            Problem(str(folder), f"rank {i} has other weights than rank 0", code="missing-shard")
             for i, s in enumerate(shards)
             if list(s) != names
         ]
@@ -120,41 +133,56 @@ def read_fsdp(folder: Path) -> Weights:
         return {name: _joined([shard[name] for shard in shards], name, folder) for name in names}
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise Refusal.at(
-            folder, f"its shards cannot be put together: {first_line(error)}", "copy them again"
+            folder,
+            f"its shards cannot be joined: {first_line(error)}",
+            "copy them again",
+            code="damaged-checkpoint",
         ) from error
 
 
 def _joined(parts: list[Any], name: str, folder: Path) -> torch.Tensor:
-    """One tensor from the shards of all ranks."""
+    """Joins the shards of all ranks to one tensor."""
     first = parts[0]
     placements = getattr(first, "placements", None)
     if placements is None:
         return torch.as_tensor(first)
     if len(placements) == 2 and placements[0].is_replicate():
-        # Replicated groups: the first one is enough.
+        # All replicated groups are equal, so the first one is used.
         parts, placements = parts[: first.device_mesh.shape[1]], placements[1:]
     if len(placements) != 1:
-        raise Refusal.at(folder, f"{name} is laid out over {len(placements)} axes of devices", "export it with verl")
+        raise Refusal.at(
+            folder,
+            f"{name} is sharded over {len(placements)} device mesh axes",
+            "export it with verl",
+            code="unsupported-format",
+        )
     if placements[0].is_replicate():
         return first._local_tensor
     joined = torch.cat([part._local_tensor for part in parts], dim=placements[0].dim)
     if joined.shape != first.shape:
-        raise Refusal.at(folder, f"{name}: the shards make {tuple(joined.shape)}, not {tuple(first.shape)}")
+        raise Refusal.at(
+            folder, f"{name}: the shards make {tuple(joined.shape)}, not {tuple(first.shape)}", code="wrong-shape"
+        )
     return joined
 
 
 def read_deepspeed(folder: Path) -> Weights:
-    """ZeRO 0, 1 and 2: one file has all weights."""
+    """Reads ZeRO 0, 1 and 2, where one file has all weights."""
     files = [file for file in folder.iterdir() if _MP.match(file.name)]
     if len(files) != 1:
-        raise Refusal.at(folder, f"the model is split over {len(files)} devices (tensor parallel)", "merge it first")
+        raise Refusal.at(
+            folder,
+            f"the model is split over {len(files)} devices (tensor parallel)",
+            "merge it first",
+            code="unsupported-format",
+        )
     return _module(read_pickle(files[0]), files[0])
 
 
 def _module(state: Any, file: Path) -> Weights:
     module = state.get("module") if isinstance(state, dict) else None
     if not isinstance(module, dict):
-        raise Refusal.at(file, "holds no module", "is it a checkpoint of DeepSpeed's?")
+        raise Refusal.at(file, "contains no module", "check that DeepSpeed wrote it", code="damaged-checkpoint")
     return {name: tensor for name, tensor in module.items() if _is_weight(name, tensor)}
 
 
@@ -163,18 +191,23 @@ def _is_weight(name: Any, value: Any) -> bool:
 
 
 def read_zero3(folder: Path) -> Weights:
-    """ZeRO 3: each rank has an equal slice of every weight, the last one padded."""
+    """Reads ZeRO 3, where each rank has an equal slice of every weight; the last slice is padded."""
     models = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3.match(file.name))}
     optims = {int(m[1]): file for file in folder.iterdir() if (m := _ZERO3_OPTIM.match(file.name))}
     if set(models) != set(range(len(models))) or set(optims) != set(models):
         raise Refusal.at(
-            folder, f"{len(models)} of the ranks have weights, {len(optims)} their optimizer", "copy all files"
+            folder,
+            f"{len(models)} ranks have weights, {len(optims)} have an optimizer",
+            "copy all files",
+            code="missing-shard",
         )
     state = read_pickle(models[0])
     try:
         shapes = {name: tuple(map(int, shape)) for group in state["param_shapes"] for name, shape in group.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refusal.at(models[0], "holds no param_shapes", "is it of ZeRO 3?") from error
+        raise Refusal.at(
+            models[0], "contains no param_shapes", "check that it is a ZeRO 3 checkpoint", code="damaged-checkpoint"
+        ) from error
     flat = [_flat(read_pickle(optims[rank]), optims[rank]) for rank in sorted(optims)]
     weights: Weights = {}
     at = 0
@@ -184,8 +217,9 @@ def read_zero3(folder: Path) -> Weights:
         if at + run > len(flat[0]):
             raise Refusal.at(
                 folder,
-                f"{name}: the ranks hold fewer numbers than the shapes say",
+                f"{name}: the ranks have fewer values than the shapes require",
                 "check that the checkpoint is complete",
+                code="damaged-checkpoint",
             )
         weights[name] = torch.cat([part.narrow(0, at, run) for part in flat])[:count].clone().view(shape)
         at += run
@@ -195,7 +229,9 @@ def read_zero3(folder: Path) -> Weights:
         buffers = {name: value for name, value in named.items() if _is_weight(name, value)}
         shared = {pair[0]: weights[pair[1]] for pair in state.get("shared_params") or () if pair[1] in weights}
     except (KeyError, TypeError) as error:
-        raise Refusal.at(models[0], "names buffers or shared weights that it does not hold") from error
+        raise Refusal.at(
+            models[0], "refers to buffers or shared weights that it does not contain", code="damaged-checkpoint"
+        ) from error
     return {**weights, **buffers, **shared}
 
 
@@ -203,26 +239,34 @@ def _flat(state: Any, file: Path) -> torch.Tensor:
     try:
         return torch.cat([group.flatten() for group in state["optimizer_state_dict"]["fp32_flat_groups"]])
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise Refusal.at(file, "holds no fp32_flat_groups", "is it of ZeRO 3?") from error
+        raise Refusal.at(
+            file, "contains no fp32_flat_groups", "check that it is a ZeRO 3 checkpoint", code="damaged-checkpoint"
+        ) from error
 
 
 def check_weights(weights: Weights, model: Path, where: Path) -> None:
-    """Refuse weights whose names or shapes differ from the model's, with all differences."""
+    """Refuses weights whose names or shapes differ from the model's, and lists all differences."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if any("lora_" in name for name in weights):
-        raise Refusal.at(where, "holds an adapter", "merge it there, and convert the merged model")
+        raise Refusal.at(
+            where, "contains an adapter", "merge it first, and convert the merged model", code="wrong-model-kind"
+        )
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
     problems = [
-        Problem(str(where), f"lacks {name}")
+        Problem(str(where), f"lacks {name}", code="missing-weight")
         for name in expected
         if name not in weights and not name.endswith("lm_head.weight")
     ]
-    problems += [Problem(str(where), f"{name} is not a weight of {model}") for name in weights if name not in expected]
     problems += [
-        Problem(str(where), f"{name} is {tuple(tensor.shape)}, not {tuple(expected[name].shape)}")
+        Problem(str(where), f"{name} is not a weight of {model}", code="unknown-weight")
+        for name in weights
+        if name not in expected
+    ]
+    problems += [
+        Problem(str(where), f"{name} is {tuple(tensor.shape)}, not {tuple(expected[name].shape)}", code="wrong-shape")
         for name, tensor in weights.items()
         if name in expected and tensor.shape != expected[name].shape
     ]
@@ -234,7 +278,7 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _stored_dtype(model: Path) -> torch.dtype | None:
-    """The dtype of the config, in which the weights are stored."""
+    """Returns the dtype in the config, in which the weights are stored."""
     config = json.loads((model / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or ""), None)
     return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,4 +1,4 @@
-"""The grammars of the command lines: Hydra's overrides (verl) and argparse's flags (OpenRLHF).
+"""Parses command lines: Hydra's overrides (verl) and argparse's flags (OpenRLHF).
 
 Hydra: `key=value` sets, `+key=value` adds, `++key=value` does either, `~key` removes an earlier setting. The last one
 wins. A value is a number, a boolean, `null`, a list `[a,b]`, a group `{a:1}`, or quoted or plain text; `${other.key}`
@@ -41,7 +41,7 @@ class ParsedOverrides:
 def parse_overrides(
     words: Sequence[str], locations: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> ParsedOverrides:
-    """`locations` has the place of each word. References to keys that are not set read `defaults`."""
+    """Parses the overrides. `locations`: the location of each word. References to unset keys read `defaults`."""
     parsed = ParsedOverrides()
     position = 0
     while position < len(words):
@@ -56,12 +56,14 @@ def parse_overrides(
             parsed.given[key] = Setting(_resolved(given.value, parsed.given, defaults, (key,)), given.where)
         except KeyError as missing:
             why = f"refers to {missing.args[0]}, which has no plain value"
-            parsed.problems.append(Problem(_place(given.where, key), why, "write the value itself"))
+            parsed.problems.append(
+                Problem(_place(given.where, key), why, "write the value itself", code="unresolved-reference")
+            )
     return parsed
 
 
 def _option(word: str, rest: Sequence[str], where: str, parsed: ParsedOverrides) -> int:
-    """One of Hydra's options; returns the number of further words that it uses."""
+    """Reads one of Hydra's options; returns the number of further words that it uses."""
     name, equals, value = word.partition("=")
     used = 0
     if not equals and rest:
@@ -70,7 +72,7 @@ def _option(word: str, rest: Sequence[str], where: str, parsed: ParsedOverrides)
         parsed.config = value
     elif name not in ("--config-path", "-cp", "--config-dir", "-cd"):  # these do not change a setting
         why = "is an option of Hydra's that changes no setting"
-        parsed.problems.append(Problem(_place(where, word), why, "remove it"))
+        parsed.problems.append(Problem(_place(where, word), why, "remove it", code="unused-key"))
         return 0
     return used
 
@@ -81,23 +83,27 @@ def _override(word: str, where: str, parsed: ParsedOverrides) -> None:
     key = key.lstrip("+~")
     if not _KEY.match(key):
         why, remedy = "is not an override", "write key=value, +key=value, ++key=value or ~key"
-        parsed.problems.append(Problem(_place(where, word), why, remedy))
+        parsed.problems.append(Problem(_place(where, word), why, remedy, code="invalid-syntax"))
     elif removes:
         for name in [name for name in parsed.given if name == key or name.startswith(key + ".")]:
             del parsed.given[name]
     elif not equals:
-        parsed.problems.append(Problem(_place(where, word), "has no value", f"write {word}=VALUE"))
+        parsed.problems.append(Problem(_place(where, word), "has no value", f"write {word}=VALUE", code="not-set"))
     else:
         try:
             value = parse_value(text)
         except ValueError as error:
-            parsed.problems.append(Problem(_place(where, key), f"{text!r} cannot be read: {error}", "quote the value"))
+            parsed.problems.append(
+                Problem(
+                    _place(where, key), f"{text!r} cannot be read: {error}", "quote the value", code="invalid-syntax"
+                )
+            )
             return
         if isinstance(value, dict) and value:
             for name, inner in value.items():
                 parsed.given[f"{key}.{name}"] = Setting(inner, where)
         else:
-            parsed.given.pop(key, None)  # the last one wins, also in the order of the keys
+            parsed.given.pop(key, None)  # the last setting of a key wins and determines its position
             parsed.given[key] = Setting(value, where)
 
 
@@ -106,7 +112,7 @@ def _place(where: str, word: str) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """A value of Hydra's grammar."""
+    """Parses a value of Hydra's grammar."""
     value, rest = _value(text.strip(), stops="")
     if rest.strip():
         raise ValueError(f"{rest.strip()!r} follows the value")
@@ -223,7 +229,7 @@ FLAG_TYPES: dict[str, tuple[type, Count]] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag: its name in the table, the type of a value, and the number of values."""
+    """A flag: its name in the table, the type of its values, and how many it takes."""
 
     name: str
     kind: type = str
@@ -239,7 +245,7 @@ class ParsedFlags:
 
 
 def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequence[str] = ()) -> ParsedFlags:
-    """`flags` has the flags by their written name, `locations` the place of each word."""
+    """Parses the flags. `flags`: the flags by their written name. `locations`: the location of each word."""
     parsed = ParsedFlags()
     position = 0
     while position < len(words):
@@ -247,12 +253,14 @@ def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequ
         position += 1
         if not is_flag(word):
             why = "is neither a flag nor the value of a flag"
-            parsed.problems.append(Problem(_place(where, word), why, "remove it, or quote it with its flag's value"))
+            parsed.problems.append(
+                Problem(_place(where, word), why, "remove it, or quote it with its flag's value", code="invalid-syntax")
+            )
             continue
         name, equals, text = word.lstrip("-").partition("=")
         flag, why_not = _which(name, flags)
         if flag is None:
-            parsed.problems.append(Problem(_place(where, word), *why_not))
+            parsed.problems.append(Problem(_place(where, word), *why_not, code="unknown-key"))
             while position < len(words) and not is_flag(words[position]):
                 position += 1
             continue
@@ -266,17 +274,17 @@ def parse_flags(words: Sequence[str], flags: Mapping[str, Flag], locations: Sequ
             parsed.given.pop(flag.name, None)
             parsed.given[flag.name] = Setting(_read(flag, values, bool(equals)), where)
         except ValueError as error:
-            parsed.problems.append(Problem(_place(where, word), str(error), "correct the value"))
+            parsed.problems.append(Problem(_place(where, word), str(error), "correct the value", code="invalid-value"))
     return parsed
 
 
 def is_flag(word: str) -> bool:
-    """A lone minus and a negative number are values."""
+    """Returns whether the word is a flag. A lone minus and a negative number are values."""
     return word.startswith("-") and len(word) > 1 and not _NEGATIVE.match(word)
 
 
 def is_dotted(words: Sequence[str]) -> bool:
-    """Whether the flags are of OpenRLHF 0.11. Flags of 0.7 have no dot."""
+    """Returns whether the flags are in the style of OpenRLHF 0.11. Flags of 0.7 have no dot."""
     return any(is_flag(word) and "." in word.partition("=")[0] for word in words)
 
 

@@ -1,4 +1,4 @@
-"""The output of a conversion: the report, the recipe as a commented file, the checked recipe, and training with it."""
+"""The output of a conversion: the report, the recipe as a commented file, and the checked recipe; also trains it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WIDTH = 110
 
 
 def report(done: Conversion) -> str:
-    """Every key that the command sets, by outcome; then the written defaults, remarks, and the start command."""
+    """Lists every key that the command sets, by outcome; then the written defaults, remarks, and the start command."""
     settings = done.settings
     method = f", method {done.recipe['method'].value}" if "method" in done.recipe else ""
     lines = [f"{settings.peer} {settings.program}{method}: {len(settings.given)} settings"]
@@ -49,7 +49,7 @@ def report(done: Conversion) -> str:
 
 
 def start_command(done: Conversion, recipe: str = "RECIPE.yaml") -> str:
-    """The command that trains the recipe on the devices of the converted command."""
+    """Returns the command that trains the recipe on the devices of the converted command."""
     devices, nodes = done.devices, done.nodes
     if devices * nodes == 1:
         return f"lockstep train {recipe}"
@@ -74,7 +74,7 @@ def _folded(text: str, indent: str) -> list[str]:
 
 
 def lockstep_defaults(method: str) -> dict[str, Any]:
-    """lockstep's defaults for a method, by dotted key."""
+    """Returns lockstep's defaults for a method, by dotted key."""
     return _schema_defaults(Recipe, "") | _flat(method_defaults(method), "")
 
 
@@ -98,7 +98,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def recipe_values(done: Conversion) -> dict[str, Any]:
-    """The recipe as nested mappings, sections in the order of the schema."""
+    """Returns the recipe as nested mappings, with sections in the order of the schema."""
     values: dict[str, Any] = {}
     for key in sorted(done.recipe, key=lambda key: _ORDER.index(key.split(".")[0])):
         *parents, leaf = key.split(".")
@@ -110,7 +110,7 @@ def recipe_values(done: Conversion) -> dict[str, Any]:
 
 
 def checked(done: Conversion) -> Recipe:
-    """The validated recipe. A refusal names the other trainer's keys too."""
+    """Returns the validated recipe. A refusal also names the other trainer's keys."""
     problems = list(done.problems)
     try:
         if not problems:
@@ -124,11 +124,11 @@ def _with_sources(problem: Problem, done: Conversion) -> Problem:
     near = [key for key in done.recipe if key == problem.where or problem.where.startswith(key + ".")]
     sources = [done.named(name) for key in near[:1] for name in done.recipe[key].sources if done.is_set(name)]
     origin = f" (from {', '.join(sources)})" if sources else ""
-    return Problem(problem.where + origin, problem.why, problem.remedy)
+    return Problem(problem.where + origin, problem.why, problem.remedy, code=problem.code)
 
 
 def recipe_yaml(done: Conversion, origin: str) -> str:
-    """The recipe as text, with a comment at each key: its origin and what differs."""
+    """Returns the recipe as text, with a comment at each key: its origin and what differs."""
     head = [f"# Converted from {origin}, {done.settings.peer} {done.settings.program}."]
     head += [f"# {line}" for remark in done.remarks for line in remark.splitlines()]
     return "\n".join([*head, *_lines(recipe_values(done), done, "", 0)]) + "\n"
@@ -164,13 +164,15 @@ def _place(key: str, done: Conversion) -> str:
 
 
 def program_name(peer: str, program: str, tables: Mapping[str, Any]) -> str:
-    """The name of a training program, or a refusal."""
+    """Returns the name of a training program, or refuses it."""
     name = program.rsplit(".", 1)[-1]
     if name in tables["not_training"]:
-        raise Refusal.at(f"{peer} {name}", "does not train", f"use: {tables['not_training'][name]}")
+        raise Refusal.at(
+            f"{peer} {name}", "does not train", f"use: {tables['not_training'][name]}", code="not-training"
+        )
     if name not in tables["programs"]:
         programs = [*tables["programs"], *tables.get("inference", ())]
-        raise Refusal.at(f"{peer} {name}", "is not supported", f"use one of {', '.join(programs)}")
+        raise Refusal.at(f"{peer} {name}", "is not supported", f"use one of {', '.join(programs)}", code="unknown-name")
     return name
 
 
@@ -179,12 +181,12 @@ def main(
     convert: Callable[[str, Sequence[str]], Conversion],
     inference: Callable[[str, Sequence[str]], None] | None = None,
 ) -> None:
-    """The entry point of a peer's command line. `inference` runs the programs that do not train."""
+    """Runs the command line of a peer. `inference` runs the programs that do not train."""
     never_fail_to_encode()
     tables = load_tables(peer)
     words = sys.argv[1:]
     if words and words[0].startswith("--local_rank"):
-        words = words[1:]  # DeepSpeed's launcher puts it first; the environment has it too
+        words = words[1:]  # DeepSpeed's launcher puts this flag first; its value is also in the environment
     if not words or words[0] in ("-h", "--help"):
         write(f"python -m lockstep.compat.{peer} PROGRAM SETTINGS: converts and trains; PROGRAM is one of")
         write(f"  {', '.join([*tables['programs'], *tables.get('inference', ())])}")
@@ -208,7 +210,7 @@ def main(
 
 
 def run(convert: Callable[[str, Sequence[str]], Conversion], words: Sequence[str]) -> None:
-    """Convert the command, report on rank 0, and train."""
+    """Converts the command, reports on rank 0, and trains."""
     done = convert(words[0], words[1:])
     if os.environ.get("RANK", "0") == "0":
         write(report(done))

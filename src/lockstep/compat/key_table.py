@@ -1,4 +1,4 @@
-"""The mapping from another trainer's keys to recipe keys: tables from `tables/*.yaml`, and rules in Python.
+"""Maps another trainer's keys to recipe keys by tables from `tables/*.yaml` and rules in Python.
 
 A table has one row per key: the recipe keys that it sets, its default, and a note; or why lockstep ignores or refuses
 it. Rules compute recipe values that depend on several keys. The pages in docs/ print the same tables.
@@ -18,7 +18,7 @@ from lockstep.errors import Problem
 
 FOLDER = Path(__file__).parent / "tables"
 OutcomeKind = Literal["mapped", "changed", "ignored", "refused"]
-"""Mapped with the same meaning; mapped with another meaning; without effect here; refused."""
+"""Mapped with the same meaning; mapped with another meaning; without effect in lockstep; refused."""
 _CASTS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "same": lambda value: value}
 
 
@@ -29,23 +29,23 @@ class KeyRow:
     key: str
     outcome: OutcomeKind
     to: tuple[str, ...] = ()
-    """The recipe keys that it sets, directly (`cast`) or through a rule."""
+    """The recipe keys that this key sets, directly (`cast`) or through a rule."""
     note: str = ""
     default: Any = None
     """The other trainer's default."""
     unit: str = ""
     cast: str | None = None
-    """The type of the recipe value; None: a rule reads the key."""
+    """The type of the recipe value; None if a rule reads the key."""
     values: Mapping[Any, Any] = field(default_factory=dict)
-    """The recipe value, or recipe keys and values, for each value of the other trainer."""
+    """The recipe value, or recipe keys and values, for each value of this key."""
     remedy: str = ""
     off: tuple[Any, ...] = (None, False)
-    """Values of a refused key that request nothing."""
+    """Values of a refused key that switch its feature off, so that they need no refusal."""
     type: str = ""
     """How OpenRLHF's parser reads the flag: int, float, str, switch, float2, str+, float+."""
     flat: str | None = None
     dotted: str | None = None
-    """The flag's names in OpenRLHF's two dialects: 0.7 (flat) and 0.11 (dotted)."""
+    """The flag's names in the two styles of OpenRLHF's flags: 0.7 (flat) and 0.11 (dotted)."""
 
     def covers(self, key: str) -> bool:
         return key == self.key or ("*" in self.key and fnmatch.fnmatchcase(key, self.key))
@@ -56,7 +56,7 @@ class KeyRow:
 
 @cache
 def load_tables(peer: str) -> dict[str, Any]:
-    """The content of `tables/PEER.yaml`."""
+    """Reads the content of `tables/PEER.yaml`."""
     import yaml
 
     text = (FOLDER / f"{peer}.yaml").read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def load_tables(peer: str) -> dict[str, Any]:
 
 @cache
 def table_rows(peer: str, table: str) -> tuple[KeyRow, ...]:
-    """The rows of a table in the order of the file, with those of the tables that it includes."""
+    """Returns the rows of a table in the order of the file, with those of the tables that it includes."""
     rows: list[KeyRow] = []
     for section in load_tables(peer)["tables"][table]:
         if "include" in section:
@@ -96,7 +96,7 @@ def _mapped_row(key: str, entry: Mapping[str, Any]) -> KeyRow:
 
 
 def _group_rows(outcome: Any, group: Mapping[str, Any]) -> list[KeyRow]:
-    """Keys that are ignored or refused for one reason."""
+    """Returns the rows of keys that are ignored or refused for one reason."""
     keys = group["keys"]
     off = tuple(group.get("accepts", (None, False)))
     return [
@@ -125,14 +125,14 @@ def _flag_names(key: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that a command sets, and where: a line of a script, or nothing."""
+    """A value that a command sets, and its location: a line of a script, or "" if there is none."""
 
     value: Any
     where: str = ""
 
 
 class Unreadable(Exception):
-    """A value of the wrong type for its key."""
+    """Raised if a value has the wrong type for its key."""
 
     def __init__(self, key: str, why: str):
         super().__init__(key, why)
@@ -141,16 +141,16 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a command, and the defaults of the version that it was written for."""
+    """The settings of a command, and the defaults of the trainer version that it was written for."""
 
     peer: str
-    """Name and version: `verl 0.4`."""
+    """The trainer's name and version: `verl 0.4`."""
     program: str
-    """`main_ppo`, `train_dpo`."""
+    """The program, such as `main_ppo` or `train_dpo`."""
     given: Mapping[str, Setting]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """How the command writes a key, if not by its name in the table."""
+    """How the command writes a key, if it differs from the key's name in the table."""
 
     def spelling(self, key: str) -> str:
         return self.spelled.get(key, key)
@@ -158,7 +158,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class WrittenKey:
-    """A recipe value, the keys it comes from, and a note on what differs."""
+    """A recipe value, the keys that it comes from, and a note on what differs."""
 
     value: Any
     sources: tuple[str, ...]
@@ -178,7 +178,7 @@ class KeyOutcome:
 
 @dataclass
 class Conversion:
-    """A command under conversion: its settings, the recipe values so far, and the outcome of each key."""
+    """A conversion in progress: the command's settings, the recipe values so far, and the outcome of each key."""
 
     settings: Settings
     rows: Mapping[str, KeyRow] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Conversion:
     outcomes: list[KeyOutcome] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    """Remarks on the run, not on a key."""
+    """Remarks on the run as a whole."""
     devices: int = 1
     nodes: int = 1
     decided: dict[str, tuple[OutcomeKind, str]] = field(default_factory=dict)
@@ -199,16 +199,16 @@ class Conversion:
         return self.settings.peer.rsplit(" ", 1)[-1]
 
     def __getitem__(self, key: str) -> Any:
-        """The value that the other trainer uses: the setting, its default, or None."""
+        """Returns the value that the other trainer uses: the setting, its default, or None."""
         given = self.settings.given
         return given[key].value if key in given else self.settings.defaults.get(key)
 
     def is_set(self, *keys: str) -> bool:
-        """Whether the command itself sets one of the keys."""
+        """Returns whether the command itself sets one of the keys."""
         return any(key in self.settings.given for key in keys)
 
     def below(self, prefix: str) -> list[str]:
-        """The keys of a group that the command sets."""
+        """Returns the keys of a group that the command sets."""
         return [key for key in self.settings.given if key.startswith(prefix + ".")]
 
     def integer(self, key: str) -> int:
@@ -230,7 +230,7 @@ class Conversion:
             raise Unreadable(key, f"{self[key]!r} is not a list of numbers") from error
 
     def lookup(self, key: str, value: Any = None) -> Any:
-        """The recipe value for the key's value, from its table row; None and a problem if there is none."""
+        """Returns the recipe value for the key's value, from its table row; None and a problem if there is none."""
         value, values = self[key] if value is None else value, self.rows[key].values
         if isinstance(value, list) or value not in values:
             self.refuse(key, f"{value} is not supported", f"use one of {', '.join(map(str, values))}")
@@ -240,7 +240,7 @@ class Conversion:
     # Results -----------------------------------------------------------------------------------------------------
 
     def write(self, to: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set a recipe value. A note means that it differs from what the sources mean."""
+        """Sets a recipe value. A note means that it differs from what the sources mean."""
         self.recipe[to] = WrittenKey(value, sources, note)
         for key in sources if note else ():
             self.decided.setdefault(key, ("changed", note))
@@ -264,18 +264,18 @@ class Conversion:
         for key in keys:
             self.decided[key] = ("ignored", why)
 
-    def refuse(self, key: str, why: str, remedy: str = "") -> None:
+    def refuse(self, key: str, why: str, remedy: str = "", code: str = "unsupported-setting") -> None:
         self.decided[key] = ("refused", f"{why}; {remedy}" if remedy else why)
-        self.problems.append(Problem(self.named(key), why, remedy))
+        self.problems.append(Problem(self.named(key), why, remedy, code=code))
 
     def require(self, key: str, remedy: str, why: str = "is not set") -> bool:
-        """Refuse a command without the key."""
+        """Refuses a command without the key; returns whether the key is set."""
         if not self[key]:
-            self.refuse(key, why, remedy)
+            self.refuse(key, why, remedy, "not-set")
         return bool(self[key])
 
     def named(self, key: str) -> str:
-        """The key as the command writes it, and where."""
+        """Returns the key as the command writes it, and its location."""
         given = self.settings.given.get(key)
         shown = self.settings.spelling(key)
         return f"{given.where}: {shown}" if given is not None and given.where else shown
@@ -290,7 +290,7 @@ def convert(
     rules: Iterable[KeyRule],
     lockstep_defaults: Callable[[str], Mapping[str, Any]],
 ) -> Conversion:
-    """Apply the rows, then the rules, and collect the outcome of every key that the command sets.
+    """Applies the rows, then the rules, and collects the outcome of every key that the command sets.
 
     `lockstep_defaults` returns lockstep's defaults for a method. A default of the other trainer that is the same in
     lockstep is left out of the recipe.
@@ -299,15 +299,15 @@ def convert(
     by_key = {key: row_of(rows, key) for key in settings.given}
     for key, row in by_key.items():
         if row is None:
-            done.refuse(key, f"{settings.peer} has no such key", _nearest(key, rows))
+            done.refuse(key, f"{settings.peer} has no such key", _nearest(key, rows), "unknown-key")
     _apply_casts(done, rows)
     _apply_refusals(done, rows, by_key)
-    if not done.problems:  # rules rely on readable values
+    if not done.problems:  # because rules need readable values
         for rule in rules:
             try:
                 rule(done)
             except Unreadable as bad:
-                done.refuse(bad.key, bad.why, "write the value itself")
+                done.refuse(bad.key, bad.why, "write the value itself", "invalid-value")
     if "method" in done.recipe:
         _leave_out_defaults(done, lockstep_defaults(str(done.recipe["method"].value)))
     done.outcomes = [_outcome(key, row, done) for key, row in by_key.items()]
@@ -315,7 +315,7 @@ def convert(
 
 
 def row_of(rows: Sequence[KeyRow], key: str) -> KeyRow | None:
-    """The row of the key, or else the longest pattern that covers it."""
+    """Returns the row of the key, or else the longest pattern that covers it."""
     covering = [row for row in rows if row.covers(key)]
     return max(covering, key=lambda row: (row.key == key, len(row.key)), default=None)
 
@@ -328,7 +328,9 @@ def _apply_casts(done: Conversion, rows: Sequence[KeyRow]) -> None:
         try:
             done.write(row.to[0], _CASTS[row.cast](value), row.key)
         except (TypeError, ValueError):
-            done.refuse(row.key, f"{value!r} is not of type {row.cast}", f"write a value of type {row.cast}")
+            done.refuse(
+                row.key, f"{value!r} is not of type {row.cast}", f"write a value of type {row.cast}", "invalid-value"
+            )
 
 
 def _apply_refusals(done: Conversion, rows: Sequence[KeyRow], by_key: Mapping[str, KeyRow | None]) -> None:
@@ -338,7 +340,7 @@ def _apply_refusals(done: Conversion, rows: Sequence[KeyRow], by_key: Mapping[st
         keys = [key for key, its_row in by_key.items() if its_row is row and not _is_off(done[key], row.off)]
         for key in keys[1:]:
             done.decided[key] = ("refused", row.note)
-        if keys:  # one problem for a pattern, for any number of its keys
+        if keys:  # a pattern gives one problem for all of its keys
             more = f" ({len(keys)} keys {row.key})" if len(keys) > 1 else ""
             done.refuse(keys[0], row.note + more, row.remedy)
 
@@ -369,7 +371,7 @@ def _nearest(key: str, rows: Sequence[KeyRow]) -> str:
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """The most similar of the names, or one with the same last part."""
+    """Returns the most similar of the names, or one with the same last component."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     leaf = name.rsplit(".", 1)[-1]
     return next(iter([*near, *(other for other in names if other.rsplit(".", 1)[-1] == leaf)]), None)

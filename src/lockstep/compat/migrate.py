@@ -20,9 +20,9 @@ CONVERTERS: dict[str, Callable[[str, Sequence[str], Sequence[str]], Conversion]]
     "verl": convert_verl,
     "openrlhf": convert_openrlhf,
 }
-# Variables of the user's shell that scripts rely on. The script or the caller must set all others.
+# Variables of the user's shell that scripts use. The script or the caller must set all others.
 _ENVIRONMENT = ("HOME", "PWD", "USER")
-# Module, file and flags of a launcher, as in `torchrun --nproc-per-node 8 -m verl.trainer.main_ppo`.
+# The module, file and flags of a launcher, as in `torchrun --nproc-per-node 8 -m verl.trainer.main_ppo`.
 _MODULE = re.compile(r"^(verl|openrlhf|recipe)(\.[\w]+)+$")
 _FILE = re.compile(r"(?:^|/)(verl|openrlhf|recipe)/(?:[\w/]+/)?(\w+)\.py$")
 _OURS = re.compile(r"^lockstep\.compat\.(verl|openrlhf)$")
@@ -33,21 +33,21 @@ _VARIABLE = re.compile(r"^[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Migrated:
-    """One training command of a script, converted."""
+    """A converted training command of a script."""
 
     training: TrainingCommand
     done: Conversion
 
 
 def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
-    """Write a recipe and a report for each training command of the script.
+    """Writes a recipe and a report for each training command of the script.
 
     `words` of the form `NAME=VALUE` set variables of the script; the others are its arguments.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal.at(path, f"cannot be read: {error}") from error
+        raise Refusal.at(path, f"cannot be read: {error}", code="unreadable") from error
     commands, problems, remarks = migrated(text, words)
     for remark in remarks:
         write(remark, error=True)
@@ -70,7 +70,7 @@ def migrate(path: Path, words: Sequence[str], out: Path | None) -> None:
 
 
 def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list[Problem], list[str]]:
-    """The conversions of a script's training commands, its problems, and remarks."""
+    """Returns the conversions of a script's training commands, its problems, and remarks."""
     given = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     given |= {word.partition("=")[0]: word.partition("=")[2] for word in words if _VARIABLE.match(word)}
     script = read_script(text, given, [word for word in words if not _VARIABLE.match(word)])
@@ -87,10 +87,17 @@ def migrated(text: str, words: Sequence[str] = ()) -> tuple[list[Migrated], list
         try:
             commands.append(Migrated(training, _converted(training)))
         except Refusal as refusal:
-            problems += [Problem(f"line {training.line}: {p.where}", p.why, p.remedy) for p in refusal.problems]
+            problems += [
+                Problem(f"line {training.line}: {p.where}", p.why, p.remedy, code=p.code) for p in refusal.problems
+            ]
     if not commands and not problems:
         problems.append(
-            Problem("the script", "has no training command of verl or OpenRLHF", "name the script that trains")
+            Problem(
+                "the script",
+                "has no training command of verl or OpenRLHF",
+                "give the script that trains",
+                code="not-training",
+            )
         )
     return commands, problems, script.remarks
 
@@ -118,7 +125,7 @@ def _unknown(words: Sequence[Word]) -> list[Problem]:
                     if not name.isdigit()
                     else "append the script's arguments: lockstep migrate SCRIPT ARGUMENT"
                 )
-            problems.append(Problem(f"line {word.line}: {shown}", why, remedy))
+            problems.append(Problem(f"line {word.line}: {shown}", why, remedy, code="unresolved-reference"))
     return problems
 
 
@@ -132,7 +139,7 @@ def _cut_off(script: Script, text: str) -> list[Problem]:
             remedy = f"end line {word.line - 1} with a backslash"
             if re.search(r"\\[ \t]+$", text.splitlines()[word.line - 2]):
                 remedy = f"remove the space after the backslash that ends line {word.line - 1}"
-            problems.append(Problem(f"line {word.line}: {word.text}", why + rest, remedy))
+            problems.append(Problem(f"line {word.line}: {word.text}", why + rest, remedy, code="invalid-syntax"))
     return problems
 
 
@@ -141,7 +148,7 @@ def _cut_off(script: Script, text: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A training command: the peer, the program, its words, and the launcher's devices and nodes."""
+    """A training command: the peer, the program, its words, and the launcher's number of devices and nodes."""
 
     peer: str
     program: str
@@ -155,7 +162,7 @@ class TrainingCommand:
 
 
 def training_of(words: Sequence[Word]) -> TrainingCommand | None:
-    """The training command in a command of a script, or None."""
+    """Returns the training command in a command of a script, or None."""
     inner = _string_command(words)
     if inner is not None:
         trainings = [training for command in inner.commands if (training := training_of(command)) is not None]
@@ -182,7 +189,7 @@ def _peer(module: str) -> str:
 
 
 def _string_command(words: Sequence[Word]) -> Script | None:
-    """The script in `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
+    """Returns the script in `bash -c "..."` and `eval "..."`. Its variables are already expanded."""
     texts = [word.text for word in words]
     if texts[:1] == ["eval"] and len(texts) > 1:
         inner = read_script(" ".join(texts[1:]))
@@ -207,6 +214,6 @@ def _number(words: Sequence[Word], names: Sequence[str]) -> int | None:
 
 
 def looks_cut_off(words: Sequence[Word]) -> bool:
-    """Whether a command starts with an override or a flag: the line before it lacks a backslash."""
+    """Returns whether a command starts with an override or a flag, because the line before it lacks a backslash."""
     first = words[0].text
     return bool(re.match(r"^--?[A-Za-z]", first)) or bool(re.match(r"^[+~]{0,2}[a-z_]\w*(\.\w+)+=", first))

@@ -1,8 +1,8 @@
-"""A restricted unpickler for checkpoints of other programs. It imports and runs none of the code that they name.
+"""A restricted unpickler for checkpoints of other programs. It does not import or run the code that they refer to.
 
 `torch.load` without `weights_only` would pass a TorchScript archive to `torch.jit.load`, which runs its methods. This
-reader creates tensors and plain containers. A class of another program becomes an empty stand-in. A file that names a
-function of Python's standard library is refused.
+reader creates tensors and plain containers. A class of another program becomes an empty stand-in. A file that refers
+to a function of Python's standard library is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REBUILDS = [
     "_rebuild_parameter",
     "_rebuild_parameter_with_state",
 ]
-# Modules of the standard library whose classes hold a trainer's settings and counters. They become stand-ins.
+# Standard library modules whose classes appear in a trainer's settings and counters. They become stand-ins.
 _DATA = [
     "argparse",
     "collections",
@@ -101,19 +101,19 @@ class _StandIn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Creates objects of the allowed classes, reads storages with `storage`, and imports nothing else."""
+    """Creates objects of the allowed classes, reads tensor storages with `storage`, and imports nothing else."""
 
     def __init__(self, file: io.BytesIO, storage: Callable[[Any], Any]):
         super().__init__(file, encoding="utf-8")
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        # torch.save writes protocol 2, which has Python 2's names: `__builtin__ set`.
+        # torch.save writes protocol 2, which uses Python 2's names: `__builtin__ set`.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module == "builtins" and name in _BUILTINS) or (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if module == "torch._utils" and name in _REBUILDS:
-            # A new object each time: a pickle can set attributes of an object that it receives.
+            # A new object is created each time, because a pickle can set attributes of an object that it receives.
             return partial(getattr(torch._utils, name))
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
@@ -129,26 +129,28 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Forbidden(Exception):
-    """A name that no checkpoint needs."""
+    """Raised for a name that no checkpoint needs."""
 
 
 def read_pickle(path: Path) -> Any:
-    """The content of a file of `torch.save`, on the CPU."""
+    """Reads a file of `torch.save` to the CPU."""
     try:
         if _is_zip(path):
             return _from_zip(path)
-        # The format before torch 1.6, which torch's restricted reader supports.
+        # This is the format before torch 1.6, which torch's restricted reader supports.
         return torch.load(path, map_location="cpu", weights_only=True)
     except Refusal:
         raise
     except _Forbidden as error:
-        raise Refusal.at(path, f"names {error}, which no checkpoint needs: it was not read", _UNTRUSTED) from error
+        raise Refusal.at(
+            path, f"refers to {error}, which no checkpoint needs: it was not read", _UNTRUSTED, code="untrusted-code"
+        ) from error
     except Exception as error:  # a manipulated file can raise any exception
         raise _unread(path, error) from error
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether the file is a zip archive, not torch's older format."""
+    """Returns whether the file is a zip archive, not torch's older format."""
     with path.open("rb") as file:
         return file.read(len(_ZIP)) == _ZIP
 
@@ -156,7 +158,9 @@ def _is_zip(path: Path) -> bool:
 def _refuse_torchscript(names: Sequence[str], path: Path) -> None:
     if any(name.partition("/")[2].startswith(_TORCHSCRIPT) for name in names):
         why = "is a TorchScript archive, whose methods would run: it was not read"
-        raise Refusal.at(path, why, "save the weights alone: torch.save(model.state_dict(), FILE)")
+        raise Refusal.at(
+            path, why, "save the weights alone: torch.save(model.state_dict(), FILE)", code="untrusted-code"
+        )
 
 
 def _from_zip(path: Path) -> Any:
@@ -165,10 +169,17 @@ def _from_zip(path: Path) -> Any:
         _refuse_torchscript(names, path)
         pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise Refusal.at(path, "holds no data.pkl of torch.save", "is it a checkpoint?")
+            raise Refusal.at(
+                path, "contains no data.pkl of torch.save", "check that it is a checkpoint", code="damaged-file"
+            )
         folder = pickles[0].removesuffix("data.pkl")
         if f"{folder}byteorder" in names and archive.read(f"{folder}byteorder") != b"little":
-            raise Refusal.at(path, "was written on a big-endian machine", "save it again on a little-endian one")
+            raise Refusal.at(
+                path,
+                "was written on a big-endian machine",
+                "save it again on a little-endian one",
+                code="unsupported-format",
+            )
         storages: dict[str, torch.storage.TypedStorage] = {}
 
         def storage(pid: Any) -> torch.storage.TypedStorage:
@@ -184,16 +195,16 @@ def _from_zip(path: Path) -> Any:
 
 def _storage(archive: zipfile.ZipFile, name: str, dtype: torch.dtype, count: int) -> torch.storage.TypedStorage:
     info = archive.getinfo(name)
-    # torch stores without compression, so the size on disk is the size in memory.
+    # torch stores without compression, so the sizes on disk and in memory are equal.
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != count * dtype.itemsize:
-        raise ValueError(f"{name} holds {info.file_size:,} bytes, not {count:,} numbers of {dtype}")
+        raise ValueError(f"{name} has {info.file_size:,} bytes, not {count:,} numbers of {dtype}")
     content = bytearray(archive.read(name))
     flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return torch.storage.TypedStorage(wrap_storage=flat.untyped_storage(), dtype=dtype, _internal=True)
 
 
 def read_sharded(path: Path) -> dict[str, Any]:
-    """A shard of FSDP: plain and distributed tensors."""
+    """Reads a shard of FSDP: plain and distributed tensors."""
     import torch.distributed.tensor
 
     try:
@@ -203,12 +214,14 @@ def read_sharded(path: Path) -> dict[str, Any]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Refusal:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # a manipulated file can raise any exception
         raise _unread(path, error) from error
     if not isinstance(loaded, dict):
-        raise Refusal.at(path, f"holds a {type(loaded).__name__}, not weights by name")
+        raise Refusal.at(path, f"contains a {type(loaded).__name__}, not weights by name", code="damaged-file")
     return loaded
 
 
 def _unread(path: Path, error: Exception) -> Refusal:
-    return Refusal.at(path, f"cannot be read: {why_not_unpickled(error)}", "check that the file is complete")
+    return Refusal.at(
+        path, f"cannot be read: {why_not_unpickled(error)}", "check that the file is complete", code="unreadable"
+    )

@@ -20,10 +20,10 @@ _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?!-]")
 _BRACED = re.compile(r"^(!?)([A-Za-z_]\w*|[0-9]+|[@*#])(\[[^\]]*\])?((?::?[-=+?])|[%#/:^,].*)?(.*)$", re.DOTALL)
 _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _KEYWORDS = ("then", "else", "do", "time", "!", "{", "exec", "nohup")
-# Many names contain the time of the start; a recipe needs a fixed name.
+# Many run names contain the start time, but a recipe needs a fixed name.
 _NOW = re.compile(r"^\s*(date|now)\b")
 MARK = "\x00"
-"""Encloses the name of an unknown value."""
+"""The marker before and after the name of an unknown value."""
 
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: lambda a, b: _quotient(a, b),
@@ -39,7 +39,7 @@ class Word:
 
     @property
     def unknown(self) -> list[str]:
-        """The names of its unknown values."""
+        """The names of the unknown values in the word."""
         return re.findall(f"{MARK}([^{MARK}]*){MARK}", self.text)
 
 
@@ -52,7 +52,7 @@ class Script:
 
 
 def read_script(text: str, given: Mapping[str, str] | None = None, arguments: Sequence[str] = ()) -> Script:
-    """Expand a script. `given` are variables of the caller, `arguments` the script's positional parameters."""
+    """Expands a script. `given`: variables that the caller sets. `arguments`: the script's positional parameters."""
     shell = _Shell(dict(given or {}), list(arguments))
     for raw in commands_of(text):
         shell.command(raw)
@@ -74,7 +74,7 @@ class _Shell:
         self.called: list[str] = []
         self.calls = 0
         self.defining: tuple[str, int] | None = None
-        """The function whose body follows, and the number of open braces."""
+        """The function whose body is being read, and the number of open braces."""
 
     def command(self, raw: RawCommand) -> None:
         if self.defining is not None:
@@ -111,7 +111,7 @@ class _Shell:
         elif first in ("elif", "else") and self.chosen:
             before = self.chosen[-1]
             now = True if first == "else" else self._holds(words[1:])
-            # After a branch that ran, the others do not run; after one that may have run, they are unknown.
+            # After a branch that ran, the others do not run; after one that may have run, whether they run is unknown.
             self.branches[-1] = False if before else now if before is False or now is False else None
             self.chosen[-1] = True if before or self.branches[-1] else None if None in (before, now) else False
             if first == "else" and len(words) > 1:
@@ -148,7 +148,7 @@ class _Shell:
         self.arguments, self.calls = before, self.calls - 1
 
     def uncalled(self) -> None:
-        """Expand functions that the script does not call: another script may call them."""
+        """Expands functions that the script does not call, because another script may call them."""
         self.defining = None
         for name in [name for name in self.functions if name not in self.called]:
             before = len(self.script.commands)
@@ -157,7 +157,7 @@ class _Shell:
                 self.script.remarks.append(f"the script does not call the function {name}; its body is converted once")
 
     def _loop(self, words: Sequence[RawWord]) -> None:
-        """Expand the body of a loop once, with the first value."""
+        """Expands the body of a loop once, with the first value."""
         if words[0].text == "for" and len(words) > 3 and words[2].text == "in":
             values = self.expand(words[3])
             if values:
@@ -195,7 +195,7 @@ class _Shell:
             return
         value = " ".join(self.expand(RawWord(word.text[match.end() :], word.line), split=False))
         if name in self.given and (self.branches or MARK in value):
-            # The caller decides about an unknown branch and the output of a program.
+            # The caller sets the value in an unknown branch or of a program's output.
             self.variables[name] = self.given[name]
             return
         if None in self.branches and not adds:
@@ -214,7 +214,7 @@ class _Shell:
     # Expansion ---------------------------------------------------------------------------------------------------
 
     def expand(self, word: RawWord, *, split: bool = True) -> list[str]:
-        """Expand a raw word: remove quotes, replace variables, split unquoted values at spaces."""
+        """Expands a raw word: removes quotes, replaces variables, splits unquoted values at spaces."""
         if word.array is not None:
             return [word.text + "(" + " ".join(text for item in word.array for text in self.expand(item)) + ")"]
         fields: list[str] = [""]
@@ -247,7 +247,7 @@ class _Shell:
                 i = end + 1
             elif sign in "$`":
                 value, i = self._dollar(text, i)
-                # An unknown value is not split, or its name would be lost.
+                # An unknown value is not split, because that would lose its name.
                 pieces = value.split() if split and MARK not in value else [value]
                 if split and value[:1].isspace() and fields[-1]:
                     fields.append("")
@@ -260,7 +260,7 @@ class _Shell:
         return fields if seen else []
 
     def _all_of(self, inner: str) -> list[str] | None:
-        """The words of `"$@"` and `"${NAME[@]}"`."""
+        """Returns the words of `"$@"` and `"${NAME[@]}"`."""
         if inner in ("$@", "${@}"):
             return self.arguments
         if inner.startswith("${@:") and (some := self._some(inner[2:-1])) is not None:
@@ -269,7 +269,7 @@ class _Shell:
         return self.arrays.get(match[1]) if match else None
 
     def _item(self, name: str, index: str, inner: str) -> str:
-        """`${NAME[0]}` and `${NAME[@]}`."""
+        """Evaluates `${NAME[0]}` and `${NAME[@]}`."""
         values, number = self.arrays.get(name), self._in_quotes(index)
         if values is None:
             return f"{MARK}{name}{MARK}"
@@ -280,7 +280,7 @@ class _Shell:
         return values[int(number)] if int(number) < len(values) else ""
 
     def _some(self, inner: str) -> list[str] | None:
-        """`@:2` and `@:2:1`: arguments from the second on, and their number."""
+        """Evaluates `@:2` and `@:2:1`: the arguments from the second on, and how many of them."""
         match = re.fullmatch(r"[@*]:\s*([1-9]\d*)(?::\s*(\d+))?", inner)
         if match is None:
             return None
@@ -288,7 +288,7 @@ class _Shell:
         return rest if match[2] is None else rest[: int(match[2])]
 
     def _length(self, name: str) -> str:
-        """`${#X}` and `${#X[@]}`."""
+        """Evaluates `${#X}` and `${#X[@]}`."""
         listed = re.fullmatch(r"(\w+)\[[@*]\]", name)
         if listed and listed[1] in self.arrays:
             return str(len(self.arrays[listed[1]]))
@@ -310,7 +310,7 @@ class _Shell:
         return out
 
     def _dollar(self, text: str, i: int) -> tuple[str, int]:
-        """The value of the expansion at `i`, and the position after it."""
+        """Returns the value of the expansion at `i`, and the position after it."""
         if text[i] == "`":
             end = _end(text.find("`", i + 1), text)
             return self._output(text[i + 1 : end]), end + 1
@@ -387,7 +387,7 @@ class _Shell:
         return self._in_quotes(echo[1].strip("\"'")) if echo else f"{MARK}$({command}){MARK}"
 
     def _path(self, command: str) -> str | None:
-        """`basename PATH [SUFFIX]` and `dirname PATH`."""
+        """Evaluates `basename PATH [SUFFIX]` and `dirname PATH`."""
         commands = commands_of(command)
         if len(commands) != 1 or commands[0].words[0].text not in ("basename", "dirname"):
             return None
@@ -400,10 +400,10 @@ class _Shell:
         return path.name.removesuffix(words[2]) if len(words) > 2 else path.name
 
     def _sum(self, text: str) -> str:
-        """`$((a * 2))`: integer arithmetic with variables."""
+        """Evaluates `$((a * 2))`: integer arithmetic with variables."""
 
         filled = self._in_quotes(text)
-        if MARK not in filled:  # in arithmetic a variable needs no $
+        if MARK not in filled:  # variables in arithmetic need no $
             filled = re.sub(r"[A-Za-z_]\w*", lambda match: self._value(match[0]), filled)
         if MARK in filled:
             return filled
@@ -414,7 +414,7 @@ class _Shell:
 
 
 def _quotient(a: int, b: int) -> int:
-    """A shell rounds towards zero, Python down."""
+    """Divides like a shell, which rounds towards zero (Python rounds down)."""
     return a // b if (a < 0) == (b < 0) else -(-a // b)
 
 

@@ -1,7 +1,7 @@
-"""The syntax of shell scripts: commands and raw words with their lines, conditions, and operations on values.
+"""Parses shell scripts: commands and raw words with their lines, conditions, and operations on values.
 
-The parser reads comments, quotes, line continuations, `;` `&&` `||` `|` `&`, here-documents, arrays, redirections,
-functions (`name()` becomes `function name`) and nested `$(...)`, `${...}` and `$((...))`. It leaves out the patterns of
+The parser handles comments, quotes, line continuations, `;` `&&` `||` `|` `&`, here-documents, arrays, redirections,
+functions (`name()` becomes `function name`) and nested `$(...)`, `${...}` and `$((...))`. It skips the patterns of
 `case`. It expands nothing.
 """
 
@@ -20,7 +20,7 @@ _REDIRECTION = re.compile(r"(\d*|&)(>>|>&|>\||<>|<<<|>|<)&?\s*")
 
 @dataclass(frozen=True)
 class RawWord:
-    """A word of the script with its quotes and expansions."""
+    """A word of the script, including its quotes and unexpanded variables."""
 
     text: str
     line: int
@@ -34,7 +34,7 @@ class RawCommand:
     heredoc: str | None = None
     quoted_heredoc: bool = False
     conditional: bool = False
-    """After `&&` or `||`: another command decides whether it runs."""
+    """Whether it follows `&&` or `||`, so that another command decides whether it runs."""
 
     @property
     def line(self) -> int:
@@ -42,7 +42,7 @@ class RawCommand:
 
 
 def commands_of(script: str) -> list[RawCommand]:
-    """The simple commands of a script in order, including those in loops and conditions."""
+    """Returns the simple commands of a script in order, including those in loops and conditions."""
     return _Reader(script).commands()
 
 
@@ -159,7 +159,7 @@ class _Reader:
         return RawWord(text, line)
 
     def _piece(self) -> str:
-        """One character, one quotation or one expansion."""
+        """Reads one character, one quotation or one expansion."""
         start = self.at
         sign = self.text[start]
         if sign == "\\":
@@ -204,7 +204,7 @@ class _Reader:
 
 
 def closing(text: str, start: int) -> int:
-    """The position of the bracket that closes the one at `start`, or the end of the text."""
+    """Returns the position of the bracket that closes the one at `start`, or the end of the text."""
     pairs = {"(": ")", "{": "}"}
     opens, shuts = text[start], pairs[text[start]]
     depth, i = 0, start
@@ -255,7 +255,7 @@ _COUNTS: dict[str, Callable[[int, int], bool]] = {
 
 
 def holds(words: Sequence[str], mark: str) -> bool | None:
-    """The result of `[ -z "$X" ]`, `[[ $N -gt 4 ]]` ...; None for other commands and values with the `mark`."""
+    """Evaluates `[ -z "$X" ]`, `[[ $N -gt 4 ]]` ...; None for other commands and for values with the `mark`."""
     if words[:1] == ["!"]:
         inner = holds(words[1:], mark)
         return None if inner is None else not inner
@@ -275,7 +275,7 @@ def holds(words: Sequence[str], mark: str) -> bool | None:
     if sign in _COUNTS:
         return _COUNTS[sign](int(left), int(right)) if _is_integer(left) and _is_integer(right) else None
     if sign in ("=", "==", "!="):
-        # [[ ]] reads the right side as a pattern.
+        # [[ ]] treats the right side as a pattern.
         same = fnmatch.fnmatchcase(left, right) if words[0] == "[[" else left == right
         return same == (sign != "!=")
     return None
@@ -289,7 +289,7 @@ def _is_integer(text: str) -> bool:
 
 
 def cut(value: str, how: str, filled: Callable[[str], str]) -> str | None:
-    """The value of `${X%/}`, `${X##*/}`, `${X//./_}`, `${X:0:3}` ...; `how` follows the name. None if unsupported."""
+    """Evaluates `${X%/}`, `${X##*/}`, `${X//./_}`, `${X:0:3}` ...; `how` follows the name. None if unsupported."""
     if how[0] in "#%":
         twice = how[:2] in ("##", "%%")
         return _without(value, _glob(filled(how[2 if twice else 1 :])), at_end=how[0] == "%", longest=twice)
@@ -305,7 +305,7 @@ def cut(value: str, how: str, filled: Callable[[str], str]) -> str | None:
 
 
 def _glob(pattern: str) -> str:
-    """The pattern for fnmatch, which has no quotes and no backslash: `\\*` and `"*"` are the character itself."""
+    """Converts the pattern for fnmatch, which has no quotes or backslashes: `\\*` and `"*"` mean a literal `*`."""
 
     def literal(text: str) -> str:
         return re.sub(r"[*?[]", r"[\g<0>]", text)
@@ -314,7 +314,7 @@ def _glob(pattern: str) -> str:
 
 
 def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
-    """Remove the shortest or longest prefix or suffix that matches the pattern."""
+    """Removes the shortest or longest prefix or suffix that matches the pattern."""
     sizes = range(len(value), -1, -1) if longest else range(len(value) + 1)
     for size in sizes:
         piece = value[len(value) - size :] if at_end else value[:size]
@@ -324,7 +324,8 @@ def _without(value: str, pattern: str, *, at_end: bool, longest: bool) -> str:
 
 
 def _replaced(value: str, how: str, filled: Callable[[str], str]) -> str:
-    """`pattern/text` replaces once, `/pattern/text` all, `#pattern/text` at the start, `%pattern/text` at the end."""
+    """Evaluates `pattern/text` (replaces once), `/pattern/text` (all), `#pattern/text` (start) and `%pattern/text`
+    (end)."""
     mode, how = (how[0], how[1:]) if how[:1] in ("/", "#", "%") else ("", how)
     parts = re.match(r"((?:\\.|[^/\\])*)/?(.*)", how, re.DOTALL)
     pattern, text = (parts[1], parts[2]) if parts else (how, "")

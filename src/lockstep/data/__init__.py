@@ -1,1 +1,2 @@
-"""From files to rows, chats, tokens, data sets and micro-batches. For `tape` and all above it; it may import `run`."""
+"""Converts files to rows, tokens and micro-batches. May be imported by `tape` and the layers above; may import
+`run`."""

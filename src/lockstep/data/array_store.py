@@ -46,7 +46,7 @@ def _padded(data: bytes, filling: bytes = b"\0") -> bytes:
 
 
 def from_bytes(data: Any) -> tuple[Arrays, dict[str, Any]]:
-    """Inverse of `to_bytes`. The arrays are views of the data."""
+    """Reads the output of `to_bytes`. The arrays are views of the data."""
     view = memoryview(data)
     start = _ALIGNED + int.from_bytes(view[:_ALIGNED], "little")
     header = json.loads(bytes(view[_ALIGNED:start]))
@@ -76,7 +76,7 @@ class _Items(Sequence[T]):
 
 
 class Store(_Items[T]):
-    """Items on top of their arrays, with the metadata `about`."""
+    """A sequence of items that are built from arrays on access, with the metadata `about`."""
 
     def __init__(self, data: Any, origin_of: OriginOf):
         self._arrays, self.about = from_bytes(data)
@@ -122,7 +122,7 @@ class Store(_Items[T]):
 
     @property
     def packed_tokens_I(self) -> np.ndarray:
-        """Tokens of each item in a packed row; a shared prefix counts once."""
+        """Number of tokens of each item in a packed row; a shared prefix counts once."""
         return self._arrays["line"]
 
     @property
@@ -136,7 +136,7 @@ class Store(_Items[T]):
 
 
 def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], origin_of: OriginOf) -> bytes | None:
-    """Serialise items with their row numbers. None if that would lose information: such items stay objects.
+    """Serialises items with their row numbers. Returns None if that would lose information; such items stay objects.
 
     Items are rebuilt from the bytes and compared. For examples, the arrays are compared instead.
     """
@@ -175,7 +175,7 @@ def stored(items: Sequence[Any], rows: Sequence[int], about: Mapping[str, Any], 
 
 
 def _are_all_of(examples: Sequence[Example], tokens: np.ndarray, rows: Sequence[int], origin_of: OriginOf) -> bool:
-    """Whether the examples can be rebuilt from the tokens and the row numbers."""
+    """Returns whether the examples can be rebuilt from the tokens and the row numbers."""
     plain = all(
         type(one.ids) is array and type(one.loss_mask) is bytes and len(one.ids) == len(one.loss_mask)
         for one in examples
@@ -205,7 +205,7 @@ def _offsets(lengths: Iterator[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _ItemKind(Generic[T]):
-    """How to store one type of items: its sequences, its other fields as columns, and how to rebuild an item."""
+    """Describes how one type of item is stored: its sequences, its other fields as columns, and how to rebuild it."""
 
     item: type[T]
     sequences: Callable[[T], Sequence[Example]]
@@ -230,7 +230,7 @@ def _judged(arrays: Arrays, index: int, examples: list[Example]) -> LabeledRespo
 
 
 def _steps_columns(items: Sequence[StepLabels]) -> Arrays:
-    """One label per step; a label has a number for each label token."""
+    """Stores one label per step; a label has a number for each label token."""
     numbers = [number for item in items for label in item.labels for number in label]
     return {
         "labels": np.array(numbers, dtype=np.float64),
@@ -246,7 +246,7 @@ def _steps(arrays: Arrays, index: int, examples: list[ScoredExample]) -> StepLab
 
 
 def _prompt_columns(items: Sequence[Prompt]) -> Arrays | None:
-    """Questions as JSON; None if JSON cannot represent them."""
+    """Returns the questions as JSON; None if JSON cannot represent them."""
     try:
         texts = [json.dumps(_question_fields(item.question), ensure_ascii=True).encode() for item in items]
     except (TypeError, ValueError):
@@ -303,12 +303,12 @@ class Joined(_Items[T]):
 
 
 def sequences(items: Iterable[Item]) -> Iterator[Example]:
-    """Every sequence of every item, one after another."""
+    """Yields every sequence of every item, in order."""
     return (example for item in items for example in item.examples)
 
 
 def item_digests(items: Sequence[Any]) -> np.ndarray:
-    """Hash of all tokens, for each item."""
+    """Returns a hash of all tokens for each item."""
     if isinstance(items, Joined):
         return np.concatenate([np.empty(0, dtype=np.uint64), *map(item_digests, items.parts)])
     if isinstance(items, Store):

@@ -1,4 +1,4 @@
-"""Micro-batches: packed under a token budget or padded, balanced over devices; responses that share a prompt."""
+"""Builds micro-batches: packed under a token budget or padded, balanced over devices; responses may share a prompt."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ QUADRATIC_AT = 4096
 
 
 def cost(length: int) -> float:
-    """Relative compute cost of one sequence."""
+    """Returns the relative compute cost of one sequence."""
     return length + length * length / QUADRATIC_AT
 
 
 def plan_micro_batches(
     lengths: Sequence[int], *, devices: int, tokens: int | None, rows: int | None
 ) -> list[list[list[int]]]:
-    """For each device, its micro-batches as lists of row numbers.
+    """Returns the micro-batches of each device, as lists of row numbers.
 
-    Every device gets the same number of micro-batches, because a sharded step is a collective. Micro-batches that run
-    at the same time cost about the same. With fewer rows than devices, some micro-batches are empty.
+    Every device gets the same number of micro-batches, because all ranks take part in a sharded step. Micro-batches
+    that run at the same time cost about the same. With fewer rows than devices, some micro-batches are empty.
     """
     bins = _pack(lengths, devices, tokens) if tokens is not None else _chunk(lengths, devices, rows or 1)
     # Micro-batches of similar cost run at the same time.
@@ -38,10 +38,10 @@ def plan_micro_batches(
 
 
 def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
-    """Longest first, into the bin with the least work that has room; adds bins if none has."""
+    """Puts rows, longest first, into the bin with the least work that has room; adds bins if none has."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if lengths and max(lengths) > tokens:
-        raise ValueError(f"a row of {max(lengths)} tokens fits no micro-batch of {tokens}")
+        raise ValueError(f"a row of {max(lengths)} tokens does not fit a micro-batch of {tokens}")
     count = _round_up(max(1, -(-sum(lengths) // tokens)), devices)
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
@@ -60,7 +60,7 @@ def _pack(lengths: Sequence[int], devices: int, tokens: int) -> list[list[int]]:
 
 
 def _chunk(lengths: Sequence[int], devices: int, rows: int) -> list[list[int]]:
-    """Rows of similar length together, to reduce padding."""
+    """Groups rows of similar length, to reduce padding."""
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     count = _round_up(-(-len(lengths) // rows), devices)
     even = -(-len(lengths) // count)
@@ -73,7 +73,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def shared_beginnings(examples: Sequence[Example]) -> list[int]:
-    """Length of the prefix that each example shares with the last example before it that shares nothing.
+    """Returns the length of the prefix that each example shares with the last previous example that shares nothing.
 
     The last token of an example is never shared.
     """
@@ -88,7 +88,7 @@ def shared_beginnings(examples: Sequence[Example]) -> list[int]:
 
 
 def packed_tokens(item: Item) -> int:
-    """Tokens of an item's sequences in a packed row; the shared prefix counts once."""
+    """Returns the number of tokens of an item's sequences in a packed row; the shared prefix counts once."""
     examples = item.examples
     if len(examples) == 1:
         return len(examples[0])
@@ -104,12 +104,12 @@ def micro_batch(
     shares: Sequence[int] | None = None,
     places: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """The tensors of a micro-batch. Without examples, it is one untrained token.
+    """Builds the tensors of a micro-batch. Without examples, it has one untrained token.
 
-    `starts`: index of each example's first target among the targets of the update (default: of this batch).
-    `shares`: number of leading tokens of each example that the packed row already holds, from the last example before
-    it that shares nothing. Padded rows share nothing.
-    `places`: like `starts`, among the targets of this rank, if it does not have all of them.
+    `starts`: index of each example's first target among all targets of the update (default: among those of this batch).
+    `shares`: number of leading tokens of each example that the packed row already has, from the last previous example
+    that shares nothing. Padded rows share nothing.
+    `places`: index of each example's first target among this rank's targets, if the rank does not have all targets.
     """
     if not examples:
         blank = torch.full((1, 1), pad_id)
@@ -126,7 +126,7 @@ def _counted(starts: Sequence[int], examples: Sequence[Example]) -> torch.Tensor
 
 
 def target_starts(examples: Sequence[Example]) -> list[int]:
-    """Index of each example's first target in the concatenated targets."""
+    """Returns the index of each example's first target in the concatenated targets."""
     return [0, *accumulate(example.targets for example in examples)][:-1]
 
 
@@ -175,7 +175,7 @@ def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _numbers(example: Example) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The token ids, the predicting positions, and the target ids at them."""
+    """Returns the token ids, the predicting positions, and the target ids at them."""
     ids = np.asarray(example.ids, dtype=np.int64)
     if type(example).scored_tokens is not Example.scored_tokens:
         pairs = np.asarray(example.scored_tokens(), dtype=np.int64).reshape(-1, 2)
@@ -217,12 +217,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def own_part(batch: MicroBatch) -> MicroBatch:
-    """The part of a micro-batch that this rank runs: all of it, or its slice with context parallelism."""
+    """Returns the part of a micro-batch that this rank runs: all of it, or its slice with context parallelism."""
     return batch if batch.context is None else batch.context.local_part(batch)
 
 
 def of_all(batch: MicroBatch, output: Any) -> Any:
-    """Gather the output for this rank's targets to the output for all targets of the micro-batch."""
+    """Gathers the outputs for each rank's targets into the output for all targets of the micro-batch."""
     return output if batch.context is None else batch.context.gather_outputs(output)
 
 
@@ -241,12 +241,12 @@ MAX_FULL_LENGTHS = 2
 
 @dataclass(frozen=True)
 class Outline:
-    """The lengths of a response that packing needs. Responses to one prompt are adjacent."""
+    """The lengths of a response, from which packing is planned. Responses to one prompt are adjacent."""
 
     prompt: int
     length: int
     shared: int
-    """Leading tokens that another response to the prompt in the packed row already holds."""
+    """Number of leading tokens that the packed row already has from another response to the prompt."""
 
 
 class PackedSequence(NamedTuple):
@@ -263,9 +263,10 @@ PackedRow = list[PackedSequence]
 def pack_groups(
     responses: Sequence[Outline], shares: int, *, tokens: int, alike_up_to: int | None = None
 ) -> list[list[PackedRow]]:
-    """The packed rows of each data-parallel rank, of at most `tokens` tokens. Each part of a group has the prompt.
+    """Returns the packed rows of each data-parallel rank, within `tokens` tokens. A split group has its prompt in each
+    row.
 
-    Up to `alike_up_to` tokens (None: no limit), the hidden states of a prefix do not depend on what follows. Groups
+    Up to `alike_up_to` tokens (None: no limit), the hidden states of a prefix do not depend on later tokens. Groups
     with a longer sequence share nothing.
     """
     numbered = list(enumerate(_alike(responses, alike_up_to)))
@@ -282,7 +283,7 @@ def _alike(responses: Sequence[Outline], alike_up_to: int | None) -> Iterator[Ou
 
 
 def common_prompt(group: Sequence[Example]) -> int:
-    """Length of the common prefix without targets."""
+    """Returns the length of the prefix without targets that all examples share."""
     if len(group) == 1:
         return 0
     head = group[0]
@@ -300,7 +301,7 @@ _Numbered = tuple[int, Outline]
 
 
 def _packed_row(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
-    """The first response of a group in the row includes the prompt."""
+    """Yields the responses of a packed row. The first response of each group includes the prompt."""
     before: Outline | None = None
     for number, one in members:
         yield PackedSequence(number, one.shared if before is not None and before.prompt == one.prompt else 0)
@@ -308,10 +309,10 @@ def _packed_row(members: Sequence[_Numbered]) -> Iterator[PackedSequence]:
 
 
 def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[list[_Numbered]]:
-    """As few packed rows as `tokens` allows, the same number per device, of about equal length."""
+    """Packs responses into as few rows as `tokens` allows: the same number per device, of about equal length."""
     longest = max(one.length for _, one in responses)
     if longest > tokens:
-        raise ValueError(f"a row of {longest} tokens fits no micro-batch of {tokens}")
+        raise ValueError(f"a row of {longest} tokens does not fit a micro-batch of {tokens}")
     wanted = -(-len(_filled(responses, tokens, tokens)) // devices) * devices
     low, high = longest, tokens
     while low < high:
@@ -325,7 +326,7 @@ def _even(responses: Sequence[_Numbered], devices: int, tokens: int) -> list[lis
 
 
 def _filled(responses: Sequence[_Numbered], room: int, tokens: int) -> list[list[_Numbered]]:
-    """Fill packed rows in order, starting a new one when the current one is full."""
+    """Fills packed rows in order; starts a new one when the current one is full."""
     bins: list[list[_Numbered]] = []
     used = full = 0
     for number, one in responses:

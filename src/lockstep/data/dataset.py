@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Rows are encoded in parts: in this process, in worker processes, or from the cache. Each row is encoded independently,
-# so parts can be made in any order.
+# Rows are encoded in parts: in this process, in worker processes, or from the row cache. Each row is encoded
+# independently, so parts can be made in any order.
 
 Span = tuple[int, int]
 NAMED = 3
-"""How many of the dropped rows are named."""
+"""Number of dropped rows that a message lists."""
 
 
 @runtime_checkable
 class Tallied(Protocol):
-    """A reader with counts that `found` reports."""
+    """A row reader with counts that its method `found` reports."""
 
     tally: Counter[str]
 
@@ -52,19 +52,19 @@ class RowPart:
     about: dict[str, Any] = field(default_factory=dict)
     problems: Sequence[Problem] = ()
     elsewhere: bool = False
-    """Another run has encoded them in the meantime."""
+    """Whether another run has written the rows to the row cache in the meantime."""
 
 
 @dataclass(frozen=True)
 class RowWork:
-    """The rows of a source and their reader: the task of a worker process."""
+    """The task of a worker process: the rows of a source and their reader."""
 
     rows: RowSet
     reader: RowReader[Any]
     new_counts: Callable[[], RowCounts]
     cache: RowCache | None
     drop_bad: bool = False
-    """Drop and count refused rows instead of stopping."""
+    """Whether bad rows are dropped and counted instead of stopping the run."""
 
     def __call__(self, span: Span) -> RowPart:
         """Encode the rows of a span. All problems of the span are collected."""
@@ -116,7 +116,7 @@ class RowWork:
         return RowPart(data=data, items=() if data is not None else items, about=about)
 
     def _is_bad(self, number: int, refusal: Refusal) -> bool:
-        """Whether the row itself is at fault: not a setting, and not the row's length."""
+        """Returns whether the row itself is at fault, not a setting and not the row's length."""
         return refusal.problems[0].where == str(self.rows.origin(number)) and not isinstance(refusal, OverLimit)
 
     def _restore(self, tally: Counter[str]) -> None:
@@ -138,7 +138,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
     for span, part in in_processes(work, missing, processes_here(len(missing))):
         if part.elsewhere and _found(work, span, parts, advance):
             continue
-        made = work(span) if part.elsewhere else part  # deleted since
+        made = work(span) if part.elsewhere else part  # the cache entry was deleted since
         if cache is not None and made.data is not None:
             made = RowPart(cache.put(span, made.data), made.items, made.about)
         parts[span] = made
@@ -149,7 +149,7 @@ def read_parts(work: RowWork, count: int, advance: Callable[[int], None]) -> lis
 
 
 def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Callable[[int], None]) -> bool:
-    """Take a part from the cache, if it is there."""
+    """Takes a part from the row cache; returns False if it is not there."""
     assert work.cache is not None
     data = work.cache.get(span)
     if data is None:
@@ -160,7 +160,7 @@ def _found(work: RowWork, span: Span, parts: dict[Span, RowPart], advance: Calla
 
 
 def _rank_offset_first(spans: list[Span]) -> list[Span]:
-    """Start each rank at another span. It finds the spans of the other ranks in the cache later."""
+    """Reorders the spans: each rank starts at another one, and later finds those of other ranks in the row cache."""
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     begin = rank * len(spans) // max(1, ranks)
     return spans[begin:] + spans[:begin]
@@ -224,7 +224,7 @@ def open_sources(sources: Sequence[Source], data: Data) -> list[RowSet]:
 
 
 def rows_taken(source: Source, rows: RowSet) -> int:
-    """How many rows of a source are read."""
+    """Returns how many rows of a source are read."""
     return min(len(rows), source.rows or len(rows))
 
 
@@ -264,7 +264,7 @@ def load_rows(
         bad = bad_rows(parts, origin_of)
         if (bad or reader.unusable) and not loaded.sources[-1]:
             why = f"all rows were dropped: {bad}" if bad else f"all rows were dropped: read as {found}"
-            all_dropped.append(Problem(source.path, why, "give other rows"))
+            all_dropped.append(Problem(source.path, why, "give other rows", code="no-rows"))
         left_out = [f"not read: {', '.join(rows.ignored)}"] if rows.ignored else []
         loaded.notes += [f"{source.path}: {note}" for note in (bad, special_rows(parts, origin_of), *left_out) if note]
         loaded.warnings += [f"{source.path}: {text}" for text in unseparated_rows(parts, origin_of, tokenizer)]
@@ -277,12 +277,13 @@ def load_rows(
                 source.path,
                 f"all {loaded.WHAT} are over {limit} tokens and were dropped",
                 f"raise {loaded.LIMIT}, as far as the model's context allows",
+                code="no-rows",
             )
     return loaded
 
 
 def _with_drop_hint(problems: Sequence[Problem]) -> list[Problem]:
-    """Add `data.bad_rows=drop` to the remedy of the first problem, if that names no setting yet."""
+    """Adds `data.bad_rows=drop` to the remedy of the first problem, if the remedy does not mention a setting."""
     first, rest = problems[:1], problems[1:]
     hint = "data.bad_rows=drop leaves such rows out"
     hinted = [replace(one, remedy=f"{one.remedy}; {hint}") for one in first if one.remedy and "data." not in one.remedy]
@@ -290,7 +291,7 @@ def _with_drop_hint(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
-    """Describe the rows dropped by `data.bad_rows: drop`; empty if there are none."""
+    """Describes the rows dropped by `data.bad_rows: drop`; empty if there are none."""
     count = sum(part.about["refused"][0] for part in parts)
     first = [one for part in parts for one in part.about["refused"][1]][:NAMED]
     named = "; ".join(f"{origin_of(number)}: {why}" for number, why in first)
@@ -298,7 +299,7 @@ def bad_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
 
 
 def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
-    """Report rows with special tokens in their text; empty if there are none."""
+    """Describes the rows with special tokens in their text; empty if there are none."""
     found = [about for part in parts if (about := part.about["special"])]
     return special_text.special_rows_note(sum(count for count, _ in found), origin_of(found[0][1])) if found else ""
 
@@ -306,7 +307,8 @@ def special_rows(parts: Sequence[RowPart], origin_of: OriginOf) -> str:
 def unseparated_rows(
     parts: Sequence[RowPart], origin_of: OriginOf, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Warn about prompts joined to their responses without a separator: the answer's start is not visible."""
+    """Warns about prompts joined to responses without a separator: the start of the answer is not visible to the
+    model."""
     found = [about for part in parts if (about := part.about["unseparated"])[0]]
     if found:
         why = "data.template is none" if tokenizer.chat_template else "the tokenizer has no chat template"
@@ -318,10 +320,10 @@ def unseparated_rows(
 
 
 class Loader(Generic[T]):
-    """The rows of each update: a pure function of the seed and the position, so a run can resume anywhere.
+    """Selects the rows of each update. They depend only on the seed and the position, so a run can resume anywhere.
 
-    An update may span two epochs. Every row is visited once per epoch. Only the last update of a run with
-    `total_rows` may be smaller. With `drop_last` an epoch ends with its last full update.
+    An update may span two epochs. Every row is visited once per epoch. Only the last update of a run with `total_rows`
+    may be smaller. With `drop_last` an epoch ends with its last full update.
     """
 
     def __init__(
@@ -344,22 +346,22 @@ class Loader(Generic[T]):
         self._order: Sequence[tuple[int, int]] = ()
 
     def take(self, step: int) -> list[T]:
-        """The rows of update `step`, counted from 0."""
+        """Returns the rows of update `step`, counted from 0."""
         first = step * self.rows_per_update
         last = first + self.rows_per_update
         return self.between(first, last if self.total_rows is None else min(last, self.total_rows))
 
     def between(self, first: int, last: int) -> list[T]:
-        """Rows at the positions `first` to `last` of the endless list."""
+        """Returns the rows at the positions `first` to `last` of the endless list."""
         return [self.sources[source][row] for source, row in map(self._place, range(first, last))]
 
     def different(self) -> tuple[int, int]:
-        """Number of rows of the first update, and how many of them are distinct."""
+        """Returns the number of rows of the first update, and how many of them are distinct."""
         rows = min(self.rows_per_update, self.total_rows or self.rows_per_update)
         return rows, len(set(map(self._place, range(rows))))
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The (source, row) pair at a position."""
+        """Returns the (source, row) pair at a position."""
         epoch, position = divmod(index, self._epoch_rows)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.mixture.order(epoch)
@@ -367,7 +369,7 @@ class Loader(Generic[T]):
 
 
 def epoch_rows(rows: int, rows_per_update: int, *, drop_last: bool) -> int:
-    """Number of rows that an epoch visits."""
+    """Returns the number of rows that an epoch visits."""
     if not drop_last:
         return rows
     if rows < rows_per_update:
@@ -375,6 +377,7 @@ def epoch_rows(rows: int, rows_per_update: int, *, drop_last: bool) -> int:
             "data.drop_last",
             f"{rows:,} rows are fewer than the {rows_per_update:,} of one update: every epoch would be empty",
             "lower batch.rows_per_update (online batch.prompts), or set data.drop_last=false",
+            code="too-few-rows",
         )
     return rows - rows % rows_per_update
 
@@ -382,7 +385,7 @@ def epoch_rows(rows: int, rows_per_update: int, *, drop_last: bool) -> int:
 def steps_and_rows(
     rows: int, rows_per_update: int, *, epochs: int | None, steps: int | None, drop_last: bool = False
 ) -> tuple[int, int]:
-    """Number of updates of the run, and the total number of rows they visit."""
+    """Returns the number of updates of the run, and the total number of rows they visit."""
     if steps is not None:
         return steps, steps * rows_per_update
     total = epoch_rows(rows, rows_per_update, drop_last=drop_last) * (epochs or 1)

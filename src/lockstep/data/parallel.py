@@ -1,4 +1,4 @@
-"""Runs tasks in forked worker processes, as many as the host has cores for all its ranks.
+"""Runs tasks in forked worker processes. All ranks of a host share its cores.
 
 Forked workers already have the rows, reader and tokenizer; a fresh interpreter takes seconds to import them. Workers do
 not use a device. If a worker fails, the parent runs its remaining tasks and raises the error itself.
@@ -30,7 +30,7 @@ _THREADS = "TOKENIZERS_PARALLELISM"
 
 
 def processes_here(tasks: int) -> int:
-    """Number of worker processes to use; 1 means no workers."""
+    """Returns the number of worker processes to use; 1 means no workers."""
     if not sys.platform.startswith("linux") or mp.current_process().daemon:
         return 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
@@ -38,7 +38,7 @@ def processes_here(tasks: int) -> int:
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use, within the container quota."""
+    """Returns the number of cores that this process may use, within the container quota."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = _QUOTA.read_text().split()

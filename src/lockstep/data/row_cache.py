@@ -75,7 +75,7 @@ class RowCache:
         tokenizer: PreTrainedTokenizerBase,
         limit: int,
     ) -> RowCache | None:
-        """None if the cache is off, or if the reader or tokenizer cannot be identified by content."""
+        """Creates the cache of a source. Returns None if it is off, or if reader or tokenizer have no content hash."""
         home, reader, content = cache_folder(data), _named(open_rows), tokenizer_content(tokenizer)
         if home is None or reader is None or content is None:
             return None
@@ -95,7 +95,7 @@ class RowCache:
         return cls(home, hashlib.sha256(text.encode()).hexdigest(), data.cache_gb * 2**30)
 
     def get(self, span: tuple[int, int]) -> memoryview | None:
-        """The bytes of an entry; None if it is missing or damaged."""
+        """Returns the bytes of an entry; None if it is missing or damaged."""
         return kept(self._path(span), self._name(span))
 
     def put(self, span: tuple[int, int], data: bytes) -> memoryview | bytes:
@@ -104,7 +104,7 @@ class RowCache:
             keep(self._path(span), self._name(span), data)
         except OSError as error:
             # Not fatal: the rows are encoded again at the next start.
-            self.failure = f"{self.home}: encoded rows could not be kept: {first_line(error)}"
+            self.failure = f"{self.home}: encoded rows could not be cached: {first_line(error)}"
             return data
         found = self.get(span)
         return data if found is None else found
@@ -128,7 +128,7 @@ class RowCache:
 
 
 def worth_keeping(rows: int) -> bool:
-    """Whether caching pays off: fewer rows are encoded as fast as they are read from the cache."""
+    """Returns whether caching pays off: fewer rows are encoded as fast as they are read from the cache."""
     return rows >= PART_ROWS
 
 
@@ -148,7 +148,7 @@ def keep(path: Path, name: str, data: bytes) -> None:
 
 
 def kept(path: Path, name: str) -> memoryview | None:
-    """The memory-mapped entry of this name; None if it is missing or damaged."""
+    """Returns the memory-mapped entry of this name; None if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -163,21 +163,21 @@ def kept(path: Path, name: str) -> memoryview | None:
 
 
 def _checksum(name: str, body: bytes | memoryview) -> bytes:
-    """Checksum of the body and its name, so that an entry copied to another path is invalid."""
+    """Returns a checksum of the body and its name, so that an entry copied to another path is invalid."""
     digest = hashlib.sha256(name.encode())
     digest.update(body)
     return digest.digest()
 
 
 def cache_folder(data: Data) -> Path | None:
-    """The folder of the cache; None if it is off."""
+    """Returns the folder of the row cache; None if the cache is off."""
     if data.cache == "off":
         return None
     if data.cache != "on":
         return Path(data.cache).expanduser()
     try:
         return cache_home() / ROWS
-    except RuntimeError:  # no home
+    except RuntimeError:  # no home directory
         return None
 
 
@@ -194,7 +194,7 @@ def _delete(path: Path) -> None:
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Everything that affects tokenisation, by content; None for a tokenizer with custom code."""
+    """Returns everything that affects tokenisation, by content; None for a tokenizer with custom code."""
     backend = plain_backend(tokenizer)
     if backend is None:
         return None
@@ -209,7 +209,7 @@ def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | No
 
 
 def _named(open_rows: Callable[..., Any]) -> str | None:
-    """The class of a reader and its bound arguments; None if they are not plain values."""
+    """Returns the class of a reader and its bound arguments; None if they are not plain values."""
     given: list[Any] = []
     while isinstance(open_rows, partial):
         given.append([list(open_rows.args), open_rows.keywords])
@@ -230,7 +230,7 @@ def _listed(value: Any) -> list[Any]:
 
 @cache
 def code_digest() -> str:
-    """Hash of all code that affects encoding."""
+    """Returns a hash of all code that affects encoding."""
     digest = hashlib.sha256()
     for path in [*sorted((PACKAGE_FOLDER / "data").rglob("*.py")), PACKAGE_FOLDER / "types.py"]:
         digest.update(path.read_bytes())

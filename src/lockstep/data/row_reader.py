@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kept(Generic[T]):
-    """An item within the token limit: sequence lengths, number of trained tokens, and tokens that end a response."""
+    """An item within the token limit, with its sequence lengths, number of trained tokens, and response end tokens."""
 
     item: T
     lengths: tuple[int, ...]
@@ -30,7 +30,7 @@ class Kept(Generic[T]):
 
 @dataclass
 class RowCounts:
-    """Row counts of a data set. Every row is counted, also dropped ones."""
+    """Row counts of a data set. Dropped rows are counted too."""
 
     rows: int = 0
     tokens: int = 0
@@ -54,12 +54,12 @@ class RowCounts:
             setattr(self, name, max(current, value) if name == "longest" else current + value)
 
     def add_split(self, rows: int) -> None:
-        """Count rows that were tokenised in pieces. Prompts have none."""
+        """Counts rows that were tokenised in pieces. Does nothing here, because prompts never are."""
 
 
 @dataclass
 class TrainedCounts(RowCounts):
-    """Counts of training rows."""
+    """Row counts of training rows, with trained tokens and split rows."""
 
     trained_tokens: int = 0
     split: int = 0
@@ -76,9 +76,9 @@ class TrainedCounts(RowCounts):
 
 
 class RowReader(Protocol[T]):
-    """Converts the rows of one source to items within the token limit. A row may give several; None is a dropped one.
+    """Converts rows of one source to items within the token limit. A row may give several items; None is a dropped one.
 
-    The result depends on the row alone, because rows are read in parts, by several processes, or from the cache. A
+    The result depends on the row alone, because rows are read in parts, by several processes, or from the row cache. A
     reader that counts something for `found` has a `tally` (`data/dataset.py`).
     """
 
@@ -87,21 +87,21 @@ class RowReader(Protocol[T]):
 
     @property
     def special_rows(self) -> int:
-        """Rows with special tokens in their text (`data/encode/dialogue.py`)."""
+        """Number of rows with special tokens in their text (`data/encode/dialogue.py`)."""
         ...
 
     @property
     def unseparated_rows(self) -> int:
-        """Rows whose prompt and response were joined without a separator."""
+        """Number of rows whose prompt and response were joined without a separator."""
         ...
 
     @property
     def unusable(self) -> int:
-        """Rows dropped for their content, not for their length; `found` gives the reason."""
+        """Number of rows dropped for their content, not for their length; `found` gives the reason."""
         ...
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[T] | None]: ...
 
     def found(self) -> str:
-        """Describe what the rows were read as. Called after the last row."""
+        """Describes the format in which the rows were read. Called after the last row."""
         ...

@@ -52,12 +52,12 @@ class Update(Generic[T]):
         return torch.repeat_interleave(torch.arange(len(self.items)), counts)
 
     def sequences_of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sequences of a micro-batch, and which of them (0, 1, ...) each of its targets belongs to."""
+        """Returns the sequences of a micro-batch, and for each of its targets the index (0, 1, ...) of its sequence."""
         return torch.unique_consecutive(self.sequence_K[batch.index_K], return_inverse=True)
 
 
 def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int | None, pad_id: int) -> Update[T]:
-    """Pack or pad rows. The sequences of a row stay in one micro-batch; packed, they share their prefix.
+    """Packs or pads rows. The sequences of a row stay in one micro-batch; packed sequences share their prefix.
 
     `tokens` is the budget of a micro-batch over its context-parallel group. With context parallelism, no prefix is
     shared.
@@ -84,7 +84,7 @@ def arrange(items: Sequence[T], world: World, *, tokens: int | None, rows: int |
 
 
 def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
-    """Tokens of a row in a packed micro-batch, or the length of its longest sequence when padded.
+    """Returns the tokens of a row in a packed micro-batch, or the length of its longest sequence when padded.
 
     `shared`: the common prefix of its sequences counts once.
     """
@@ -94,7 +94,7 @@ def row_size(item: Item, *, packed: bool, shared: bool = True) -> int:
 
 
 def row_sizes(items: Sequence[Any], *, packed: bool, shared: bool = True) -> np.ndarray:
-    """`row_size` of each item; stored items are not built for it."""
+    """Returns `row_size` of each item, without building stored items."""
     if isinstance(items, Joined):
         sizes = [row_sizes(part, packed=packed, shared=shared) for part in items.parts]
         return np.concatenate([np.empty(0, dtype=np.int64), *sizes])
@@ -107,7 +107,7 @@ def row_sizes(items: Sequence[Any], *, packed: bool, shared: bool = True) -> np.
 
 
 def sequence_counts(items: Sequence[Any]) -> np.ndarray:
-    """Number of sequences of each item."""
+    """Returns the number of sequences of each item."""
     if isinstance(items, Joined):
         return np.concatenate([np.empty(0, dtype=np.int64), *map(sequence_counts, items.parts)])
     if isinstance(items, Store):
@@ -116,7 +116,7 @@ def sequence_counts(items: Sequence[Any]) -> np.ndarray:
 
 
 def even_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Split into groups of at most `size` items, of nearly equal size."""
+    """Splits items into groups of at most `size` items and nearly equal size."""
     count = max(1, -(-len(items) // size))
     bounds = [len(items) * number // count for number in range(count + 1)]
     return (items[first:last] for first, last in pairwise(bounds))

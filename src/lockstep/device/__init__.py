@@ -1,8 +1,8 @@
-"""The devices and their facts. For `kernels` and all above; importing it is cheap and does not import torch."""
+"""The devices and their properties. May be imported by `kernels` and the layers above it; does not import torch."""
 
 from lockstep.device import process_setup
 
-# Must run before the first `import torch`.
+# These settings must be made before the first `import torch`.
 process_setup.defer()
 process_setup.wait_asleep()
 process_setup.follow_quota()

@@ -1,4 +1,4 @@
-"""The device interface: every fact that differs between devices, and what accelerators share."""
+"""The device interface: all properties that differ between devices, and the common base of accelerators."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 from lockstep.errors import Refusal
 
-# Set to a device's name by an emulator of it, so that an emulated run is not mistaken for one on hardware.
+# An emulator sets this variable to the emulated device's name, so that a run is not mistaken for one on hardware.
 EMULATED = "LOCKSTEP_EMULATED"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `total`: the device's; `free`: available to this process; `allocated` and `peak`: of this process."""
+    """Memory in bytes: `total` of the device, `free` for this process, and `allocated` and `peak` of this process."""
 
     total: int
     free: int
@@ -29,7 +29,7 @@ class Memory:
 
 
 class Device(ABC):
-    """One kind of device. Everything that differs between devices, except kernels, is an attribute or method here."""
+    """A kind of device. All differences between devices, except kernels, are attributes or methods of this class."""
 
     name: ClassVar[str]
     collective: ClassVar[str]
@@ -43,7 +43,8 @@ class Device(ABC):
     adamw: ClassVar[str] = "torch"
     """Name of the AdamW step with fp32 master weights; see `train/optim.py`."""
     lean_layers: ClassVar[bool] = False
-    """Whether its fused norms and feed-forwards (`kernels/fused.py`) save only what the memory plan counts."""
+    """Whether its fused norms and MLPs (`kernels/fused.py`) save no more activations than the memory estimate
+    counts."""
     graph_capture: ClassVar[bool]
     attention: str
     """Name of the attention kernel for packed rows; see `kernels/attention/varlen.py`."""
@@ -54,7 +55,7 @@ class Device(ABC):
     generating_layers: str = "modules"
     """Name of the decoder layers used in generation; see `kernels/decode_layers.py`."""
     scored_by: str = "sampler"
-    """Where the log-prob of a sampled token comes from: the sampler, or the trainer's kernel."""
+    """What computes the log-prob of a sampled token: the sampler, or the trainer's kernel."""
     generates_beside: ClassVar[bool] = False
     """Whether a second process may generate on the device while the run trains on it."""
     meets_itself: ClassVar[bool] = False
@@ -62,41 +63,41 @@ class Device(ABC):
     shares_memory: ClassVar[bool] = False
     """Whether another process of this machine can open a tensor in device memory (IPC)."""
     prefill_tokens: ClassVar[int] = 8192
-    """Prompt tokens per prefill pass, unless the recipe sets it or memory is too small."""
+    """Default number of prompt tokens per prefill pass; less if memory is too small."""
     determinism: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Environment variables of deterministic runs with their accepted values; the first one is set by default."""
+    """Environment variables of deterministic runs with their accepted values; the first value is set by default."""
 
     @abstractmethod
     def unavailable(self) -> str | None:
-        """The reason why this device cannot be used here; None if it can."""
+        """Returns the reason why this device cannot be used on this machine; None if it can."""
 
     @abstractmethod
     def count(self) -> int:
-        """Number of visible devices."""
+        """Returns the number of visible devices."""
 
     @abstractmethod
     def torch_device(self, index: int = 0) -> torch.device: ...
 
     @abstractmethod
     def use(self, index: int) -> None:
-        """Make device `index` the current one of this process."""
+        """Makes device `index` the current device of this process."""
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:
-        """State of the current device's random generator, as a CPU tensor."""
+        """Returns the state of the current device's random generator, as a CPU tensor."""
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
     @abstractmethod
     def synchronise(self) -> None:
-        """Wait until the current device has finished all queued work."""
+        """Waits until the current device has finished all queued work."""
 
     @contextmanager
     def watched(self, *, allow_fallback: bool) -> Iterator[Mapping[str, int]]:
         """Counts operators that fall back to the CPU, by name.
 
-        Slow, so intended for one step. Without `allow_fallback` the first one raises an error.
+        It is slow, so it is intended for one step. Without `allow_fallback` the first such operator raises an error.
         """
         yield {}
 
@@ -106,11 +107,11 @@ class Device(ABC):
         yield
 
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
-        """Capture `step` as a graph; calling the result replays it on the same tensors.
+        """Captures `step` as a graph; calling the result replays it on the same tensors.
 
-        `pool_of` is an earlier graph that never replays at the same time; both use its memory pool.
+        `pool_of` is an earlier graph that is never replayed at the same time; both graphs use its memory pool.
         """
-        raise NotImplementedError(f"{self.name} does not capture graphs")
+        raise NotImplementedError(f"device {self.name} does not support graph capture")
 
     @abstractmethod
     def memory(self) -> Memory: ...
@@ -121,36 +122,36 @@ class Device(ABC):
     @property
     @abstractmethod
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The reduced precisions that the device computes in natively."""
+        """Returns the reduced precisions in which the device computes natively."""
 
     @abstractmethod
     def chip(self) -> str:
-        """The chip's name as reported by the device."""
+        """Returns the name of the chip as reported by the device."""
 
     @abstractmethod
     def versions(self) -> dict[str, str | None]:
-        """Driver and runtime versions; None if unavailable."""
+        """Returns driver and runtime versions; None for those that are unavailable."""
 
     def seed(self, seed: int) -> None:
-        """Seed torch's generators: the CPU's and those of every visible device."""
+        """Seeds torch's generators of the CPU and of every visible device."""
         torch.manual_seed(seed)
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 or dtype in self.autocast_dtypes
 
     def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
-        """Warnings about settings that slow down a model with matrices of this size, measured in milliseconds."""
+        """Returns warnings about settings that slow down a model with matrices of this size; runs short benchmarks."""
         return []
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """The vendor's dense matrix FLOP/s of this chip; None if unknown."""
+        """Returns the vendor's dense matrix FLOP/s of this chip; None if unknown."""
         return None
 
     def deterministic(self, on: bool) -> dict[str, str]:
-        """Switch deterministic computation on or off; returns all switches with their values, for the run's record.
+        """Switches deterministic computation on or off; returns all switches with their values for the run record.
 
-        Call before the first tensor is on the device and before the process group is created: libraries read their
-        variables once.
+        Must be called before the first tensor is on the device and before the process group is created, because
+        libraries read their variables once.
         """
         torch.use_deterministic_algorithms(on)
         switches = {"torch.use_deterministic_algorithms": str(on)}
@@ -162,7 +163,7 @@ class Device(ABC):
         return switches
 
     def facts(self) -> dict[str, Any]:
-        """The device section of the run's env.json."""
+        """Returns the device section of the run's env.json."""
         return {
             "name": self.name,
             "chip": self.chip(),
@@ -176,12 +177,12 @@ class Device(ABC):
         }
 
 
-# Values of the variables before `deterministic(True)`; None for unset.
+# Values of the variables before `deterministic(True)`; None for unset variables.
 _before: dict[str, str | None] = {}
 
 
 def _ensure_variable(variable: str, accepted: tuple[str, ...]) -> str:
-    """Keep the user's value if it is deterministic too."""
+    """Sets a variable unless the user's value is deterministic too; returns the value."""
     present = os.environ.get(variable)
     if present is not None and present.lower() in accepted:
         return present
@@ -202,12 +203,12 @@ def _restore_variables(variables: Mapping[str, tuple[str, ...]]) -> None:
 
 
 class Accelerator(Device):
-    """A device behind a torch module such as `torch.cuda`; all of them have the same function names."""
+    """A device with a torch module such as `torch.cuda`; all these modules have the same function names."""
 
     @property
     @abstractmethod
     def api(self) -> Any:
-        """The torch module of this device. Use it only if `unavailable()` is None."""
+        """The torch module of this device. It may be used only if `unavailable()` returns None."""
 
     def count(self) -> int:
         return int(self.api.device_count())
@@ -219,9 +220,10 @@ class Accelerator(Device):
         if index >= self.count():
             raise Refusal.at(
                 "device",
-                f"{self.name} device {index} was requested and {self.count()} are visible",
+                f"{self.name} device {index} was requested, but only {self.count()} are visible",
                 f"start no more processes on a machine than it has devices, or make more of them visible in "
                 f"{self.visible_variable}",
+                code="too-few-devices",
             )
         self.api.set_device(index)
 
@@ -252,14 +254,14 @@ class Accelerator(Device):
 
 
 def first_sentence(error: BaseException) -> str:
-    """First sentence of a library's message, without advice, log lines and colour codes."""
+    """Returns the first sentence of a library's message, without advice, log lines and colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
     line = text.splitlines()[0].strip()
     return re.split(r"(?<=[a-z)])\. ", line, maxsplit=1)[0].rstrip(".")
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to the device without waiting for queued work, as an ordinary copy would."""
+    """Copies a host tensor to the device without waiting for queued work; an ordinary copy would wait."""
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
     # Pageable memory may be reused before an asynchronous copy has read it.
@@ -267,7 +269,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def fetched(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start a copy to the host; calling the result waits for it, but not for work queued later."""
+    """Starts a copy to the host; calling the result waits for the copy, but not for work queued later."""
     if tensor.device.type != "cuda":
         return lambda: tensor.cpu()
     host = tensor.to("cpu", non_blocking=True)

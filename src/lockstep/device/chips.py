@@ -1,8 +1,8 @@
-"""Facts of devices that need not be present: memory, FLOP/s, links, and the shares of them that our code reaches.
+"""Properties of chips, also of absent ones: memory, FLOP/s, links, and the measured efficiency of our code.
 
-Figures are the vendors' unless a comment says that they were measured; each row names its sources. A device is what
-torch counts as one: a die of an Ascend 910C, which holds two. Links are bytes per second in one direction, of one
-device.
+Values are those of the vendors unless a comment says that they were measured; each row names its sources. A device is
+what torch counts as one device, such as one of the two dies of an Ascend 910C. Links are in bytes per second, in one
+direction, of one device.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Reached:
-    """Measured efficiency of our kernels on a chip."""
+    """Measured efficiency of lockstep's kernels on a chip."""
 
     attention: float
-    """Speed of attention over packed rows, forward and backward, as a share of that of large matmuls."""
+    """Speed of attention over packed rows, forward and backward, relative to large matmuls."""
     layer_passes: float
-    """Passes of an update over the activations saved for backward, at memory speed."""
+    """How often an update reads or writes the activations saved for backward, at memory speed."""
     head_passes: float
-    """The same over the logits in fp32."""
+    """How often an update reads or writes the fp32 logits, at memory speed."""
     optimizer_passes: float
-    """Time of an AdamW step relative to that of reading its bytes."""
+    """Time of an AdamW step relative to the time to read its bytes."""
     decoding: float
-    """Speed of matmuls in a decoding step, as a share of that of large matmuls."""
+    """Speed of matmuls in a decoding step, relative to large matmuls."""
     reading: float
     """Speed of reading the KV cache relative to a copy."""
     layer_seconds: float
@@ -33,9 +33,10 @@ class Reached:
     """Overhead per layer of a micro-batch's forward and backward pass."""
 
 
-# On one H200 with bf16. Decoding: the three numbers are a fit to six rows of bench/results/engine_h200_*.json, which it
-# meets within 2.2 %. Attention and AdamW: the profile of an update in docs/speed.md (17 and 9 of 125 ms, floors 2.7 and
-# 3.4). The passes over layers and logits: what the two rows of bench/results/sft_h200_bf16_*_1024.json leave.
+# One H200 with bf16. Decoding: the three numbers are fitted to six rows of bench/results/engine_h200_*.json, with an
+# error of at most 2.2 %. Attention and AdamW: from the profile of an update in docs/speed.md (17 and 9 of 125 ms, lower
+# bounds 2.7 and 3.4). Reads and writes of activations and logits: fitted to the remaining time in the two rows of
+# bench/results/sft_h200_bf16_*_1024.json.
 H200_REACHED = Reached(
     attention=0.16,
     layer_passes=4.43,
@@ -45,7 +46,7 @@ H200_REACHED = Reached(
     reading=1.07,
     layer_seconds=50.8e-6,
 )
-# On one core with fp32: a fit to rows of bench/results/predictions_cpu.json, as bench/predictions.py says.
+# One core with fp32: fitted to rows of bench/results/predictions_cpu.json (see bench/predictions.py).
 CORE_REACHED = Reached(
     attention=0.228,
     layer_passes=77.0,
@@ -55,45 +56,45 @@ CORE_REACHED = Reached(
     reading=1.0,
     layer_seconds=4.36e-3,
 )
-# Large matmuls and copies on that card, 790 TFLOP/s and 4.3 TB/s, as shares of the vendor's 989 and 4.8. Used for every
+# Large matmuls and copies on the H200 (790 TFLOP/s and 4.3 TB/s) as shares of the vendor's 989 and 4.8. Used for every
 # chip without a measurement.
 PRODUCTS, COPIES = 790 / 989, 4.3 / 4.8
-# Share of a link's speed in a large collective. Not measured by us.
+# Share of a link's speed that a large collective operation reaches. Not measured by us.
 LINKS = 0.75
 
 
 @dataclass(frozen=True)
 class ChipFacts:
-    """A row of the table."""
+    """The properties of one chip."""
 
     name: str
     kind: str
-    """Name of its class in `device/select.py`."""
+    """Name of its device class in `device/select.py`."""
     memory: int | None
-    """Bytes; None for the current machine, whose processes share its memory."""
+    """Memory in bytes; None for the current machine, whose processes share its memory."""
     half: float | None
     """Dense matrix FLOP/s in bfloat16; None if unknown."""
     single: float | None
-    """The same in float32, as torch computes it by default."""
+    """Dense matrix FLOP/s in float32, as torch computes it by default."""
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     inside: float
-    """Link to the other devices of its node."""
+    """Speed of the link to the other devices of the node."""
     between: float
-    """Link to other nodes."""
+    """Speed of the link to other nodes."""
     host: float
-    """Link to the host's memory."""
+    """Speed of the link to host memory."""
     reached: Reached = H200_REACHED
     measured: bool = False
-    """Whether `reached` and the speeds of matmuls and memory were measured on it."""
+    """Whether `reached` and the speeds of matmuls and memory were measured on this chip."""
     most_devices: int | None = None
-    """Devices per node: `inside` holds up to this many."""
+    """Devices per node; `inside` applies to at most this many devices."""
     most_nodes: int | None = None
-    """Number of nodes up to which `between` holds: the largest published cluster of the kind."""
+    """Number of nodes up to which `between` applies: the largest published cluster with this chip."""
 
     @property
     def products(self) -> float:
-        """Share of the vendor's FLOP/s that a large matmul reaches."""
+        """The share of the vendor's FLOP/s that a large matmul reaches."""
         return 1.0 if self.measured else PRODUCTS
 
     @property
@@ -101,7 +102,7 @@ class ChipFacts:
         return 1.0 if self.measured else COPIES
 
     def flops(self, size: int) -> float | None:
-        """FLOP/s of large matmuls of numbers of that many bytes; None if unknown."""
+        """Returns the FLOP/s of large matmuls with elements of `size` bytes; None if unknown."""
         peak = self.single if size == 4 else self.half
         return None if peak is None else peak * self.products
 
@@ -114,11 +115,11 @@ _GB = 10**9
 CHIPS = {
     chip.name: chip
     for chip in (
-        # Memory as torch reports it there (bench/results/memory_h200.json). Products and copies measured; the maker
-        # says 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s a GPU; PCIe 5 x16.
-        # float32 is the maker's times the same share. https://www.nvidia.com/en-us/data-center/h200/; links also in
+        # Memory as reported by torch (bench/results/memory_h200.json). Matmuls and copies were measured; the vendor
+        # states 989 TFLOP/s and 4.8 TB/s. NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gbit/s per GPU; PCIe 5 x16.
+        # float32 is the vendor's value times the same share. https://www.nvidia.com/en-us/data-center/h200/; links in
         # github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json. Nodes: as
-        # of the H100, which has the same adapters.
+        # for the H100, which has the same network adapters.
         ChipFacts(
             "h200",
             "cuda",
@@ -134,8 +135,8 @@ CHIPS = {
             most_nodes=3072,
         ),
         # SXM. https://www.nvidia.com/en-us/data-center/h100/: 80 GB, 3.35 TB/s, 989 TFLOP/s dense, NVLink 900 GB/s both
-        # ways. DGX H100: a ConnectX-7 of 400 Gbit/s a GPU. 3,072 nodes: the clusters of 24,576 GPUs that Meta has told
-        # of, https://engineering.fb.com/2024/03/12/data-center-engineering/building-metas-genai-infrastructure/.
+        # ways. DGX H100: a ConnectX-7 of 400 Gbit/s per GPU. 3,072 nodes: Meta's published clusters of 24,576 GPUs,
+        # https://engineering.fb.com/2024/03/12/data-center-engineering/building-metas-genai-infrastructure/.
         ChipFacts(
             "h100",
             "cuda",
@@ -150,7 +151,7 @@ CHIPS = {
             most_nodes=3072,
         ),
         # SXM. https://www.nvidia.com/en-us/data-center/a100/: 80 GB, 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both
-        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s a GPU; PCIe 4 x16. 2,000 nodes: Meta's RSC,
+        # ways. DGX A100: a ConnectX-6 of 200 Gbit/s per GPU; PCIe 4 x16. 2,000 nodes: Meta's RSC,
         # https://ai.meta.com/blog/supercomputer-meta-research-cluster-2023/.
         ChipFacts(
             "a100-80g",
@@ -165,11 +166,11 @@ CHIPS = {
             most_devices=8,
             most_nodes=2000,
         ),
-        # Ascend 910B3, the slowest of those with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
+        # Ascend 910B3, the slowest with 64 GB. Arithmetic: `device/npu.py`. Memory 1.6 TB/s; 7 HCCS links of
         # 28 GB/s each way to the 7 others (392 GB/s both ways): https://arthurchiao.art/blog/gpu-advanced-notes-2-zh/;
-        # 200 Gbit/s RoCE a device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
+        # 200 Gbit/s RoCE per device. To the host: 17 GB/s, measured by others (github.com/xiaojia151/Hixl,
         # benchmarks/A2_benchmark_performance.md, which has 19.3 GB/s on one HCCS link). 1,024 nodes: the 8,192 devices
-        # of https://arxiv.org/abs/2504.07866. Not run by us on that hardware.
+        # of https://arxiv.org/abs/2504.07866. Not run on that hardware here.
         ChipFacts(
             "atlas-800t-a2",
             "npu",
@@ -184,8 +185,8 @@ CHIPS = {
             most_nodes=1024,
         ),
         # A die of an Ascend 910C in a super-node of 48 nodes of 16 dies (Atlas 900 A3, CloudMatrix384):
-        # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s a die, the unified bus 196 GB/s a die and direction,
-        # inside a node and between nodes alike. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run by us.
+        # https://arxiv.org/abs/2506.12708: 64 GB and 1.6 TB/s per die; unified bus of 196 GB/s per die and direction,
+        # inside a node and between nodes. Arithmetic: `device/npu.py`. To the host: as for 910B. Not run by us.
         ChipFacts(
             "atlas-a3",
             "npu",
@@ -199,9 +200,9 @@ CHIPS = {
             most_devices=16,
             most_nodes=48,
         ),
-        # One core of an Arm Neoverse N1, measured with torch 2.13 on one thread: a product of 1,024^3 in fp32, a copy.
-        # bfloat16 has no arithmetic there. Processes of a machine share its memory; the links between them, gloo's over
-        # the loopback, are a guess, and so is the number of nodes.
+        # One core of an Arm Neoverse N1, measured with torch 2.13 on one thread: a matmul of 1,024^3 in fp32, a copy.
+        # It has no bfloat16 arithmetic. Processes of a machine share its memory. The speed of the links between them
+        # (gloo over the loopback) and the number of nodes are guesses.
         ChipFacts(
             "cpu",
             "cpu",

@@ -1,4 +1,4 @@
-"""The CPU device, the reference for the other devices; host memory; checks for slow CPU settings."""
+"""The CPU device, which is the reference for other devices; host memory; checks for slow CPU settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 class Group(NamedTuple):
-    """A control group's memory limit and use (without file cache that can be dropped)."""
+    """The memory limit and use of a control group (without droppable file cache)."""
 
     limit: int
     used: int
@@ -54,9 +54,9 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
 
 
 def reset_host_peak(proc: Path = PROC) -> bool:
-    """Reset this process's peak; False if the kernel does not support it."""
+    """Resets the peak memory of this process; returns False if the kernel does not support it."""
     try:
-        # 5 resets only the peak resident size (proc(5)).
+        # Writing 5 resets only the peak resident size (see proc(5)).
         (proc / "self" / "clear_refs").write_text("5")
     except OSError:
         return False
@@ -64,7 +64,7 @@ def reset_host_peak(proc: Path = PROC) -> bool:
 
 
 def groups(proc: Path, cgroups: Path) -> Iterator[Group]:
-    """Every control group of this process with a memory limit, innermost first."""
+    """Yields every control group of this process with a memory limit, innermost first."""
     membership = proc / "self" / "cgroup"
     if not membership.exists():
         return
@@ -76,8 +76,8 @@ def groups(proc: Path, cgroups: Path) -> Iterator[Group]:
             base, names = cgroups / "memory", _V1
         else:
             continue
-        # A container often sees its group mounted as the root while the path is the host's: walking up to the mount
-        # works in both cases.
+        # In a container the group is often mounted as the root while the path is that of the host. Walking up to the
+        # mount works in both cases.
         folder = base / path.lstrip("/")
         for candidate in [folder, *folder.parents][: len(folder.parts) - len(base.parts) + 1]:
             group = _group(candidate, names)
@@ -101,7 +101,7 @@ def _group(folder: Path, names: _Names) -> Group | None:
 
 
 def _kilobytes(file: Path) -> dict[str, int]:
-    """The `Name:   123 kB` lines of a /proc file, in bytes; empty if the file does not exist."""
+    """Parses the `Name:   123 kB` lines of a /proc file, in bytes; returns an empty dict if there is no file."""
     if not file.exists():
         return {}
     rows = (row.split() for row in file.read_text().splitlines())
@@ -113,22 +113,22 @@ def _peak_from_rusage() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# Slow CPU settings: a dtype without native arithmetic, and more threads than free cores. Both are measured on a matmul
-# of the model's sizes, in milliseconds; no table covers all processors and their load.
+# Checks for slow CPU settings: a dtype without native arithmetic, and more threads than free cores. Both are measured
+# in milliseconds on a matmul of the model's sizes, because no table covers all processors and their load.
 
 ROUNDS = 5
-# Operations of one matmul, a few milliseconds with native arithmetic, and its longest side.
+# Number of operations of one matmul, which takes a few milliseconds with native arithmetic, and its longest side.
 OPERATIONS, LONGEST = 1e7, 512
-# No further round after this many seconds.
+# No further round starts after this many seconds.
 PATIENCE = 0.05
-# Ratios from which a warning is given. That of threads is higher, because contention may be momentary.
+# Ratios above which a warning is given. The ratio for threads is higher, because contention may be momentary.
 SLOWER_DTYPE, SLOWER_THREADS = 1.1, 1.5
 Call = Callable[[], object]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def ratio(one: Call, other: Call, clock: Callable[[], float] = time.perf_counter) -> float:
-    """How much longer `one` takes than `other`: the best of some alternating rounds after a warm-up."""
+    """Returns how many times as long `one` takes as `other`, from the best of alternating rounds after a warm-up."""
     best, first = [float("inf"), float("inf")], clock()
     for turn in range(ROUNDS + 1):
         for which, call in enumerate((one, other)):
@@ -142,7 +142,7 @@ def ratio(one: Call, other: Call, clock: Callable[[], float] = time.perf_counter
 
 
 def slow_dtype(dtype: torch.dtype, inner: int, outer: int) -> str | None:
-    """A warning if matmuls in `dtype` are slower than in fp32."""
+    """Returns a warning if matmuls in `dtype` are slower than in fp32."""
     if dtype == torch.float32:
         return None
     sizes = _sizes(inner, outer)
@@ -156,7 +156,7 @@ def slow_dtype(dtype: torch.dtype, inner: int, outer: int) -> str | None:
 
 
 def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
-    """A warning if all threads together are slower than one."""
+    """Returns a warning if all threads together are slower than one."""
     threads = torch.get_num_threads()
     if threads == 1:
         return None
@@ -174,26 +174,26 @@ def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
         return None
     load = f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)" if hasattr(os, "getloadavg") else ""
     return (
-        f"{threads} threads take {times:.1f} times as long as one{load}: other processes have the cores, or the model "
-        "is too small to share; start with OMP_NUM_THREADS=1, or fewer than now"
+        f"{threads} threads take {times:.1f} times as long as one{load}: other processes use the cores, or the model "
+        "is too small for several threads; set OMP_NUM_THREADS to 1 or to fewer threads than now"
     )
 
 
 def _sizes(inner: int, outer: int) -> tuple[int, int, int]:
-    """Rows, as many as keep a matmul short and at least a small micro-batch, and the sides of the matrix."""
+    """Returns the number of rows (few enough for a short matmul, at least a small micro-batch) and the matrix sizes."""
     inner, outer = min(inner, LONGEST), min(outer, LONGEST)
     return max(8, int(OPERATIONS / (2 * inner * outer))), inner, outer
 
 
 def _product(sizes: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     rows, inner, outer = sizes
-    # No random numbers: the run's generator must not advance.
+    # Random numbers are not used, because the run's generator must not advance.
     left, right = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((outer, inner), 0.25, dtype=dtype)
     return lambda: torch.nn.functional.linear(left, right)
 
 
 def _arm_chip(listing: str) -> str | None:
-    """Arm cores have numbers instead of a name: `Arm 0x41 part 0xd0c` for Neoverse N1."""
+    """Returns a name for Arm cores, which have numbers instead: `Arm 0x41 part 0xd0c` for Neoverse N1."""
     numbers = dict(re.findall(r"^CPU (implementer|part)\s*: (\S+)$", listing, re.MULTILINE))
     return f"Arm {numbers['implementer']} part {numbers['part']}" if len(numbers) == 2 else None
 
@@ -218,7 +218,7 @@ class Cpu(Device):
         return torch.device("cpu")
 
     def use(self, index: int) -> None:
-        """No effect: all processes of a machine share the CPU."""
+        """Does nothing: all processes of a machine share the CPU."""
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -227,22 +227,22 @@ class Cpu(Device):
         torch.set_rng_state(state)
 
     def synchronise(self) -> None:
-        """No effect: operators are synchronous."""
+        """Does nothing: operators are synchronous."""
 
     def memory(self) -> Memory:
         return host_memory()
 
     def reset_peak(self) -> None:
-        """No effect if the kernel cannot reset the peak."""
+        """Resets the peak memory, if the kernel supports it."""
         reset_host_peak()
 
     @property
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        # float16 is complete (forward and backward) but only saves memory: most CPUs have no arithmetic for it.
+        # float16 works in forward and backward, but only saves memory, because most CPUs have no arithmetic for it.
         return (torch.bfloat16, torch.float16)
 
     def slowed_by(self, dtype: torch.dtype, inner: int, outer: int) -> list[str]:
-        # One warning at a time: a dtype without native arithmetic makes the thread check meaningless.
+        # Only one warning is given, because the thread check is meaningless for a dtype without native arithmetic.
         warning = slow_dtype(dtype, inner, outer) or slow_threads(dtype, inner, outer)
         return [] if warning is None else [warning]
 
@@ -256,7 +256,7 @@ class Cpu(Device):
         return platform.processor() or platform.machine()
 
     def versions(self) -> dict[str, str | None]:
-        # Vector unit and thread count determine the order of sums, hence the last bits of a result.
+        # Vector unit and thread count determine the order of sums, and so the last bits of a result.
         return {
             "instructions": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),

@@ -20,13 +20,13 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 class _Peak(NamedTuple):
     half: float
-    """bfloat16 and float16 with float32 sums, dense."""
+    """Dense FLOP/s of bfloat16 and float16 with float32 accumulation."""
     single: float
-    """float32 proper, without TF32: torch's default."""
+    """Dense FLOP/s of float32 without TF32, which is torch's default."""
 
 
-# From NVIDIA's data sheets; figures "with sparsity" are halved. Matched as complete words of the device's name, the
-# more specific name first.
+# From NVIDIA's data sheets; values "with sparsity" are halved. A key must match complete words of the device's name;
+# more specific names come first.
 PEAKS: dict[str, _Peak] = {
     "H100 PCIe": _Peak(756e12, 51e12),
     "H100 NVL": _Peak(835e12, 60e12),
@@ -81,7 +81,7 @@ class Cuda(Accelerator):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None and visible.strip() in ("", "-1"):
             return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device"
-        # is_available() gives no reason; init() raises it: no driver, driver too old, no device.
+        # is_available() gives no reason; init() raises an error with the reason: no driver, driver too old, no device.
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
@@ -91,13 +91,13 @@ class Cuda(Accelerator):
 
     @property
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        # Before compute capability 8.0 bfloat16 is emulated, slower than float32.
+        # Below compute capability 8.0 bfloat16 is emulated and slower than float32.
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return (torch.bfloat16, torch.float16)
         return (torch.float16,)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """For float32 without TF32, torch's default."""
+        """Returns the peak FLOP/s; for float32 without TF32, which is torch's default."""
         peak = peak_of(self.chip())
         if peak is None:
             return None
@@ -106,7 +106,7 @@ class Cuda(Accelerator):
         return peak.half if self.supports(dtype) else None
 
     def capture(self, step: Callable[[], None], pool_of: Callable[[], None] | None = None) -> Callable[[], None]:
-        # Warm-up: libraries initialise in the first calls, which must not be captured.
+        # Libraries initialise in the first calls, which must not be captured, so the step is warmed up.
         side = _trial_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -128,14 +128,14 @@ class Cuda(Accelerator):
         switches = super().deterministic(on)
         torch.utils.deterministic.fill_uninitialized_memory = not on  # type: ignore[attr-defined]
         if on:
-            # Benchmarking selects kernels by time, so differently from run to run.
+            # Benchmarking selects kernels by measured time, which can differ between runs.
             torch.backends.cudnn.benchmark = False
             switches["torch.backends.cudnn.benchmark"] = "False"
             # Torch would fill every new tensor with NaN to expose reads of uninitialised memory. The extra pass costs
             # 6 of 40 ms of a decoding round.
             switches["torch.utils.deterministic.fill_uninitialized_memory"] = "False"
         if on and importlib.util.find_spec("triton") is not None:
-            # Batch-invariant kernels: a token gets the same bits in generation and in training.
+            # With batch-invariant kernels a token gets bitwise the same result in generation and in training.
             self.attention = self.paged_attention = "invariant"
             self.generating_layers, self.scored_by = "modules", "trainer"
             switches["kernels"] = "invariant"
@@ -162,7 +162,7 @@ class _CapturedGraph:
 
 @cache
 def _trial_stream(index: int) -> torch.cuda.Stream:
-    """One per device: libraries keep a workspace for every stream they have used."""
+    """Returns the warm-up stream of a device. It is cached, because libraries keep a workspace per stream."""
     return torch.cuda.Stream(index)
 
 
@@ -174,6 +174,6 @@ def peak_of(chip: str) -> _Peak | None:
 
 
 def driver_version(text: str) -> str | None:
-    """The version in /proc/driver/nvidia/version, of the closed or the open kernel module."""
+    """Returns the version in /proc/driver/nvidia/version, of the closed or the open kernel module."""
     match = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s", text, re.MULTILINE)
     return match.group(1) if match else None

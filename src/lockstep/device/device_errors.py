@@ -1,4 +1,4 @@
-"""Device errors: what an error code of CUDA, CANN, HCCL or torch_npu means, and the remedy."""
+"""Device errors: the meaning of error codes of CUDA, CANN, HCCL and torch_npu, and their remedies."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NPU_ERRORS: tuple[KnownError, ...] = (
     KnownError(
         _code("EI0006"),
         "HCCL could not connect the processes: a socket to another rank timed out",
-        "check that every rank started and none died first (look at the other logs), that HCCL_SOCKET_IFNAME names the "
-        "right network card, that the ports from HCCL_IF_BASE_PORT (60000) on are free, and raise HCCL_CONNECT_TIMEOUT",
+        "check that all ranks started and none died earlier (see their logs), that HCCL_SOCKET_IFNAME names the right "
+        "network card, and that the ports from HCCL_IF_BASE_PORT (60000) on are free; or raise HCCL_CONNECT_TIMEOUT",
     ),
     KnownError(
         _code("EI0002"),
-        "a rank waited too long for another one inside a collective",
+        "a rank waited too long for another rank in a collective operation",
         "one rank is slow, hangs or died: look at the other logs; raise HCCL_EXEC_TIMEOUT if the work is that long",
     ),
     KnownError(
@@ -43,57 +43,57 @@ NPU_ERRORS: tuple[KnownError, ...] = (
     KnownError(
         _code("507015", "507018", "507035"),
         "a kernel stopped with an exception on the device (AI Core, AI CPU or vector core)",
-        "often an index out of range or a shape the operator does not take: set ASCEND_LAUNCH_BLOCKING=1 to find the "
+        "often an index is out of range or a shape is not supported: set ASCEND_LAUNCH_BLOCKING=1 to find the "
         "operator, and look for the first EZ9999 line of the log (ASCEND_PROCESS_LOG_PATH)",
     ),
     KnownError(
         _code("507014", "507017", "507034", "507046"),
         "a kernel did not finish in time",
-        "too much work in one call, or a device in trouble: lower batch.tokens, and look at `npu-smi info`",
+        "one call has too much work, or the device is faulty: lower batch.tokens, and check `npu-smi info`",
     ),
     KnownError(
         _code("207001", "207018") + "|NPU out of memory",
         "the device has no memory left",
         "lower batch.tokens or rollout.cache_gb, set model.gradient_checkpointing, train an adapter (model.lora.rank), "
-        "or use more devices; `npu-smi info` shows whether another process holds memory",
+        "or use more devices; `npu-smi info` shows whether another process uses the memory",
     ),
     KnownError(
         _code("107001"),
-        "there is no device of that number",
+        "there is no device with that number",
         "ASCEND_RT_VISIBLE_DEVICES must name existing devices in ascending order, and torchrun must start no more "
         "processes than devices are visible",
     ),
     KnownError(
         _code("107002", "107003"),
-        "the call reached no device context, or a stream of another one",
-        "set the device before anything else in a process, and do not fork after the device was used: spawn",
+        "the call has no device context, or uses a stream of a different one",
+        "set the device first in each process; after the device was used, spawn processes instead of forking",
     ),
     KnownError(
         _code("EZ9999", "EZ1001", "EZ3003"),
         "an operator failed inside CANN",
-        "the lines after the code name the operator and the shape it refused; where torch, torch_npu and CANN do not "
-        "belong together this is the usual symptom: run `lockstep doctor`",
+        "the lines after the code name the operator and the rejected shape; incompatible versions of torch, torch_npu "
+        "and CANN are a common cause: run `lockstep doctor`",
     ),
     KnownError(
         _code("E19999", "E40021", "EE9999", "EE1001"),
         "CANN failed inside its runtime or graph engine",
-        "run `lockstep doctor`: driver, CANN and torch_npu must belong together; the device log has the first cause",
+        "run `lockstep doctor`: driver, CANN and torch_npu must be compatible; the device log has the first cause",
     ),
     KnownError(
         r"libhccl\.so|libascendcl\.so",
         "the CANN libraries are not found",
-        "install the CANN toolkit and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to do without",
+        "install the CANN toolkit and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without it",
     ),
     KnownError(
         r"fall back to run on the CPU",
         "an operator without a kernel for this device ran on the CPU",
-        "use another version of torch_npu, or accept it: run.allow_fallback",
+        "use another version of torch_npu, or accept the fallback with run.allow_fallback",
     ),
 )
 
 
 def explanation(message: str) -> str | None:
-    """Cause and remedy of every row that matches the message; None if there is none."""
+    """Returns cause and remedy of every table row that matches the message; None if there is none."""
     rows = [row for row in NPU_ERRORS if re.search(row.pattern, message)]
     if not rows:
         return None
@@ -104,36 +104,36 @@ MEMORY = KnownError(
     r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
     "the device has no memory left",
     "lower batch.tokens or rollout.cache_gb, set model.gradient_checkpointing, train an adapter (model.lora.rank), or "
-    "use more devices; while a model is loaded it is often another process that holds the memory: look with nvidia-smi "
-    "or npu-smi",
+    "use more devices; if it happens while a model is loaded, another process may use the memory: check nvidia-smi or "
+    "npu-smi",
 )
-# The first matching row is used. Rows that name an operator come before those that only name a device.
+# The first matching row is used. Rows about an operator come before rows about a device only.
 DEVICE_ERRORS: tuple[KnownError, ...] = (
     MEMORY,
     KnownError(
         r"no kernel image is available|driver version is insufficient|forward compatibility was attempted|"
         r"provided PTX was compiled with an unsupported toolchain|system not yet initialized|no CUDA-capable device|"
         r"driver initialization failed|Found no NVIDIA driver",
-        "this build of torch and the driver or the chip do not belong together",
-        "run `lockstep doctor`, and install the torch that it names, or a newer driver",
+        "this build of torch is not compatible with the driver or the chip",
+        "run `lockstep doctor`, and install the torch version that it names, or a newer driver",
     ),
     KnownError(
         r"Could not run '[^']+' with arguments from the|not implemented for '\w+'|"
         r"is not currently (?:implemented|supported) (?:for|on) the|No available kernel|no kernel found to dispatch",
         "torch has no kernel for this operator on this device, or not in this dtype",
-        "set model.attention=sdpa where the message names an attention, another model.dtype where it names a type; "
-        "otherwise use another version of torch (and torch_npu), which `lockstep doctor` knows",
+        "if the message names attention, set model.attention=sdpa; if it names a dtype, set another model.dtype; "
+        "otherwise use another version of torch (and torch_npu) that `lockstep doctor` lists",
     ),
     KnownError(
         r"CUDA error|CUDA driver error|device-side assert|CUBLAS_STATUS_|CUDNN_STATUS_|cuDNN error",
         "a call failed on the device",
-        "set CUDA_LAUNCH_BLOCKING=1 to see which operator it was, and run `lockstep doctor`",
+        "set CUDA_LAUNCH_BLOCKING=1 to find the operator, and run `lockstep doctor`",
     ),
 )
 
 
 def trouble(error: BaseException) -> KnownError | None:
-    """The table row of a device error; None for other errors."""
+    """Returns the table row of a device error; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         return MEMORY
     if not isinstance(error, RuntimeError | ImportError):
@@ -142,23 +142,25 @@ def trouble(error: BaseException) -> KnownError | None:
     return next((row for row in (*NPU_ERRORS, *DEVICE_ERRORS) if re.search(row.pattern, text)), None)
 
 
-# Messages of collectives whose peer is gone or does not respond.
+# Messages of collective operations whose peer has ended or does not respond.
 LOST_PEER = (
     r"gloo[/\\].*(?:Connection|Timed out|timeout)|Connection (?:closed|reset) by peer|ncclRemoteError|Socket Timeout"
 )
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because of another process. Such a run may be restarted."""
+    """Returns whether a collective operation failed because of another process. Such a run may be restarted."""
     collective = isinstance(error, torch.distributed.DistError) if torch.distributed.is_available() else False
     return collective or (isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error)) is not None)
 
 
 def refuse_trouble(error: BaseException, device: torch.device) -> None:
-    """Raise a device error as a `Refusal` with its text, so that it is not mistaken for one of the model. Errors caused
-    by another process are re-raised unchanged."""
+    """Raises a device error as a `Refusal` with its text, so that it is not mistaken for an error of the model. Errors
+    that another process caused are raised again unchanged."""
     if is_lost_peer(error):
         raise error
     row = trouble(error)
     if row is not None:
-        raise Refusal.at(f"device {device}", f"{first_line(error)} ({row.cause})", row.remedy) from error
+        raise Refusal.at(
+            f"device {device}", f"{first_line(error)} ({row.cause})", row.remedy, code="device-error"
+        ) from error

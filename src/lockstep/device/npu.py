@@ -1,4 +1,4 @@
-"""Huawei Ascend devices through torch_npu, and the count of operators that fall back to the CPU."""
+"""Huawei Ascend devices through torch_npu, and a counter of operators that fall back to the CPU."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from lockstep.device.base import Accelerator, first_sentence
 from lockstep.device.device_errors import explanation
 from lockstep.errors import Refusal
 
-# Operators that do not run on the device's AI Cores. One without a kernel falls back to the CPU, with a copy there and
-# back. One whose kernel does not support the dtype on the AI Cores runs on the AI CPU, which is slow too.
+# Detection of operators that do not run on the device's AI Cores. An operator without a kernel falls back to the CPU,
+# with copies to the host and back. If its kernel does not support the dtype on the AI Cores, it runs on the AI CPU,
+# which is slow too.
 
 KEY = "PrivateUse1"
-# Composite kernels: the operators they call are checked when they run.
+# Dispatch keys of composite kernels; the operators that these call are checked when they run.
 COMPOSITE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-# Implemented by the operator's `out=` variant, which is not dispatched separately.
+# Dispatch key of operators implemented by their `out=` variant, which is not dispatched separately.
 BY_OUT = "CompositeExplicitAutogradNonFunctional"
 
 
 def has_kernel(name: str) -> bool:
-    """Whether the operator runs on the device: with a kernel, or composed of other operators."""
+    """Returns whether the operator runs on the device, with a kernel or composed of other operators."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if any(has(name, key) for key in (KEY, *COMPOSITE)):
         return True
@@ -41,16 +42,16 @@ def has_kernel(name: str) -> bool:
     return exists and any(has(out, key) for key in (KEY, *COMPOSITE))
 
 
-# Operators on the AI CPU: torch_npu 2.13.0 reports sorting of integers, Ascend's profiler float64.
+# Operators on the AI CPU: integer sorting (reported by torch_npu 2.13.0) and float64 (shown by Ascend's profiler).
 WIDE = (torch.float64, torch.complex128)
 SORTS = ("aten::sort", "aten::argsort", "aten::msort")
 INTEGERS = (torch.int32, torch.int64)
-# Operators that compute nothing.
+# Operators that do no computation.
 MOVES = ("aten::empty", "aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach")
 
 
 def on_ai_cpu(name: str, views: bool, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether an operator on device tensors of these dtypes runs on the AI CPU."""
+    """Returns whether an operator on device tensors of these dtypes runs on the AI CPU."""
     if views or name.startswith(MOVES):
         return False
     if any(dtype in WIDE for dtype in dtypes):
@@ -59,7 +60,7 @@ def on_ai_cpu(name: str, views: bool, dtypes: Sequence[torch.dtype]) -> bool:
 
 
 class FallbackWatch(TorchDispatchMode):
-    """Counts operators on device tensors, while entered, that do not run on the AI Cores."""
+    """Counts the operators on device tensors that do not run on the AI Cores, while the context is entered."""
 
     def __init__(self, device: str, *, allow: bool):
         super().__init__()
@@ -88,6 +89,7 @@ class FallbackWatch(TorchDispatchMode):
                 "run.allow_fallback",
                 why,
                 "set it to true to accept this, or use a version of the device's package that has the operator",
+                code="cpu-fallback",
             )
 
 
@@ -127,7 +129,7 @@ class Npu(Accelerator):
     ray_resource = "NPU"
     # torch_npu registers torch's fused AdamW for a float learning rate, not for a tensor.
     fused_optimizer = True
-    # torch_npu.npu.NPUGraph is marked beta; eager until a capture is verified on hardware.
+    # torch_npu.npu.NPUGraph is marked beta, so graphs are not used until a capture is verified on hardware.
     graph_capture = False
     attention = "npu_fusion"
     paged_attention = "npu_infer"
@@ -147,8 +149,8 @@ class Npu(Accelerator):
 
     def use(self, index: int) -> None:
         super().use(index)
-        # Weights stay in the plain layout: with the private one (FRACTAL_NZ), in-place updates and copies to an engine
-        # access the wrong elements.
+        # Weights stay in the plain layout. With the private one (FRACTAL_NZ), in-place updates and copies to an engine
+        # would access the wrong elements.
         self.api.config.allow_internal_format = False
 
     @contextmanager
@@ -194,14 +196,14 @@ class Npu(Accelerator):
 
 def peak_of(chip: str) -> float | None:
     for name, flops in PEAKS.items():
-        # A suffix letter is a variant of the same die (910B2C); a further digit is another chip.
+        # A suffix letter means a variant of the same die (910B2C); a further digit means a different chip.
         if re.match(rf"{name}(?!\d)", chip):
             return flops
     return None
 
 
 def installed_version() -> str | None:
-    """Version of the torch_npu package, without importing it."""
+    """Returns the version of the torch_npu package without importing it."""
     try:
         return metadata.version("torch_npu")
     except metadata.PackageNotFoundError:
@@ -209,7 +211,7 @@ def installed_version() -> str | None:
 
 
 def _release(version: str) -> str:
-    """2.13.0 of 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: the part in which torch and torch_npu must agree."""
+    """Returns the part of a version that must be equal in torch and torch_npu: 2.13.0 of 2.13.0+cpu or 2.13.0.post4."""
     match = re.match(r"\d+\.\d+\.\d+", version)
     return match.group(0) if match else version
 
@@ -223,15 +225,16 @@ def _package_problem() -> str | None:
         return reason
     if version is not None and _release(version) != _release(torch.__version__):
         return (
-            f"torch_npu {version} needs torch {_release(version)} and torch {torch.__version__} is installed; "
-            "the two must be of the same version"
+            f"torch_npu {version} needs torch {_release(version)}, but torch {torch.__version__} is installed; "
+            "the two must have the same version"
         )
     return None
 
 
 @cache
 def _load_problem() -> str | None:
-    """Cached: a second import after a failed one uses half-initialised modules and gives a worse error."""
+    """Returns why torch_npu cannot be imported. The result is cached, because a second import after a failed one uses
+    half-initialised modules and gives a worse error."""
     try:
         import torch_npu  # noqa: F401
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything
@@ -247,7 +250,7 @@ def _load_hint(message: str) -> str:
     if missing and missing.group(1).startswith(_CANN_LIBRARIES):
         return " (library of the CANN toolkit, which was not found: install it, and source its set_env.sh)"
     if "undefined symbol" in message:
-        return " (torch, torch_npu and CANN do not belong together)"
+        return " (the versions of torch, torch_npu and CANN are not compatible)"
     return ""
 
 
@@ -255,7 +258,7 @@ def _visibility_problem() -> str | None:
     import torch_npu
 
     try:
-        # Not is_available(): it can be true while the variable hides every device.
+        # is_available() is not used, because it can be true while the variable hides every device.
         if torch_npu.npu.device_count() > 0:
             return None
     except RuntimeError as error:
@@ -264,6 +267,6 @@ def _visibility_problem() -> str | None:
     if visible is not None:
         return (
             f"ASCEND_RT_VISIBLE_DEVICES={visible!r} leaves no device visible "
-            "(it takes existing device numbers in ascending order, parted by commas)"
+            "(it takes existing device numbers in ascending order, separated by commas)"
         )
     return "the Ascend runtime sees no device: is the driver loaded, and are /dev/davinci* open to this process?"

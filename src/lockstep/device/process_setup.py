@@ -1,4 +1,4 @@
-"""Process settings that must be made before torch is imported: OpenMP threads, and deferred loading of torch_npu."""
+"""Process settings that must be made before torch is imported: OpenMP threads and deferred loading of torch_npu."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # Deferred loading of torch_npu. An installed torch_npu registers itself with torch's backend entry points. If CANN is
-# missing, broken or of another version, `import torch` raises for every device, and a failed `import torch` cannot be
+# missing, broken or incompatible, `import torch` raises for every device, and a failed `import torch` cannot be
 # repeated in the same process. So automatic loading is disabled, and `device/npu.py` imports torch_npu itself and
-# reports failures as a reason. A value set by the user stays. After a successful load the variable is restored, so that
-# child processes behave as without lockstep.
+# reports failures. A value set by the user is kept. After a successful load the variable is restored, so that child
+# processes behave as without lockstep.
 
 VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -20,7 +20,7 @@ _deferred = False
 
 
 def defer() -> None:
-    """Keep `import torch` from loading torch_npu, if it is installed and torch is not imported yet."""
+    """Prevents `import torch` from loading torch_npu, if it is installed and torch is not imported yet."""
     global _deferred
     if VARIABLE in os.environ or "torch" in sys.modules or find_spec("torch_npu") is None:
         return
@@ -29,32 +29,33 @@ def defer() -> None:
 
 
 def restore() -> None:
-    """Undo `defer` for processes started later."""
+    """Undoes `defer` for processes started later."""
     global _deferred
     if _deferred:
         os.environ.pop(VARIABLE, None)
         _deferred = False
 
 
-# OpenMP threads: their number, and that they sleep while they wait. By default waiting threads of GNU OpenMP spin. If
-# their core is shared (a second process, a virtual machine), the thread they wait for cannot run. Measured once with
-# the tiny model on two cores, in tokens per second: next to a busy loop 4,400 spinning, 7,200 asleep (next to another
-# training, uncontrolled: 430 and 6,600); alone on the machine 15,800 spinning, 12,700 asleep. For a tiny model alone on
-# a machine set OMP_WAIT_POLICY=ACTIVE.
+# Number of OpenMP threads, and their wait policy. By default waiting threads of GNU OpenMP spin. If their core is
+# shared (with a second process, or in a virtual machine), the thread they wait for cannot run. So they sleep instead.
+# Measured once with the tiny model on two cores, in tokens per second: next to a busy loop 4,400 spinning and 7,200
+# sleeping (next to another training, uncontrolled: 430 and 6,600); alone on the machine 15,800 spinning and 12,700
+# sleeping. For a tiny model alone on a machine set OMP_WAIT_POLICY=ACTIVE.
 
 THREADS = "OMP_NUM_THREADS"
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def wait_asleep() -> None:
-    """Call before torch is loaded: the library reads the variable once. The user's setting stays."""
+    """Makes waiting OpenMP threads sleep, unless the user has set a policy. Must be called before torch is loaded,
+    because the library reads the variable once."""
     if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def follow_quota() -> None:
-    """Use no more threads than the container's CPU quota: with 2 of 64 cores there would be 64 threads. Call before
-    torch is loaded. The user's setting stays."""
+    """Limits the threads to the container's CPU quota, unless the user has set a number. Otherwise a container with 2
+    of 64 cores would use 64 threads. Must be called before torch is loaded."""
     if "torch" in sys.modules or THREADS in os.environ:
         return
     allowed = quota()
@@ -62,7 +63,7 @@ def follow_quota() -> None:
         os.environ[THREADS] = os.environ[FOLLOWED] = str(allowed)
 
 
-# Marks the variable as set by lockstep; children inherit both.
+# This variable marks the number of threads as set by lockstep; child processes inherit both.
 FOLLOWED = "LOCKSTEP_THREADS_FOLLOW_QUOTA"
 
 
@@ -71,33 +72,34 @@ def _is_ours() -> bool:
 
 
 def share(processes: int) -> None:
-    """Divide the threads over processes that run concurrently on this machine. The user's setting stays."""
+    """Divides the threads over processes that run concurrently on this machine, unless the user has set a number."""
     if _is_ours():
         allowed = min(cores(), quota() or cores())
-        # Still marked as ours: a child process may divide them further.
+        # The number stays marked as set by lockstep, so that a child process may divide it further.
         os.environ[THREADS] = os.environ[FOLLOWED] = str(max(1, allowed // processes))
 
 
 def each_of(processes: int, threads: int) -> int:
-    """Threads of one of several concurrent processes, if one alone has `threads`. The user's setting stays."""
+    """Returns the threads of each of several concurrent processes, if one alone would use `threads`. A number set by
+    the user is not divided."""
     return max(1, threads // processes) if _is_ours() else threads
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def quota(groups: Path = CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """CPU quota of this process's control group or one above it; None without a limit."""
+    """Returns the CPU quota of this process's control group or of a group above it; None without a limit."""
     limits = [limit for folder in _folders(groups, membership) if (limit := _limit(folder)) is not None]
     return max(1, math.ceil(min(limits))) if limits else None
 
 
 def _folders(groups: Path, membership: Path) -> list[Path]:
-    """Folders with limits, of both cgroup versions, from the process's group upwards."""
+    """Returns the cgroup folders with limits, of both versions, from the process's group upwards."""
     places = [groups, groups / "cpu"]
     try:
         lines = membership.read_text().splitlines()

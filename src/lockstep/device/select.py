@@ -1,4 +1,4 @@
-"""Selects the device of the recipe's `device`. An absent device is an error with the reason; there is no fallback."""
+"""Selects the device that the recipe's `device` names. An unavailable device is an error; there is no fallback."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lockstep.device.cuda import Cuda
 from lockstep.device.npu import Npu
 from lockstep.errors import Refusal
 
-# In the order in which `auto` tries them.
+# The devices in the order in which `auto` tries them.
 DEVICES: dict[str, type[Device]] = {"npu": Npu, "cuda": Cuda, "cpu": Cpu}
 
-# Common names whose nearest spelling is the wrong device ("gpu" is one letter from "npu").
+# Common names for which the most similar device name is wrong ("gpu" is one letter from "npu").
 _MEANT = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "huawei": "npu"}
 
 
 def select(name: str) -> Device:
-    """The device for `auto`, `npu`, `cuda` or `cpu`; an error if it cannot be used."""
+    """Returns the device for `auto`, `npu`, `cuda` or `cpu`; raises `Refusal` if it cannot be used."""
     return explain(name)[0]
 
 
 def explain(name: str) -> tuple[Device, str]:
-    """The device, and a sentence that explains the choice."""
+    """Returns the device and a sentence that explains the choice."""
     if name == "auto":
         return _first_available()
     if name not in DEVICES:
@@ -34,8 +34,9 @@ def explain(name: str) -> tuple[Device, str]:
         usable = [other for other, kind in DEVICES.items() if other != name and kind().unavailable() is None]
         raise Refusal.at(
             "device",
-            f"{name} was requested and is not available: {reason}",
+            f"{name} was requested but is not available: {reason}",
             f"fix that, or set device to one that is available here: {', '.join(usable)} (or auto)",
+            code="device-unavailable",
         )
     return device, f"device {name}, as requested"
 
@@ -49,7 +50,7 @@ def _first_available() -> tuple[Device, str]:
             why = "; ".join(passed_over) or f"the first of {', '.join(DEVICES)}"
             return device, f"device {name}, picked by auto: {why}"
         passed_over.append(f"no {name}, because {reason}")
-    raise Refusal.at("device", "; ".join(passed_over))
+    raise Refusal.at("device", "; ".join(passed_over), code="device-unavailable")
 
 
 def _unknown(name: str) -> Refusal:
@@ -60,4 +61,4 @@ def _unknown(name: str) -> Refusal:
     variable = DEVICES[nearest].visible_variable if nearest in DEVICES else None
     if colon and variable:
         remedy += f" A single device is chosen by {variable}={index}"
-    return Refusal.at("device", f"unknown device {name!r}", remedy)
+    return Refusal.at("device", f"unknown device {name!r}", remedy, code="unknown-device")

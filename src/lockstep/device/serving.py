@@ -1,4 +1,4 @@
-"""Serving engines per device: how to install them, and the flags and variables they start with.
+"""Serving engines per device: their installation, and the flags and variables with which they start.
 
 The entries for Ascend devices are from the guides of vllm-ascend and SGLang; they have not been run on hardware here.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable of the engine and its reason; None keeps the value of the run's environment."""
+    """The value of an engine's environment variable, and its reason. None keeps the value of the run's environment."""
 
     value: str | None
     why: str
     asleep: str | None = None
-    """Its value with `rollout.sleep`, if different."""
+    """The value with `rollout.sleep`, if different."""
 
     def at(self, sleep: bool) -> str | None:
         return self.asleep if sleep and self.asleep is not None else self.value
@@ -24,12 +24,12 @@ class Variable:
 
 @dataclass(frozen=True)
 class Serving:
-    """A serving engine on a device."""
+    """The settings of a serving engine on a device."""
 
     install: str = ""
-    """The command that installs it into a separate environment: these engines pin a torch version."""
+    """The command that installs the engine in a separate environment, because it pins a torch version."""
     unusable: str | None = None
-    """Why the engine is not available on the device."""
+    """Why the engine is not available on the device; None if it is."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Additional command-line flags (`--name value`) with their reasons."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Serving:
         return {name: value for name, each in self.variables.items() if (value := each.at(sleep)) is not None}
 
     def settings(self, *, sleep: bool) -> list[tuple[str, str]]:
-        """Flags and variables with their reasons, for display."""
+        """Returns flags and variables with their reasons, for display."""
         set_here = self.environment(sleep=sleep)
         return [
             *self.flags.items(),
@@ -68,7 +68,7 @@ _NO_SEGMENTS = {
 _VLLM_ASCEND = Serving(
     install="lockstep doctor --pins ascend-vllm-0.23 (vLLM without a device, then vllm-ascend, of the same version)",
     flags={
-        "--enforce-eager": "as the guides have it; --no-enforce-eager in rollout.server.args captures graphs",
+        "--enforce-eager": "recommended by the guides; --no-enforce-eager in rollout.server.args captures graphs",
     },
     variables={
         "VLLM_ASCEND_ENABLE_NZ": Variable(
@@ -81,18 +81,18 @@ _VLLM_ASCEND = Serving(
 )
 _SGLANG_ASCEND = Serving(
     install="lockstep doctor --pins ascend-sglang-0.5 (built from source, or as an image)",
-    flags={"--attention-backend ascend": "the only one for this device"},
+    flags={"--attention-backend ascend": "the only attention backend for this device"},
     variables={
         "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": Variable(
             "1", "weights stay in the plain layout, in which an update writes them"
         ),
         "TASK_QUEUE_ENABLE": Variable("1", "operators are dispatched to the device by a separate queue"),
-        "STREAMS_PER_DEVICE": Variable("32", "the guide's size of the pool of streams"),
+        "STREAMS_PER_DEVICE": Variable("32", "the size of the stream pool in the guide"),
         "PYTORCH_NPU_ALLOC_CONF": _SEGMENTS,
     },
 )
 
-# By device class (`device/`) and `rollout.engine`.
+# The settings by device class (`device/`) and `rollout.engine`.
 SERVING: dict[str, dict[str, Serving]] = {
     "npu": {"vllm": _VLLM_ASCEND, "sglang": _SGLANG_ASCEND},
     "cuda": {
@@ -105,14 +105,14 @@ SERVING: dict[str, dict[str, Serving]] = {
             + " && .venv-vllm/bin/pip uninstall -y torchvision torchaudio torchcodec",
             variables={
                 "VLLM_CPU_OMP_THREADS_BIND": Variable("nobind", "binding fails where the machine hides some cores"),
-                "VLLM_CPU_KVCACHE_SPACE": Variable("1", "1 GiB of keys and values is enough for the models of a CPU"),
+                "VLLM_CPU_KVCACHE_SPACE": Variable("1", "a KV cache of 1 GiB is enough for models that fit a CPU"),
             },
         ),
-        "sglang": Serving(unusable="SGLang has no build for CPUs on the registry"),
+        "sglang": Serving(unusable="SGLang publishes no package for CPUs"),
     },
 }
 
 
 def serving_on(device: str, engine: str) -> Serving:
-    """The entry of an engine on a device class; empty for an engine that is no server."""
+    """Returns the settings of an engine on a device class; empty for an engine that is not a server."""
     return SERVING[device].get(engine, Serving())

@@ -19,7 +19,7 @@ Text = str | Callable[[MachineFacts], str]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A problem of the row, and its remedy. `unknown`: no source states whether it works."""
+    """A problem of a fact, and its remedy. `unknown`: no source states whether it works."""
 
     row: str
     verdict: Literal["unknown", "warning", "broken"]
@@ -29,12 +29,12 @@ class Diagnosis:
 
 Findings = Iterator[Diagnosis]
 Examination = Callable[[MachineFacts, str], Findings]
-"""From the facts and the chosen device."""
+"""A condition of the facts and the chosen device."""
 
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One row of the table. `device` None: on every device."""
+    """One row of the table of checks. `device` None: on every device."""
 
     device: Literal["npu", "cuda", None]
     row: str

@@ -47,7 +47,9 @@ def run_doctor(device: str | None, json_wanted: bool, pins: str | None) -> int:
 
 def examine(machine: Machine, device: str | None = None) -> Report:
     if device is not None and device not in DEVICES:
-        raise Refusal.at("--device", f"unknown device {device!r}", f"one of: {', '.join(DEVICES)}")
+        raise Refusal.at(
+            "--device", f"unknown device {device!r}", f"one of: {', '.join(DEVICES)}", code="unknown-device"
+        )
     facts = gather(machine)
     chosen, why = (device, "--device") if device is not None else choose_device(facts)
     findings = [finding for check in CHECKS for finding in check(facts, chosen)]
@@ -55,7 +57,7 @@ def examine(machine: Machine, device: str | None = None) -> Report:
 
 
 def cannot_train(facts: MachineFacts, device: str) -> tuple[str, ...]:
-    """For a machine with the Ascend stack of another project: the reason, then the alternatives."""
+    """The reason and the alternatives, for a machine with the Ascend stack of another project."""
     torch_npu = facts.packages.get("torch_npu")
     if device != "npu" or torch_npu is None or not older(release(torch_npu), MINIMUM["torch"]):
         return ()
@@ -79,7 +81,7 @@ class Fact:
     value: str | None
     findings: tuple[Diagnosis, ...] = ()
     missing: str = ""
-    """What an absent engine needs, or empty."""
+    """Requirements of an absent engine, or empty."""
 
     @property
     def shown(self) -> str:
@@ -154,7 +156,7 @@ def _nvidia(facts: MachineFacts, device: str) -> Iterator[tuple[str, str, str | 
 
 
 def _folders(path: str, facts: MachineFacts) -> str:
-    """A search path is too long to show; only CANN's folders in it matter."""
+    """The CANN folders of a search path. The full path is too long to show."""
     count = f"{len([folder for folder in path.split(':') if folder])} folders"
     if facts.cann is None:
         return count
@@ -162,7 +164,7 @@ def _folders(path: str, facts: MachineFacts) -> str:
 
 
 def _counted(devices: Sequence[tuple[str, int | None]]) -> str | None:
-    """8 x 910B4 (32 GiB)."""
+    """Text such as `8 x 910B4 (32 GiB)`."""
     kinds = Counter(devices)
     return (
         ", ".join(

@@ -1,4 +1,4 @@
-"""The rollout engines that a run on this machine can use, and what is missing for the others."""
+"""The rollout engines that a run on this machine can use, and the missing packages of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DISTRIBUTIONS: dict[str, dict[str, Sequence[Sequence[str]]]] = {
 
 @dataclass(frozen=True)
 class EngineHere:
-    """An engine with its installed packages, or with what is missing and how to install it."""
+    """An engine with its installed packages, or with the missing packages and how to install them."""
 
     name: str
     found: str | None
@@ -27,7 +27,7 @@ class EngineHere:
     install: str = ""
 
     def explanation(self) -> str:
-        """What is missing, and how to install it."""
+        """The missing packages, and how to install them."""
         if not self.install:
             return self.missing
         how = "to install it in a separate environment (it pins its torch), for rollout.server.python"
@@ -35,8 +35,8 @@ class EngineHere:
 
 
 def engines_here(packages: Mapping[str, str], device: str) -> Iterator[EngineHere]:
-    """Every value of `rollout.engine` for a run on the device class. `packages` are those of the Python that would run
-    the engine, with their versions."""
+    """Yields every value of `rollout.engine` for the device class. `packages`: packages and versions of the Python that
+    would run the engine."""
     for name, row in ENGINES.items():
         if not row.served:
             yield EngineHere(name, "built in" if row.paged else "built in, slow: for comparison")

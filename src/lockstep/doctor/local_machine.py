@@ -58,7 +58,7 @@ class Machine:
         return variables
 
     def run(self, *command: str) -> CommandOutput | None:
-        """None if there is no such command."""
+        """Runs a command; None if it does not exist."""
         if shutil.which(command[0]) is None:
             return None
         try:
@@ -77,7 +77,7 @@ class Machine:
         return CommandOutput(done.returncode, done.stdout.decode("utf-8", errors="replace"))
 
     def read(self, path: str) -> str | None:
-        """None if there is no such file or it may not be read."""
+        """Reads a file; None if it does not exist or cannot be read."""
         try:
             return Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:

@@ -1,4 +1,4 @@
-"""The facts about a machine: packages, devices, drivers, CANN, environment variables. Read once, judged elsewhere."""
+"""Facts about a machine: packages, devices, drivers, CANN, environment variables."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def driver_in(text: str) -> str | None:
 
 
 def chips_in(text: str) -> tuple[Chip, ...]:
-    """A device has two lines of three cells: (card, name), health, ... and (chip, ...), bus, ... memory."""
+    """Parses npu-smi. A device has two lines of three cells: (card, name), health, ...; (chip, ...), bus, memory."""
     chips: list[Chip] = []
     first: tuple[int, str, str] | None = None
     for line in text.splitlines():
@@ -220,7 +220,7 @@ class Installation:
 
 
 def find_toolkit(machine: Machine) -> Installation | None:
-    """The toolkit that the environment names, otherwise the one in the default folders."""
+    """The toolkit named by the environment, otherwise the one in the default folders."""
     for folder in toolkit_folders(machine):
         # The folder on Arm has two names.
         for name in (machine.architecture, machine.architecture.replace("aarch64", "arm64")):
@@ -251,7 +251,7 @@ def find_driver(machine: Machine) -> Installation | None:
 
 
 def find_firmware(machine: Machine) -> Installation | None:
-    """The version number of firmware differs from the release of its package."""
+    """The firmware. Its version number differs from the release of its package."""
     text = machine.read(FIRMWARE)
     return installation_in(text, FIRMWARE, ("version",)) if text is not None else None
 
@@ -259,7 +259,7 @@ def find_firmware(machine: Machine) -> Installation | None:
 def installation_in(
     text: str, path: str, keys: tuple[str, ...] = ("package_version", "version")
 ) -> Installation | None:
-    """From lines of the form key=value; `package_version` is the public release."""
+    """Parses lines of the form key=value; `package_version` is the public release."""
     pairs = (line.partition("=") for line in text.splitlines())
     values = {key.strip().lower(): value.strip() for key, _, value in pairs}
     version = next((values[key] for key in keys if values.get(key)), None)
@@ -271,13 +271,13 @@ def installation_in(
 
 
 def branch(inner: str | None) -> str | None:
-    """V100R001C23 of V100R001C23SPC002B210: the part in compatibility lists."""
+    """V100R001C23 for V100R001C23SPC002B210: the part used in compatibility lists."""
     match = re.match(r"V\d+R\d+C\d+", inner or "")
     return match.group(0) if match else None
 
 
 def running_version(text: str) -> str | None:
-    """8.2.RC2 of `toolkit_running_version=[8.2.0.2.220:8.2.RC2]`; of several the last."""
+    """8.2.RC2 for `toolkit_running_version=[8.2.0.2.220:8.2.RC2]`; the last one of several."""
     for state in ("running", "installed"):
         match = re.search(rf"^\s*toolkit_{state}_version=(.*)$", text, re.MULTILINE)
         versions = re.findall(r"\[[^:\]]*:([^\]]+)\]", match.group(1)) if match else []

@@ -293,4 +293,8 @@ ENGINE_CHECKS: tuple[Examination, ...] = (
 def unfit_packages(device: str, machine: Machine) -> list[Problem]:
     """Incompatible packages for the device of a run, which is refused before its first step."""
     finding = torch_mismatch(installed_packages(machine), device) if device == "npu" else None
-    return [] if finding is None else [Problem(f"package {finding.row}", finding.why, finding.remedy)]
+    return (
+        []
+        if finding is None
+        else [Problem(f"package {finding.row}", finding.why, finding.remedy, code="unfit-package")]
+    )

@@ -19,7 +19,7 @@ _RANK = {"dev": -3, "alpha": -2, "beta": -2, "b": -2, "a": -2, "t": -2, "rc": -1
 
 
 def release(version: str) -> str:
-    """2.13.0 of 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: packages that belong together share this part."""
+    """2.13.0 for 2.13.0+cpu, 2.13.0rc1 or 2.13.0.post4: packages that belong together share this part."""
     match = re.match(r"\d+(\.\d+){0,2}", version)
     return match.group(0) if match else version
 
@@ -180,7 +180,7 @@ def stack_named(name: str) -> Stack:
     stacks = known_stacks()
     if name not in stacks:
         names = "; ".join(f"{stack.name} ({stack.title})" for stack in stacks.values())
-        raise Refusal.at("--pins", f"there is no stack {name!r}", f"one of: {names}")
+        raise Refusal.at("--pins", f"there is no stack {name!r}", f"one of: {names}", code="unknown-name")
     return stacks[name]
 
 

@@ -1,1 +1,1 @@
-"""Kernels: attention, log-probs and sampling, each with a plain-torch reference. For `parallel` and all above it."""
+"""Kernels with plain-torch references: attention, log-probs and sampling. Imported by `parallel` and layers above."""

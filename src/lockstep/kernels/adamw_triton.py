@@ -2,7 +2,7 @@
 
 Gradients are read in bf16 or fp32. Moments and master weight are read and written once, and the model weight is written
 in the same pass. The reference is torch's AdamW on the master weights, with gradients cast to fp32 and clipped, and
-masters copied to the weights (`train/optim.py`); `plain_step` is the same in plain torch.
+masters copied to the weights (`train/optim.py`). `plain_step` computes the same in plain torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _step(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of one tensor."""
+    """Updates one block of one tensor; each program has one block."""
     block = tl.program_id(0)
     entry = tl.load(owners + block)
     row = table + entry * COLUMNS
@@ -94,8 +94,8 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 def fits(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernel supports all of these: unsharded, dense, of a supported dtype, on one device that passes the
-    trial."""
+    """Returns whether the kernel supports all parameters: they are unsharded, dense, of a supported dtype, and on one
+    device that passes the trial."""
     supported = bool(parameters) and all(
         # A sharded parameter is a DTensor.
         type(p.data) is torch.Tensor
@@ -110,7 +110,7 @@ def fits(parameters: Sequence[torch.Tensor]) -> bool:
 
 @cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel matches the reference; if not, warn that torch's AdamW is used."""
+    """Returns whether the kernel matches the reference on a trial; if not, warns that torch's AdamW is used."""
 
     def make_entry() -> Entry:
         draw = torch.Generator().manual_seed(0)
@@ -128,9 +128,9 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
     except (TypeError, RuntimeError, ValueError, OSError, subprocess.SubprocessError, TritonError) as error:
         warnings.warn(f"torch's AdamW is used: triton_adamw failed on a trial: {first_sentence(error)}", stacklevel=2)
         return False
-    # Values up to about 5: one unit in the last place of fp32, and of the weight's dtype.
+    # Values are up to about 5. The tolerances are one unit in the last place of fp32 and of the weight's dtype.
     if max_error > 2e-6 or rounding_error > 5 * torch.finfo(dtype).eps:
-        warnings.warn("torch's AdamW is used: triton_adamw gives other numbers", stacklevel=2)
+        warnings.warn("torch's AdamW is used: triton_adamw gives different results", stacklevel=2)
         return False
     return True
 
@@ -156,7 +156,8 @@ def plain_step(
 
 
 class AdamwUpdate:
-    """One update of some entries. The table is sent before the gradient norm is available: the device does not wait."""
+    """One update of some parameters. Their addresses are sent before the gradient norm is available, so that the device
+    does not wait for the host."""
 
     def __init__(self, entries: Sequence[Entry]):
         # Keeps the tensors alive until the kernel is launched; a non-dense gradient is copied.
@@ -170,10 +171,11 @@ class AdamwUpdate:
     def step(
         self, steps: Sequence[float], clip: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        """`steps`: the step count of each entry, this update included. `clip`: device scalar that scales gradients."""
+        """Runs the update. `steps` has the step count of each entry, this update included; the device scalar `clip`
+        scales the gradients."""
         for kind, members in self.kinds.items():
             table = self.tables[kind]
-            # In double precision on the host.
+            # These factors are computed on the host in double precision.
             numbers = [
                 [lr * self.entries[i].decay, lr / (1 - betas[0] ** steps[i]), (1 - betas[1] ** steps[i]) ** 0.5]
                 for i in members
@@ -224,7 +226,7 @@ class _Table:
 
 @lru_cache(maxsize=16)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every block: its entry, and its index within the entry."""
+    """Returns the entry of every block, and the block's index within that entry."""
     counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]

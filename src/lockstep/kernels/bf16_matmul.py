@@ -1,8 +1,8 @@
 """bf16 matmuls on a CPU without bf16 instructions, computed in fp32.
 
-There torch multiplies bf16 matrices element by element, about two hundred times slower than in fp32. It does so after
-oneDNN has rejected them, which disables oneDNN for the rest of the process and changes how later fp32 matmuls round.
-Instead, these operators compute in fp32 and round once at the end, as chips with bf16 units do.
+On such a CPU torch multiplies bf16 matrices element by element, about two hundred times slower than in fp32. The failed
+attempt with oneDNN before it also disables oneDNN for the rest of the process, which changes the rounding of fp32
+matmuls. Instead, these operators compute in fp32 and round once at the end, as chips with bf16 units do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IN_PLACE = ("addmm_", "baddbmm_")
 
 
 def prepare_products(dtype: torch.dtype) -> None:
-    """Call before a model of this dtype runs. No effect where the CPU has bf16 instructions."""
+    """Installs the operators before a model of this dtype runs. Has no effect if the CPU has bf16 instructions."""
     if dtype is torch.bfloat16 and not _has_bf16():
         _install()
 
@@ -38,7 +38,7 @@ def _has_bf16() -> bool:
 
 @cache
 def _install() -> torch.library.Library:
-    """Once per process. The operators stay registered as long as the result lives; the cache keeps it."""
+    """Registers the operators once per process. The cache keeps the returned library, and with it the registration."""
     library = torch.library.Library("aten", "IMPL")
     wide = {name: _wide(torch.library.get_kernel(f"aten::{name}", "CPU")) for name in _FUNCTIONAL}
     wide |= {f"{name}.out": _into(torch.library.get_kernel(f"aten::{name}.out", "CPU"), wide[name]) for name in _INTO}
@@ -58,7 +58,7 @@ def _wide(kernel: Any) -> Callable[..., Any]:
         result = kernel.call_boxed(keys, *(_widened(value) for value in arguments), **widened)
         if isinstance(result, torch.Tensor):
             return result.bfloat16()
-        # The lse, second of attention's two outputs, is fp32 for bf16 queries too; its three gradients are bf16.
+        # The second output of attention, the lse, is fp32 even for bf16 queries; the three gradients are bf16.
         return tuple(part if len(result) == 2 and index else part.bfloat16() for index, part in enumerate(result))
 
     return run

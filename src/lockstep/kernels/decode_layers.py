@@ -16,16 +16,16 @@ from lockstep.kernels.attention.paged import PrefillPass
 class GeneratingLayers(Protocol):
     @property
     def ready(self) -> bool:
-        """Whether they still match the model's modules: unchanged and without hooks."""
+        """Whether the layers still match the model's modules, which must be unchanged and without hooks."""
 
     def lay(self) -> None:
-        """Arrange the weights for the layers. Call before CUDA graph capture, which fixes their addresses."""
+        """Arranges the weights in memory. Must be called before CUDA graph capture, which fixes their addresses."""
 
     def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
-        """Write the tokens' keys and values to the cache."""
+        """Writes the tokens' keys and values to the KV cache."""
 
     def decode(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DecodePass) -> torch.Tensor:
-        """Same as `prefill`, and return the decoder's output for each token."""
+        """Writes the tokens' keys and values to the KV cache; returns the decoder's output for each token."""
 
 
 def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
@@ -36,10 +36,10 @@ def _by_triton(decoder: nn.Module) -> GeneratingLayers | None:
     return triton_layers.fused_layers(decoder)
 
 
-# By the name in a device's `generating_layers`; other names use the modules.
+# Fused layers by name, which is the value of a device's `generating_layers`. For other names the modules are used.
 GENERATING: dict[str, Callable[[nn.Module], GeneratingLayers | None]] = {"triton": _by_triton}
 
 
 def generating_layers(decoder: nn.Module, kernel: str) -> GeneratingLayers | None:
-    """Fused layers of a decoder whose masks were read; None if its modules run instead."""
+    """Returns the fused layers of a decoder whose attention windows are set; None if its modules must be used."""
     return GENERATING[kernel](decoder) if kernel in GENERATING else None

@@ -29,17 +29,17 @@ from lockstep.kernels.triton_math import runs_on
 
 
 def lay_side_by_side(parts: Sequence[nn.Parameter]) -> None:
-    """Move parameters that differ in their first dimension only into one buffer; no effect if they already are."""
+    """Moves parameters that differ only in the first dimension into one buffer, unless they are already in one."""
     if joined(parts) is not None:
         return
-    # Outside of inference mode: the buffer is used in training too.
+    # The buffer is created outside of inference mode, because training uses it too.
     with torch.inference_mode(False), torch.no_grad():
         for part, place in zip(parts, torch.cat(list(parts)).split([len(part) for part in parts]), strict=True):
             part.data = place
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The parts as one tensor on the same memory; None if they are not contiguous."""
+    """Returns the parts as one tensor on the same memory; None if they are not adjacent."""
     first = parts[0]
     storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
     for part in parts:
@@ -51,8 +51,8 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-# The reference is the model's forward. A model of this form is checked first: the decoder outside its layers exactly,
-# and every layer on random input. If one differs, the modules run instead.
+# The reference is the model's forward. Before use, every layer is compared with it on random input, and the decoder
+# outside its layers must match exactly. If anything differs, the modules are used instead.
 
 Pass = PrefillPass | DecodePass
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -60,7 +60,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS, HEAD_NORMS = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"}
-# Tolerance of a layer's output in norm: relative to what the layer adds, and relative to the output.
+# Tolerances of the norm of a layer's error, relative to the layer's contribution and relative to its output.
 TOLERANCE = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (5e-2, 4e-3), torch.float16: (1e-2, 5e-4)}
 
 
@@ -91,7 +91,7 @@ class Layer:
 
     @property
     def fused_projections(self) -> list[Sequence[nn.Linear]]:
-        """Projections that share one input."""
+        """Groups of projections that share one input."""
         attention, mlp = self.module.self_attn, self.module.mlp
         return [(attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)]
 
@@ -110,7 +110,7 @@ class Layer:
         step: Pass,
         after: nn.Module,
     ) -> torch.Tensor:
-        """Add the layer's output to the residual stream in place; returns the sum normalised by the `after` norm."""
+        """Adds the layer's output to the residual stream in place; returns the sum normalised by the norm `after`."""
         module: Any = self.module
         heads = heads_of_line(self.place(normed_TW, angles, step), self.heads, self.groups)
         attn_out = paged_attention(*heads, step, self.index, scale=self.scale, window=self.window, stored=True)
@@ -122,7 +122,7 @@ class Layer:
         return _add_norm(stream_TW, linear(swiglu_(_product(normed, feeds)), module.mlp.down_proj.weight), after)
 
     def place(self, normed_TW: torch.Tensor, angles: Angles, step: Pass) -> torch.Tensor:
-        """Fused QKV of the tokens; keys and values are also written to the cache."""
+        """Computes the fused QKV of the tokens and writes keys and values to the KV cache."""
         projections, _ = self.fused_projections
         qkv = _product(normed_TW, projections)
         place_heads_(qkv, *angles, step.slots_T, *step.cache.layer(self.index), self.heads, self.head_norms)
@@ -130,17 +130,17 @@ class Layer:
 
 
 class FusedLayers:
-    """The decoder's forward over the packed tokens of an engine pass."""
+    """Runs the decoder's fused forward over the packed tokens of an engine's forward pass."""
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
         self.layers = [Layer.of(module) for module in self.decoder.layers]
         first = [module.input_layernorm for module in self.decoder.layers]
         self.norms = [*first, self.decoder.norm]
-        """The norm before each layer, and the one after the last."""
+        """The norms before each layer, and the norm after the last layer."""
 
     def lay(self) -> None:
-        """Place the weights of fused projections in one buffer, also if they were moved since the last call."""
+        """Places the weights of fused projections in one buffer, also if they were moved since the last call."""
         if _looks_alike(self.decoder):
             for parts in self._fused_parameters():
                 lay_side_by_side(parts)
@@ -156,14 +156,14 @@ class FusedLayers:
                 yield from _parameters(projections)
 
     def decode(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: DecodePass) -> torch.Tensor:
-        """The decoder's output for every token."""
+        """Returns the decoder's output for every token."""
         stream, normed, angles = self._begin(ids_T, positions_T)
         for layer, after in zip(self.layers, self.norms[1:], strict=True):
             normed = layer.run(stream, normed, angles, step, after)
         return normed
 
     def prefill(self, ids_T: torch.Tensor, positions_T: torch.Tensor, step: PrefillPass) -> None:
-        """Keys and values only: the output of the last layer is not used."""
+        """Computes only keys and values, because the output of the last layer is not used."""
         stream, normed, angles = self._begin(ids_T, positions_T)
         *layers, last = self.layers
         for layer, after in zip(layers, self.norms[1:-1], strict=True):
@@ -171,7 +171,7 @@ class FusedLayers:
         last.place(normed, angles, step)
 
     def _begin(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Angles]:
-        """The residual stream in new memory that the layers overwrite, its first norm, and the rotary angles."""
+        """Returns the residual stream (in new memory, which the layers overwrite), its first norm, and the angles."""
         stream = self.decoder.embed_tokens(ids_T)
         return stream, _norm(stream, self.norms[0]), self.angles(stream, positions_T)
 
@@ -181,8 +181,8 @@ class FusedLayers:
 
 
 def fused_layers(decoder: nn.Module) -> FusedLayers | None:
-    """The fused forward of a decoder whose masks were read, with its weights joined; None if the decoder has another
-    form or the trial finds a difference."""
+    """Returns the fused forward of a decoder whose attention windows are set, with its weights joined. Returns None if
+    the decoder is not Llama-like or the trial finds a difference."""
     if not _looks_alike(decoder):
         return None
     fused = FusedLayers(decoder)
@@ -208,7 +208,7 @@ def fused_layers(decoder: nn.Module) -> FusedLayers | None:
 
 
 def _looks_alike(decoder: Any) -> bool:
-    """Whether the decoder is built like Llama and no forward is overridden."""
+    """Returns whether the decoder is built like Llama and no forward is overridden."""
     if _names(decoder) != DECODER or type(decoder.embed_tokens) is not nn.Embedding or not runs_on(_like(decoder)):
         return False
     norms = [decoder.norm]
@@ -243,7 +243,8 @@ def _like(decoder: Any) -> torch.Tensor:
 
 
 def _sized(attention: Any) -> bool:
-    """Heads of one even size, with optional per-head norms, and no parameters other than the projections."""
+    """Returns whether all heads have one even size, with optional per-head norms and no parameters besides the
+    projections."""
     if not hasattr(attention, SHAPE):
         return False
     heads, size, value_size = getattr(attention, SHAPE)
@@ -256,7 +257,7 @@ def _sized(attention: Any) -> bool:
 
 
 def _is_product(module: nn.Module, like: torch.Tensor) -> bool:
-    """A plain linear layer whose weight is an ordinary tensor: no adapter, no shard."""
+    """Returns whether the module is a plain linear layer whose weight is an ordinary tensor (no adapter, no shard)."""
     if type(module) is not nn.Linear:
         return False
     parts = [module.weight] if module.bias is None else [module.weight, module.bias]
@@ -264,7 +265,7 @@ def _is_product(module: nn.Module, like: torch.Tensor) -> bool:
 
 
 def _silent(module: nn.Module) -> bool:
-    """Its forward is its class's or one of our kernels, and it has no hooks."""
+    """Returns whether the module has no hooks, and its forward is that of its class or one of lockstep's kernels."""
     forward = vars(module).get("forward")
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return (forward is None or isinstance(forward, KernelForward)) and not any(hooks)
@@ -274,7 +275,7 @@ def _silent(module: nn.Module) -> bool:
 
 
 def _trial(fused: FusedLayers) -> str | None:
-    """A description of the first difference; None if both agree."""
+    """Compares the fused layers with the modules; describes the first difference, or returns None."""
     decoder, like = fused.decoder, _like(fused.decoder)
     groups, size, _ = getattr(decoder.layers[0].self_attn, SHAPE)
     positions = torch.tensor([0, 5, 17, 30], device=like.device)
@@ -302,12 +303,12 @@ def _trial(fused: FusedLayers) -> str | None:
         return "not every layer is called once"
     for (args, kwargs, output), module in zip(calls, decoder.layers, strict=True):
         if len(args) != 1 or not torch.equal(args[0][0], stream):
-            return f"something is done before {type(module).__name__} {module.self_attn.layer_idx}"
+            return f"the decoder changes the input of {type(module).__name__} {module.self_attn.layer_idx}"
         if not all(torch.equal(a[0], b) for a, b in zip(kwargs["position_embeddings"], angles, strict=True)):
-            return "its layers have positions of their own"
+            return "its layers have different position embeddings"
         stream = output[0]
     if not _close(_norm(stream, decoder.norm), out[0], torch.zeros_like(stream)):
-        return "something is done after the last layer"
+        return "the decoder changes the output of the last layer"
     for layer, (_, kwargs, _), after in zip(fused.layers, calls, fused.norms[1:], strict=True):
         before = drawn(len(ids), like.shape[1], like=like, seed=layer.index)
         expected = layer.module(before[None], **kwargs)
@@ -319,7 +320,7 @@ def _trial(fused: FusedLayers) -> str | None:
         zeros = [torch.zeros_like(part) for part in stored]
         same = _close(stream, expected, before) and all(map(_close, written, stored, zeros))
         if not same or not _close(normed, _norm(expected, after), torch.zeros_like(expected)):
-            return f"{type(layer.module).__name__} {layer.index} gives other numbers"
+            return f"the fused layer differs from {type(layer.module).__name__} {layer.index}"
     return None
 
 
@@ -334,13 +335,13 @@ def _close(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor) -
 
 
 def _parameters(projections: Sequence[Any]) -> list[list[nn.Parameter]]:
-    """Weights, and biases if there are any."""
+    """Returns the weights of the projections, and their biases if there are any."""
     biases = [each.bias for each in projections if each.bias is not None]
     return [[each.weight for each in projections], *([biases] if biases else [])]
 
 
 def _product(x: torch.Tensor, projections: Sequence[nn.Linear]) -> torch.Tensor:
-    """The outputs of several projections, concatenated."""
+    """Returns the concatenated outputs of several projections."""
     weight, *bias = (joined(parts) for parts in _parameters(projections))
     assert weight is not None
     return linear(x, weight, *bias)

@@ -1,7 +1,8 @@
-"""Triton kernels between the matmuls of a decoder layer in generation: no backward pass, outputs overwrite inputs.
+"""Triton kernels for the operations between the matmuls of a decoder layer, for generation (no backward pass). Outputs
+overwrite inputs.
 
-Each kernel rounds where the modules of transformers do; the plain-torch references are in this file too. T tokens, H
-query heads, G key/value heads, D head size, W width, I width of the feed-forward.
+Each kernel rounds at the same points as the modules of transformers. The plain-torch references are in this file too.
+T tokens, H query heads, G key/value heads, D head size, W width, I width of the feed-forward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BLOCK_N = 1024
 
 @triton.jit
 def _add_norm(stream, more, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program per token."""
+    """Implements `add_norm_` for one token per program."""
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -36,7 +37,7 @@ def _add_norm(stream, more, weight, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _normed(low, high, weight, epsilon, half, HALF: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """RMSNorm of heads as rows, in two halves."""
+    """Computes the RMSNorm of heads, whose two halves are given as separate rows."""
     squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
     scale = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
     low_weight = tl.load(weight + half, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
@@ -74,7 +75,7 @@ def _place_heads(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """One program per token."""
+    """Implements `place_heads_` for one token per program."""
     kind: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, PLACES)
@@ -128,7 +129,7 @@ def _swiglu(gate_up, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignor
 
 
 def add_norm_(stream_TW: torch.Tensor, more_TW: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Add to the residual stream in place; returns the RMSNorm of the sum."""
+    """Adds `more` to the residual stream in place; returns the RMSNorm of the sum."""
     tokens, width = stream_TW.shape
     out = torch.empty_like(stream_TW)
     block = triton.next_power_of_2(width)
@@ -158,8 +159,8 @@ def place_heads_(
     queries: int,
     norms: Norms | None = None,
 ) -> None:
-    """For concatenated QKV of each token (L = (H + 2 G) D): norm and rotate queries and keys in place, and write keys
-    and values to their slots of a layer's cache (slots, G, D)."""
+    """Normalises and rotates queries and keys in place, and writes keys and values to their slots of a layer's KV cache
+    (slots, G, D). `line_TL` is the concatenated QKV of each token (L = (H + 2 G) D)."""
     tokens = len(line_TL)
     _, groups, size = keys.shape
     assert all(tensor.is_contiguous() for tensor in (line_TL, cos_TD, sin_TD))
@@ -215,14 +216,14 @@ def plain_place_heads_(
 
 
 def heads_of_line(line_TL: torch.Tensor, queries: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of queries (T, H, D), keys and values (T, G, D) of concatenated QKV."""
+    """Returns views of queries (T, H, D), keys and values (T, G, D) in concatenated QKV."""
     heads = line_TL.unflatten(1, (queries + 2 * groups, -1))
     query, key, value = heads.split([queries, groups, groups], 1)
     return query, key, value
 
 
 def swiglu_(line_TL: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for concatenated gate and up (L = 2 I), written over the gate."""
+    """Computes silu(gate) * up for concatenated gate and up (L = 2 I) and writes it over the gate."""
     tokens, width = len(line_TL), line_TL.shape[1] // 2
     assert line_TL.is_contiguous()
     _swiglu[(tokens, triton.cdiv(width, BLOCK_N))](line_TL, WIDTH=width, BLOCK_N=BLOCK_N, num_warps=4)

@@ -34,7 +34,7 @@ def _by_triton(model: nn.Module, gather: Gather) -> list[str]:
     return plug_in(model, triton_modules.KERNELS, gather) if runs_on(first) else []
 
 
-# The batch-invariant attention. The fused modules compute each row independently, so it uses them too.
+# Batch-invariant attention uses the fused modules too, because they compute each row independently.
 BY_ROW = "invariant"
 FUSED: dict[str, Callable[[nn.Module, Gather], list[str]]] = {
     "npu_fusion": _by_npu,
@@ -43,18 +43,18 @@ FUSED: dict[str, Callable[[nn.Module, Gather], list[str]]] = {
 }
 
 
-# Attribute of a model that lists what was replaced.
+# Attribute of a model that lists the replaced modules.
 REPLACED = "lockstep_fused"
 
 
 def fuse(model: nn.Module, kernel: str, gather: Gather = nullcontext) -> None:
-    """Install the device's kernels; `replaced` lists them. For a sharded model the root is already gathered, and
-    `gather` gathers the rest layer by layer."""
+    """Installs the device's kernels; `replaced` lists them. The root of a sharded model must be gathered already;
+    `gather` gathers the other modules layer by layer."""
     products_by_row(kernel == BY_ROW)
     setattr(model, REPLACED, FUSED[kernel](model, gather) if kernel in FUSED else [])
 
 
 def replaced(model: nn.Module) -> list[str]:
-    """What `fuse` replaced in a model, also if the model is now inside another module."""
-    # From `vars`, because adapters forward attribute access to the module they wrap.
+    """Returns what `fuse` replaced in a model, even if another module wraps the model now."""
+    # `vars` is used, because adapters forward attribute access to the module they wrap.
     return [entry for module in model.modules() for entry in vars(module).get(REPLACED, ())]

@@ -1,4 +1,4 @@
-"""Fused kernels in place of transformers modules (norm, MLP, rotary), each tried before use."""
+"""Replaces transformers modules (norm, MLP, rotary) by fused kernels, each tested against the module before use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.device.base import first_sentence
 
-# Rows of a trial: more than one tile of a device's vector unit.
+# Number of rows of a trial, larger than one tile of a device's vector unit.
 TOKENS = 64
 Answers = Sequence[torch.Tensor]
 
@@ -26,18 +26,18 @@ class KernelTrial:
     """Tolerances of the trial in which a fused kernel is compared with the module it replaces."""
 
     tolerance: Mapping[torch.dtype, float]
-    """Relative to the largest value."""
+    """Tolerance relative to the largest value."""
     smallest: float
-    """Values below this use its tolerance."""
+    """Outputs whose largest value is below this use the tolerance of this value."""
     gradients: bool
     """Whether the backward pass is compared too."""
     wait: Callable[[], None]
     """Synchronises the device, so that a kernel's error is raised in the trial and not in a training step."""
     errors: tuple[type[Exception], ...] = (TypeError, RuntimeError, ValueError)
-    """Exceptions of a kernel that does not work here."""
+    """Exceptions that a kernel raises if it does not work on this device."""
 
     def alike(self, what: str, kernel: str, reference: Callable[[], Answers], fused: Callable[[], Answers]) -> bool:
-        """Whether both outputs match; if not, warn that `what` stays plain torch."""
+        """Returns whether both outputs match; if not, warns that `what` stays plain torch."""
         try:
             with torch.set_grad_enabled(self.gradients):
                 expected, actual = reference(), fused()
@@ -48,7 +48,7 @@ class KernelTrial:
             warnings.warn(f"{what} stays plain torch: {kernel} failed on a trial: {why}", stacklevel=3)
             return False
         if not same:
-            warnings.warn(f"{what} stays plain torch: {kernel} gives other numbers", stacklevel=3)
+            warnings.warn(f"{what} stays plain torch: {kernel} gives different results", stacklevel=3)
         return same
 
     def close(self, reference: torch.Tensor, fused: torch.Tensor) -> bool:
@@ -59,7 +59,7 @@ class KernelTrial:
 
 
 def drawn(*shape: int, like: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Standard normal values drawn on the host, in the dtype and on the device of `like`."""
+    """Returns standard normal values, sampled on the host, in the dtype and on the device of `like`."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
 
 
@@ -84,13 +84,13 @@ def is_gated(module: nn.Module) -> bool:
 
 
 def is_silu_gated(module: nn.Module) -> bool:
-    """No other submodules: dropout would not show in a trial."""
+    """Returns whether the module is a SiLU-gated MLP without other submodules: a trial would not detect dropout."""
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return is_gated(module) and silu and {name for name, _ in module.named_children()} <= {*PROJECTIONS, "act_fn"}
 
 
 def fused_feed_forwards(model: nn.Module) -> int:
-    """Number of feed-forwards that run as one fused kernel with all three projections."""
+    """Returns the number of MLPs that run as one fused operation with all three projections."""
     return sum(
         is_silu_gated(module) and all(_without_bias(module, name) for name in PROJECTIONS) for module in model.modules()
     )
@@ -102,21 +102,21 @@ def _without_bias(module: nn.Module, name: str) -> bool:
 
 
 def own_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The forward of the module's class, even if it was replaced."""
+    """Calls the forward of the module's class, even if the module's forward was replaced."""
     answer: torch.Tensor = type(module).forward(module, x)
     return answer
 
 
-# The rotary kernel replaces a function that every attention of a modelling file calls. The function serves every model
-# of the file, the kernel only the models it was tried on. Their rotary embeddings mark the cos and sin they return, and
-# unmarked ones go to the original function.
+# The rotary kernel replaces a function of a modelling file that the attention of all its models calls. The kernel is
+# used only for models on which it was tested: their rotary embeddings mark the cos and sin that they return. For
+# unmarked cos and sin the original function is called.
 
 FUNCTION = "apply_rotary_pos_emb"
 SCALE, MARK = "attention_scaling", "for_fused_rotary"
 
 
 class Heads(NamedTuple):
-    """Shapes and dtype of a rotary call; the key of the trial results."""
+    """Shapes and dtype of a rotary call, used as the key of trial results."""
 
     dtype: torch.dtype
     queries: int
@@ -131,15 +131,17 @@ class RotaryKernel(NamedTuple):
     rotate: Callable[..., Any]
     """Same signature as the modelling file's function: q, k, cos, sin, `unsqueeze_dim`."""
     fits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], bool]
-    """Whether it supports these inputs (q, k, cos, sin, `unsqueeze_dim`)."""
+    """Returns whether the kernel supports these inputs (q, k, cos, sin, `unsqueeze_dim`)."""
     marks: Callable[[nn.Module], bool]
-    """Whether it supports the current output of a rotary embedding. Checked on each call: some scale by the length."""
+    """Returns whether the kernel supports the output of a rotary embedding. Checked on each call, because the scale of
+    some embeddings depends on the length."""
     only_tried: bool
-    """Trial results. Heads of another number, size or dtype go to the original function."""
+    """Trial results. For heads of a different number, size or dtype the original function is called."""
 
 
 class Rotary:
-    """The modelling file's function, with the kernel for inputs that passed the trial and are supported."""
+    """Replaces the modelling file's function. Calls the kernel for supported inputs that passed the trial, else the
+    original function."""
 
     def __init__(self, original: Callable[..., Any], kernel: RotaryKernel):
         self.original, self.kernel = original, kernel
@@ -162,7 +164,7 @@ class Rotary:
 
 
 def plug_rotary(model: nn.Module, kernel: RotaryKernel, trial: KernelTrial) -> list[str]:
-    """Install the kernel; returns the names of the modelling files in which it serves this model."""
+    """Installs the kernel; returns the names of the modelling files in which it is used for this model."""
     heads = heads_of(model)
     if heads is None:
         return []
@@ -201,7 +203,7 @@ class _Marking:
 
 
 def scales_of(module: nn.Module) -> list[float]:
-    """One scale for all layers, or one per layer type; empty if the module is no rotary embedding."""
+    """Returns one scale for all layers or one per layer type; empty if the module is not a rotary embedding."""
     return [value for name, value in vars(module).items() if name.endswith(SCALE) and isinstance(value, float | int)]
 
 
@@ -234,17 +236,17 @@ def _same(
     return trial.alike(what, kernel.name, lambda: outputs(original), lambda: outputs(kernel.rotate))
 
 
-# A module that looks like a norm or a gated feed-forward is tried on random input in its dtype and width. The kernel
-# replaces its forward only if both match. So no model needs a manual list, and a different model stays unchanged. Calls
-# that a kernel does not support go to the module's original forward.
+# A module that looks like a norm or a gated MLP is compared with the kernel on random input in its dtype and width. The
+# kernel replaces the module's forward only if both match. So there is no list of models, and modules that compute
+# something else stay unchanged. For calls that a kernel does not support, the module's original forward is used.
 
 Forward = Callable[..., torch.Tensor]
-# Gathers a module's sharded parameters for a while.
+# A context manager that gathers the sharded parameters of a module.
 Gather = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 class ModuleKernel(NamedTuple):
-    """A kernel for one kind of module: `looks` selects the modules to try, `forward` replaces theirs."""
+    """A kernel for one kind of module: `looks` selects the modules to test, and `forward` replaces their forward."""
 
     name: str
     looks: Callable[[nn.Module], bool]
@@ -260,8 +262,8 @@ class DeviceKernels(NamedTuple):
 
 
 def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullcontext) -> list[str]:
-    """Install the kernels; returns what was replaced, for the log. `gather` holds for a module and its parents during
-    the trial, so that no more of a sharded model is gathered at a time."""
+    """Installs the kernels; returns what was replaced, for the log. During a trial `gather` gathers only the module and
+    its parents, so that a sharded model is never gathered completely."""
     replaced: Counter[str] = Counter()
     for module in _gathered_one_by_one(model, gather, set()):
         for kernel in kernels.modules:
@@ -274,15 +276,15 @@ def plug_in(model: nn.Module, kernels: DeviceKernels, gather: Gather = nullconte
 
 
 class KernelForward:
-    """A kernel as the forward of one module. It holds a weak reference: a bound method would form a cycle and keep the
-    weights on the device until garbage collection. A copy of the module gets its copy of this."""
+    """A kernel as the forward of one module. It has a weak reference to the module, because a bound method would form a
+    cycle and keep the weights on the device until garbage collection. A copy of the module gets a copy of it."""
 
     def __init__(self, forward: Forward, module: nn.Module):
         self._forward, self._module = forward, weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         module = self._module()
-        assert module is not None  # the caller holds it
+        assert module is not None  # the caller has a reference to it
         return self._forward(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[type[KernelForward], tuple[Forward, nn.Module | None]]:
@@ -290,7 +292,7 @@ class KernelForward:
 
 
 def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Like `modules()`, with each module's parents gathered."""
+    """Yields all modules, like `modules()`, with the parameters of a module and its parents gathered."""
     if module in seen:
         return
     seen.add(module)
@@ -301,11 +303,11 @@ def _gathered_one_by_one(module: nn.Module, gather: Gather, seen: set[nn.Module]
 
 
 def _same_module(module: nn.Module, kernel: ModuleKernel, trial: KernelTrial) -> bool:
-    """Whether the module's forward matches the kernel and, if `gradients`, its gradient too."""
+    """Returns whether the forward and, with `gradients`, the backward of the kernel match those of the module."""
     parameter = next(module.parameters())
     gate = getattr(module, "gate_proj", None)
     width: int = parameter.shape[-1] if gate is None else gate.in_features
-    # Not centred at 0: this detects a norm that subtracts the mean.
+    # The input is not centred at 0, so that a norm that subtracts the mean is detected.
     rows = drawn(1, TOKENS, width, like=parameter) + 0.5
     if gate is None:
         # Half of the rows are so small that epsilon matters.

@@ -45,7 +45,7 @@ def _gated(self: Any, *args: Any, **more: Any) -> torch.Tensor:
 
 
 def _bare(module: nn.Module, x: torch.Tensor) -> bool:
-    """A plain linear layer without hooks: then its weight can be used without calling the module."""
+    """Returns whether the module is a plain linear layer without hooks, whose weight can be used without a call."""
     if type(module) is not nn.Linear or module.bias is not None or "forward" in vars(module):
         return False
     hooks = (
@@ -61,7 +61,8 @@ def _bare(module: nn.Module, x: torch.Tensor) -> bool:
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With the signature of a modelling file; `_rotary_fits` accepts only the default `unsqueeze_dim`."""
+    """Rotates queries and keys, with the signature of a modelling file's function. `_rotary_fits` accepts only the
+    default `unsqueeze_dim`."""
     return rotate(q, k, cos, sin)
 
 
@@ -72,8 +73,8 @@ def _rotary_fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch
 KERNELS = DeviceKernels(
     modules=(ModuleKernel("triton_norm", is_rms_norm, _norm), ModuleKernel("triton_swiglu", is_silu_gated, _gated)),
     rotary=RotaryKernel("triton_rotary", _rotate, _rotary_fits, marks=lambda embedding: True, only_tried=False),
-    # The kernels round where the modules do; sums are in another order. Launch errors are raised where the trial reads
-    # the results, so no wait is needed.
+    # The kernels round at the same points as the modules, but sum in a different order. Launch errors are raised when
+    # the trial reads the results, so no synchronisation is needed.
     trial=KernelTrial(
         {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3},
         smallest=1e-20,

@@ -1,8 +1,9 @@
-"""Batch-invariant operators: a token gets the same bits in generation and in training.
+"""Batch-invariant operators, which compute bitwise the same result for a token in generation and in training.
 
-In the usual kernels three results depend on the other rows of the batch: matmuls with a weight, attention, and the sum
-over the vocabulary. The first two are in `invariant_triton.py`. For the third, generation uses the trainer's kernel
-(`logprob.py`). All other operators work per row and are the same in both. Backward passes are the usual ones.
+With the usual kernels three results depend on the other rows of the batch: matmuls with a weight, attention, and the
+sum over the vocabulary. Batch-invariant kernels for the first two are in `invariant_triton.py`. For the third,
+generation uses the trainer's kernel (`logprob.py`). All other operators work per row. Backward passes are the usual
+ones.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 
 HALVES = (torch.bfloat16, torch.float16)
-# Kept alive while the invariant matmuls are registered.
+# The library object that keeps the invariant matmuls registered.
 _installed: list[torch.library.Library] = []
 
 
 def products_by_row(on: bool) -> bool:
-    """Switch matmuls with a weight on NVIDIA devices to the invariant kernel or back to torch's; False if there is no
-    kernel. Applies to the process, because matmuls occur in many places."""
+    """Switches matmuls with a weight on NVIDIA devices to the invariant kernel or back to torch's, for the whole
+    process. Returns False if there is no such kernel."""
     if not on:
         for library in _installed:
             library._destroy()
@@ -67,7 +68,8 @@ def _addmm(
 
 
 def _forward(rows: torch.Tensor, columns: torch.Tensor) -> bool:
-    """Whether this is the forward of a linear layer: its second operand is transposed. Those of gradients are not."""
+    """Returns whether a matmul is the forward of a linear layer. Its second operand is transposed, unlike in gradient
+    matmuls."""
     inputs, outputs = columns.shape
     transposed = columns.stride(0) == 1 and columns.stride(1) >= inputs and outputs > 1 and inputs > 1
     return transposed and rows.dtype in HALVES and columns.dtype == rows.dtype
@@ -85,7 +87,7 @@ def invariant_varlen(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention inside each packed sequence."""
+    """Computes batch-invariant causal attention inside each packed sequence."""
     return _Attention.apply(query_THD, key_TGD, value_TGD, layout, scale, window)
 
 
@@ -130,7 +132,7 @@ def invariant_decode(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Decode attention: one token per sequence over the cache, which already holds it."""
+    """Computes decode attention of one token per sequence, whose key and value are already in the KV cache."""
     from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend
 
     batch = len(query_BHD)
@@ -156,7 +158,7 @@ def invariant_chunk(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of a span of one sequence over the cache."""
+    """Computes attention of a span of one sequence over the KV cache."""
     from lockstep.kernels.invariant_triton import KeyPlaces, Queries, attend
 
     count = chunk.stop - chunk.start

@@ -1,8 +1,9 @@
 """Batch-invariant matmul and attention in Triton: the result for a row does not depend on the other rows.
 
-Libraries choose another reduction order for another number of rows, so a token gets different bits in a decode batch of
-256 and in a packed row of 16,384. These kernels reduce in an order that depends on the weight only, or on the keys from
-the first one on. M rows, N outputs, K inputs; T tokens, H query heads, G key/value heads, D head size.
+In libraries the reduction order depends on the number of rows, so the result for a token in a decode batch of 256 can
+differ from that in a packed row of 16,384. The reduction order of these kernels depends only on the weight's shape or,
+in attention, on the position of the keys. M rows, N outputs, K inputs; T tokens, H query heads, G key/value heads,
+D head size.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Rows of a query tile: several tokens times the query heads that share a key head. One size for packed rows and single
-# tokens, because the matmul instruction depends on it.
+# Rows of a query tile: several tokens times the query heads that share a key head. Packed rows and single tokens use
+# the same size, because the matmul instruction depends on it.
 QUERY_ROWS, KEY_TILE = 64, 64
-# Weights of up to this many outputs use narrower tiles, so that a small batch fills the device.
+# Weights with up to this many outputs use narrower tiles, so that a small batch fills the device.
 NARROW = 2048
 INNER = 64
 
@@ -38,7 +39,7 @@ def _product(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """out = x @ weight.T + bias. Programs that share rows are launched together, so that these rows are read once."""
+    """Computes out = x @ weight.T + bias. Programs that share rows are launched together, to read these rows once."""
     program = tl.program_id(0)
     across, down = tl.cdiv(outputs, OUTPUTS), tl.cdiv(rows, ROWS)
     group = program // (8 * across)
@@ -69,7 +70,7 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias; both operands are contiguous in their last dimension."""
+    """Returns x @ weight.T + bias; both operands must be contiguous in their last dimension."""
     rows, inputs = x_MK.shape
     outputs = len(weight_NK)
     out = torch.empty(rows, outputs, dtype=x_MK.dtype, device=x_MK.device)
@@ -133,7 +134,7 @@ def store(
     values: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
-    """Write keys and values to their slots; only padding rows share a slot. Torch's deterministic version would sort
+    """Writes keys and values to their slots; only padding rows share a slot. Torch's deterministic index_put would sort
     the slots first."""
     tokens, heads, size = key_TGD.shape
     _store[(tokens,)](
@@ -161,7 +162,7 @@ class KeyPlaces(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """`counts` tokens per sequence, packed from `firsts` on; the last of them is at position `lengths` - 1."""
+    """Packed queries: each sequence has `counts` tokens from index `firsts` on, the last at position `lengths` - 1."""
 
     rows_THD: torch.Tensor
     firsts: torch.Tensor
@@ -202,8 +203,9 @@ def _attend(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PAGED: tl.constexpr,
 ):
-    """One program per span of a sequence's tokens and key/value head. A token's SHARED query heads take PLACES rows.
-    Keys are read from the first one on, tile by tile. A fully masked tile does not change a row's bits."""
+    """Computes attention of a span of a sequence's tokens for one key/value head per program. The SHARED query heads of
+    a token take PLACES rows. Keys are read tile by tile, from the first one on. A fully masked tile does not change the
+    result of a row."""
     sequence = tl.program_id(1)
     group = tl.program_id(2)
     count = tl.load(counts + sequence)
@@ -268,14 +270,14 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def attend(queries: Queries, where: KeyPlaces, scale: float, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of every token within its sequence: the output, and the lse as (H, T)."""
+    """Computes causal attention of every token within its sequence; returns the output, and the lse as (H, T)."""
     query = queries.rows_THD
     tokens, heads, size = query.shape
     groups = where.keys.shape[1]
     shared = heads // groups
     places = triton.next_power_of_2(shared)
     if places > QUERY_ROWS:
-        raise ValueError(f"{shared} query heads to a key head: at most {QUERY_ROWS} can be computed row by row")
+        raise ValueError(f"{shared} query heads per key head: batch-invariant attention supports at most {QUERY_ROWS}")
     out = torch.empty(tokens, heads, size, dtype=query.dtype, device=query.device)
     logsums = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
     paged = where.table is not None

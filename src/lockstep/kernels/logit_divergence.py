@@ -1,4 +1,4 @@
-"""Divergence of full next-token distributions, and sums of squared probabilities, without holding all logits."""
+"""Divergences of full next-token distributions and sums of squared probabilities, without all logits in memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def summed_squares(
     truncation: Truncation | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """Sum of squared probabilities of softmax(logits / temperature), in fp32: 1 for a one-hot, 1 / V for a uniform one.
+    """Returns the sum of squared probabilities of softmax(logits / temperature), in fp32. It is 1 for a one-hot
+    distribution and 1 / V for a uniform one.
 
-    A truncation restricts the distribution. Not differentiable.
+    A truncation restricts the distribution. The result is not differentiable.
     """
     squares_K = torch.empty(len(targets_K), dtype=torch.float32, device=hidden_KH.device)
     each = max(1, chunk_bytes // (4 * head.weight_VH.shape[0]))
@@ -50,8 +51,8 @@ class Whole:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """A teacher on disk: its top-k tokens of each position at the temperature of the comparison, with their log-probs
-    and, as one more entry, the log-prob of all other tokens together."""
+    """A teacher on disk: its top-k tokens of each position, with their log-probs at the temperature of the comparison
+    and, as the last entry, the total log-prob of all other tokens."""
 
     ids_Kk: torch.Tensor
     logprobs_Kk1: torch.Tensor
@@ -59,7 +60,7 @@ class Likeliest:
 
 @dataclass(frozen=True)
 class TeacherDivergence:
-    """The divergence and its temperature; `mix` is the teacher's weight in `jsd`."""
+    """The kind of divergence and its temperature; `mix` is the teacher's weight in `jsd`."""
 
     kind: str
     mix: float = 0.5
@@ -75,7 +76,7 @@ def compared_scores(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Scores:
-    """Log-probs of the targets and divergences from the teacher, in fp32, in chunks of positions.
+    """Returns log-probs of the targets and divergences from the teacher in fp32, computed in chunks of positions.
 
     A divergence is multiplied by the squared temperature, so that its gradient keeps its scale (Hinton et al. 2015,
     arXiv 1503.02531). The backward pass recomputes each chunk's logits.
@@ -100,7 +101,7 @@ def compared_scores(
 
 
 def likeliest(teacher: Whole, k: int, temperature: float, *, chunk_bytes: int = CHUNK_BYTES) -> Likeliest:
-    """The teacher's top-`k` tokens of each position."""
+    """Returns the teacher's top-`k` tokens of each position."""
     positions = max(1, chunk_bytes // (4 * teacher.head.weight_VH.shape[0]))
     ids, logprobs = [], []
     for start in range(0, max(1, len(teacher.hidden_KH)), positions):

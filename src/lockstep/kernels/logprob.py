@@ -1,4 +1,4 @@
-"""Fused linear + log-softmax: log-probs of target tokens from hidden states, in chunks that never hold all logits.
+"""Fused linear + log-softmax: log-probs of target tokens from hidden states, in chunks, without all logits in memory.
 
 Shapes: K positions, R positions of one chunk, H hidden size, V vocabulary.
 """
@@ -15,13 +15,14 @@ import torch
 
 from lockstep.kernels.sampling import LEFT_OUT, Truncation, left_out_below, truncate_
 
-# Memory of one chunk of logits. With a vocabulary of 151,936 the reference works on fp32 copies (440 positions, about
-# 1 GiB at its peak), the fused kernels in place (3,500 positions in bf16). The fp32 accumulator of the weight gradient
-# comes on top: 0.5 GiB for a hidden size of 896. The size is the same with and without gradients, so that a token gets
-# the same log-prob in every pass.
+# Memory of one chunk of logits. With a vocabulary of 151,936 a chunk of the reference has 440 positions (fp32 copies,
+# about 1 GiB at the peak), and one of the fused kernels 3,500 positions (bf16, in place). The fp32 accumulator of the
+# weight gradient is additional: 0.5 GiB for a hidden size of 896. The size is the same with and without gradients, so
+# that a token gets the same log-prob in every forward pass.
 CHUNK_BYTES = 256 * 2**20
 FUSED_CHUNK_BYTES = 2**30
-# Tolerance between `token_grads` and the gradients of the loss, relative to the largest: they differ by rounding only.
+# Tolerance of the difference between `token_grads` and the loss gradients, which is only rounding; relative to the
+# largest gradient.
 TOKEN_GRADS_TOLERANCE = 1e-4
 
 
@@ -34,14 +35,14 @@ class Head(NamedTuple):
     softcap: float | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In the dtype of the states if the head is a projection only, else in fp32."""
+        """Returns the logits in fp32, or in the dtype of the states if the head is only a projection."""
         return self.shaped(self.projected(hidden))
 
     def projected(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(hidden, self.weight_VH, self.bias_V)
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and cap projected logits."""
+        """Scales and caps projected logits."""
         if self.scale != 1.0:
             logits = logits.float() * self.scale
         return logits if self.softcap is None else (logits.float() / self.softcap).tanh() * self.softcap
@@ -58,14 +59,14 @@ class Scores(NamedTuple):
 
 
 TokenGrads = Callable[[torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, torch.Tensor | None]]
-"""Maps the log-probs and entropies of a part of the positions to the loss gradients by them, up to one factor for all
-positions. Only a loss whose tokens are independent of each other has one."""
+"""A function from the log-probs and entropies of a slice of the positions to the gradients of the loss with respect to
+them, up to one factor common to all positions. It exists only for a loss whose tokens are independent of each other."""
 
 
 def uniform_token_grads(
     logprobs_R: torch.Tensor, entropies_R: torch.Tensor | None, part: slice
 ) -> tuple[torch.Tensor, None]:
-    """Token gradients of a loss in which all log-probs have the same weight, as in SFT."""
+    """Returns the token gradients of a loss in which all log-probs have the same weight, as in SFT."""
     return torch.ones_like(logprobs_R), None
 
 
@@ -80,11 +81,11 @@ def token_scores(
     token_grads: TokenGrads | None = None,
     chunk_bytes: int | None = None,
 ) -> Scores:
-    """log softmax(logits / temperature)[target] in fp32, with entropies if `entropy`; both are differentiable.
+    """Returns log softmax(logits / temperature)[target] in fp32, with entropies if requested; both are differentiable.
 
-    Forward and backward run in chunks of positions. A truncation restricts the distribution; the target token always
-    stays in it. With `token_grads`, and fused kernels on the device, gradients are computed in the forward pass (see
-    `token_scores_with_grads`).
+    Forward and backward run in chunks of positions. A truncation restricts the distribution, but never excludes the
+    target token. With `token_grads`, and if the device has fused kernels, gradients are computed in the forward pass
+    (see `token_scores_with_grads`).
     """
     fused = _fused(hidden_KH) is not None
     needs_grad = torch.is_grad_enabled() and (hidden_KH.requires_grad or head.weight_VH.requires_grad)
@@ -117,7 +118,8 @@ def projected_logprobs_(
     temperature: float = 1.0,
     truncation: Truncation | None = None,
 ) -> torch.Tensor:
-    """Same as `token_scores`, bit for bit, for logits that `head` has already projected. The logits are overwritten."""
+    """Returns bitwise the same log-probs as `token_scores`, for logits that `head` has already projected. The logits
+    are overwritten."""
     temperature, softcap = _folded(head, temperature)
     logits = _truncated(projected_RV, targets_R, temperature, softcap, truncation)
     return _rows(logits)[0](logits, targets_R, temperature, False, softcap)[1]
@@ -134,10 +136,10 @@ def token_scores_with_grads(
     entropy: bool = False,
     chunk_bytes: int = FUSED_CHUNK_BYTES,
 ) -> Scores:
-    """`token_scores` for a loss whose per-token gradients are available before the loss is complete.
+    """Computes `token_scores` for a loss whose per-token gradients are known before the loss is complete.
 
     Gradients are computed in the forward pass, so logits are neither kept nor recomputed. The backward pass multiplies
-    them by a common factor. If its gradients do not match `token_grads`, all gradients are NaN.
+    these gradients by a common factor. If the actual gradients do not match `token_grads`, all gradients are NaN.
     """
     positions = _positions(len(targets_K), chunk_bytes // (hidden_KH.element_size() * head.weight_VH.shape[0]))
     logprobs, entropies = _LogprobsWithGrads.apply(
@@ -155,13 +157,14 @@ def token_scores_with_grads(
 
 
 def _positions(count: int, most: int) -> int:
-    """Positions per chunk. Chunks are even, so that the last one, which is not recomputed, is as large as others."""
+    """Returns the positions per chunk. Chunks have equal sizes, so that the last one, which is not recomputed, is not
+    smaller."""
     chunks = max(1, -(-count // max(1, most)))
     return max(1, -(-count // chunks))
 
 
 def _folded(head: Head, temperature: float) -> tuple[float, float | None]:
-    """Fold a scale s into cap and temperature: c tanh(s x / c) / T = c' tanh(x / c') / T', c' = c / s, T' = T / s."""
+    """Folds a scale s into cap and temperature: c tanh(s x / c) / T = c' tanh(x / c') / T', c' = c / s, T' = T / s."""
     return temperature / head.scale, None if head.softcap is None else head.softcap / head.scale
 
 
@@ -172,7 +175,7 @@ def plain_token_scores(
     *,
     temperature: float = 1.0,
 ) -> Scores:
-    """Reference implementation of `token_scores`: holds all logits; autograd computes the backward."""
+    """Reference implementation of `token_scores` with all logits in memory; autograd computes the backward."""
     logits = head.logits(hidden_KH).float() / temperature
     every = logits.log_softmax(-1)
     return Scores(every.gather(-1, targets_K[:, None])[:, 0], -(every.exp() * every).sum(-1))
@@ -185,14 +188,14 @@ def row_logprobs(
     entropy: bool = False,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Log-sum-exp, log-prob of the target, and entropy, in fp32."""
+    """Returns log-sum-exp, log-prob of the target, and entropy, in fp32."""
     logits = _capped(logits_RV, softcap)
     logits = logits if temperature == 1.0 else logits / temperature
     normalisers = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets_R[:, None])[:, 0] - normalisers
     if not entropy:
         return normalisers, logprobs, None
-    # Computed from log-probs, because large logits would cancel. The clamp keeps 0 * -inf from becoming NaN.
+    # The entropy is computed from log-probs, because large logits would cancel. The clamp avoids NaN from 0 * -inf.
     every = (logits - normalisers[:, None]).clamp_(min=LEFT_OUT)
     return normalisers, logprobs, -(every.exp() * every).sum(-1)
 
@@ -207,13 +210,13 @@ def row_gradients_(
     entropy_upstream_R: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Gradient of upstream . logprobs + entropy_upstream . entropies by the logits, in the dtype of the logits.
+    """Returns the gradient of upstream . logprobs + entropy_upstream . entropies with respect to the logits.
 
     d logprob = onehot - p and d entropy = -p (log p + entropy), both divided by the temperature, and multiplied by
-    1 - tanh^2 with a soft cap. The logits may be overwritten.
+    1 - tanh^2 with a soft cap. The result has the dtype of the logits, which may be overwritten.
     """
     gradient = _capped(logits_RV, softcap)
-    # Truncated tokens have zero slope, as at the cap.
+    # Truncated tokens get a zero gradient, as logits at the cap do.
     slope = None if softcap is None else 1 - (gradient / softcap).clamp_(min=-1).square_()
     if temperature != 1.0:
         gradient.div_(temperature)
@@ -233,7 +236,7 @@ def row_gradients_(
 
 
 def _capped(logits_RV: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Soft-capped logits in fp32. Truncated tokens stay at LEFT_OUT; capping would bring them back."""
+    """Returns soft-capped logits in fp32. Truncated tokens keep LEFT_OUT, because a capped value would include them."""
     if softcap is None:
         return logits_RV.float()
     capped = (logits_RV.float() / softcap).tanh_().mul_(softcap)
@@ -241,7 +244,7 @@ def _capped(logits_RV: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def _rows(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """`row_logprobs` and `row_gradients_` for the device of `tensor`."""
+    """Returns the implementations of `row_logprobs` and `row_gradients_` for the device of `tensor`."""
     fused = _fused(tensor)
     return (fused.row_logprobs, fused.row_gradients_) if fused else (row_logprobs, row_gradients_)
 
@@ -337,7 +340,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs) if entropy else None
-        # One row for log-probabilities, one for entropies.
+        # The first row is for log-probs, the second for entropies.
         predicted = torch.zeros(2, len(targets), dtype=torch.float32, device=hidden.device)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -375,7 +378,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
             sums = predicted.new_zeros(ctx.shape)
         return (
             None if grad_hidden is None else (grad_hidden * factor).to(grad_hidden.dtype),
-            # Converted to the weight's dtype in one pass, without another fp32 tensor.
+            # The product is written in the weight's dtype directly, without another fp32 tensor.
             None if sums is None else torch.mul(sums, factor, out=torch.empty_like(sums, dtype=weight)),
             None if grad_bias is None else (grad_bias * factor).to(bias),
             *[None] * 7,
@@ -383,7 +386,7 @@ class _LogprobsWithGrads(torch.autograd.Function):
 
 
 def _factor(predicted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """Ratio of the loss gradients to `token_grads`; NaN if it is not one number. Does not sync."""
+    """Returns the ratio of the loss gradients to `token_grads`; NaN if it is not the same for all. Does not sync."""
     if not len(predicted):
         return predicted.new_zeros(())
     argmax = predicted.abs().argmax(0, keepdim=True)
@@ -401,7 +404,7 @@ def _add_gradients(
     sums: _WeightSums | None,
     grad_bias_V: torch.Tensor | None,
 ) -> None:
-    """Add a chunk's gradients of hidden states, weight and bias. None: not required."""
+    """Adds a chunk's gradients of hidden states, weight and bias. Accumulators that are None are not required."""
     if grad_bias_V is not None:
         grad_bias_V += grad_logits_RV.sum(0, dtype=torch.float32)
     if grad_hidden_RH is not None:
@@ -415,7 +418,7 @@ class _WeightSums:
 
     def __init__(self, weight: torch.Tensor, single: bool):
         self.weight = weight
-        # With a single chunk the product is the gradient.
+        # With a single chunk the product is already the gradient.
         self.sums = None if single else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def add(self, grad_logits_RV: torch.Tensor, hidden_RH: torch.Tensor) -> None:
@@ -424,7 +427,7 @@ class _WeightSums:
         elif self.sums.dtype == grad_logits_RV.dtype:
             self.sums.addmm_(grad_logits_RV.t(), hidden_RH)
         elif _adds_wide(self.sums.device, grad_logits_RV.dtype):
-            # Accumulated inside the matmul, without a temporary and its rounding.
+            # The matmul accumulates in place, without a temporary tensor and its rounding.
             torch.addmm(self.sums, grad_logits_RV.t(), hidden_RH, out_dtype=torch.float32, out=self.sums)
         else:
             self.sums += grad_logits_RV.t() @ hidden_RH
@@ -437,7 +440,7 @@ class _WeightSums:
 
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch can add a product of `dtype` to fp32 sums in place on this device, as on NVIDIA devices."""
+    """Returns whether torch can add a product of `dtype` to fp32 sums in place on this device (NVIDIA devices can)."""
     if device.type != "cuda":
         return False
     one = torch.ones(16, 16, dtype=dtype, device=device)
@@ -458,9 +461,9 @@ def _logits(
     softcap: float | None,
     truncation: Truncation | None,
 ) -> torch.Tensor:
-    """Projected logits of a chunk; truncated tokens get no probability and no gradient.
+    """Returns the projected logits of a chunk, in which truncated tokens get no probability and no gradient.
 
-    Truncation needs soft cap and temperature: they keep the order of logits and change the probabilities.
+    Truncation needs soft cap and temperature, because these change the probabilities.
     """
     return _truncated(torch.nn.functional.linear(hidden, weight, bias), targets, temperature, softcap, truncation)
 
@@ -472,7 +475,7 @@ def _truncated(
     softcap: float | None,
     truncation: Truncation | None,
 ) -> torch.Tensor:
-    """Apply a truncation in place."""
+    """Applies a truncation in place."""
     if truncation is None or not truncation.active:
         return logits
     left_out = truncate_(_capped(logits, softcap) / temperature, truncation, targets) == LEFT_OUT

@@ -1,4 +1,4 @@
-"""Log-softmax of logits in Triton: forward reads the logits once, backward writes the gradient over them.
+"""Log-softmax of logits in Triton. The forward reads the logits once; the backward overwrites them with the gradient.
 
 The plain-torch references are `row_logprobs` and `row_gradients_` in `logprob.py`. R rows, V vocabulary.
 """
@@ -13,15 +13,15 @@ from lockstep.kernels.sampling import LEFT_OUT, left_out_below
 from lockstep.kernels.triton_math import tanh
 
 BLOCK = 4096
-# Lanes per row: as many as keep all of a lane's values in registers.
+# Lanes per row, chosen so that all values of a lane stay in registers.
 LANES = 2048
-# Replaces a logit of -inf where it is multiplied by its probability of 0.
+# Replaces a logit of -inf when it is multiplied by its probability of 0, which would give NaN.
 LEAST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _capped(logits, softcap, low, FILL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Soft cap, except for truncated tokens, which stay at FILL."""
+    """Applies the soft cap, except to truncated tokens, which keep FILL."""
     return tl.where(logits <= low, FILL, softcap * tanh(logits / softcap))
 
 
@@ -41,8 +41,9 @@ def _stats(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Online softmax, one program per row. Every lane keeps its running maximum (m_i), sum of exponentials (l_i) and
-    weighted sum of logits; lanes are merged after the loop, so that the loop has no reductions."""
+    """Computes log-sum-exp, log-prob and entropy of one row per program by online softmax. Every lane keeps its running
+    maximum (m_i), sum of exponentials (l_i) and weighted sum of logits; lanes are merged after the loop, so that the
+    loop has no reductions."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     m_i = tl.full((BLOCK,), LEAST, dtype=tl.float32)
@@ -55,8 +56,8 @@ def _stats(  # type: ignore[no-untyped-def]
         if CAPPED:
             values = _capped(values, softcap, low, FILL)
         values = tl.maximum(values * sharpness, LEAST)
-        # Logits are weighted relative to the running maximum, so that large values do not cancel in the entropy. One
-        # exponential serves both cases: the old sum is rescaled, or the new term is small.
+        # Logits are weighted relative to the running maximum, so that large values do not cancel in the entropy. The
+        # same exponential either rescales the old sum (new maximum) or weights the new term (old maximum).
         diff = values - m_i
         alpha = tl.exp(-tl.abs(diff))
         is_new_max = in_row & (diff > 0)
@@ -97,7 +98,7 @@ def _gradients(  # type: ignore[no-untyped-def]
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a row: writes the gradient of log-prob and, with SPREAD, entropy over the logits."""
+    """Overwrites one block of a row of logits with the gradient of log-prob and, with SPREAD, of entropy."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     address = logits + row * stride + columns

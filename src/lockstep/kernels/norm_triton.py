@@ -1,7 +1,7 @@
-"""RMSNorm in Triton: one pass forward, one backward; only the input is kept for the backward pass.
+"""RMSNorm in Triton, with one kernel for forward and one for backward. Only the input is kept for the backward pass.
 
-The plain-torch reference is `plain_rms_norm`, which computes what transformers' modules do: x / rms(x) is rounded to
-the dtype of x before it is multiplied by the weight. R rows, W width.
+The plain-torch reference is `plain_rms_norm`. Like transformers' modules it rounds x / rms(x) to the dtype of x before
+the product with the weight. R rows, W width.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lockstep.kernels.triton_math import runs_on
 # Elements of each tensor per program, and the widest row that one program handles.
 TILE = 4096
 WIDEST = 16384
-# Programs of the backward pass, each with a partial sum of the weight gradient. Constant, so that sums are the same on
-# every device.
+# Number of programs of the backward pass, each with a partial sum of the weight gradient. It is constant, so that sums
+# are the same on every device.
 PARTS = 528
 
 
@@ -31,7 +31,7 @@ def _forward(x, weight, y, scales, rows, epsilon, WIDTH: tl.constexpr, ROWS: tl.
     values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=1) / WIDTH + epsilon)
     weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    # Rounded where the transformers module rounds.
+    # Round at the same point as the transformers module.
     normed = (values * scale[:, None]).to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + places, (normed * weights[None, :]).to(y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < rows)
@@ -52,7 +52,7 @@ def _backward(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One program per every PARTS-th tile of rows."""
+    """Computes the gradients of every PARTS-th tile of rows in one program."""
     columns = tl.arange(0, BLOCK)
     weights = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -1,7 +1,7 @@
 """Documented limits of torch_npu 2.13.0's fused operators, checked before one of them is chosen.
 
 Each function returns which documented limit a call exceeds, or None. They check shapes and dtypes only, so they never
-sync with the device. The one limit on values, that of the rotary embedding, is checked in `fused_modules_npu.py`. Not
+sync with the device. The only limit on values (rotary embedding) is checked in `fused_modules_npu.py`. Not
 yet run on Ascend hardware.
 """
 
@@ -16,15 +16,15 @@ FLOATING = (*HALF, torch.float32)
 
 MOST_HEADS = 256
 
-# npu_fusion_attention, packed (TND): sequences and tokens of one call, size of a head.
+# npu_fusion_attention, packed (TND): maximum sequences and tokens of one call, and maximum head size.
 MOST_SEQUENCES, MOST_TOKENS, LARGEST_HEAD = 1024, 2**20, 768
 
-# npu_fused_infer_attention_score: one query per sequence over pages.
+# npu_fused_infer_attention_score with one query per sequence over a paged cache.
 MOST_ROWS, MOST_KEYS, LARGEST_DECODE_HEAD = 2**16, 2**18, 512
 BLOCK_STEP, LARGEST_BLOCK = 16, 512
 WIDEST, MOST_SHARED, MOST_ELEMENTS = 2**16 - 1, 64, 2**31 - 1
 
-# npu_rotary_mul: the head size is even and below the first, batch and heads are each below the second.
+# npu_rotary_mul: the head size must be even and below ROTARY_HEAD; batch and heads must each be below ROTARY_ROWS.
 ROTARY_HEAD, ROTARY_ROWS, ROTARY_TRAINED = 896, 1000, 1024
 
 MOST_DIMENSIONS = 8
@@ -49,11 +49,12 @@ def fusion_problem(query_THD: torch.Tensor, ends: Sequence[int], dropout: float)
 def part_problem(
     query_THD: torch.Tensor, value_SGE: torch.Tensor, queries: Sequence[int], keys: Sequence[int]
 ) -> str | None:
-    """For partial attention. The text contains no numbers of a batch, so that each problem is warned about once."""
+    """Checks partial attention. The text does not include batch-dependent numbers, so that each problem is warned about
+    only once."""
     _, heads, size = query_THD.shape
     return _first(
         (query_THD.dtype not in FLOATING, f"type {query_THD.dtype}"),
-        # The backward needs one head size for all; the forward also supports smaller values.
+        # The backward requires equal head sizes of keys and values; the forward also supports smaller values.
         (size != value_SGE.shape[-1], f"values of {value_SGE.shape[-1]} for keys of {size}"),
         (heads > MOST_HEADS, f"{heads} heads, at most {MOST_HEADS}"),
         (heads % value_SGE.shape[1] != 0, f"{heads} query heads for {value_SGE.shape[1]} key heads"),
@@ -66,7 +67,8 @@ def part_problem(
 def decode_problem(
     query_BHD: torch.Tensor, keys: torch.Tensor, block: int, window: int | None, longest: int
 ) -> str | None:
-    """`keys`: the cache's slots (slot, head, size). `longest`: the maximum number of keys of a sequence."""
+    """Checks decode attention. `keys` are the cache slots (slot, head, size); `longest` is the most keys of a
+    sequence."""
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     return _first(
@@ -87,7 +89,7 @@ def decode_problem(
 
 
 def rotary_problem(x_BNSD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:
-    """`cos` and `sin` as passed to the operator: 11SD or B1SD for an input of BNSD."""
+    """Checks the rotary embedding. `cos` and `sin` have the operator's shape: 11SD or B1SD for an input of BNSD."""
     if x_BNSD.dim() != 4 or cos.dim() != 4:
         return f"{x_BNSD.dim()} dimensions, not 4"
     batch, heads, tokens, size = x_BNSD.shape

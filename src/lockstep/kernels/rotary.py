@@ -1,7 +1,7 @@
-"""Rotary embeddings that depend on the sequence length (longrope, dynamic NTK), computed per sequence.
+"""Computes rotary embeddings that depend on the sequence length (longrope, dynamic NTK) separately per sequence.
 
-transformers scales them by the longest sequence of the forward pass, and dynamic ones by earlier passes too. In a
-packed row or padded batch the longest sequence would change the positions of all others.
+transformers scales them by the longest sequence of the forward pass, and dynamic ones also by earlier passes. In a
+packed row or padded batch the longest sequence would change the embeddings of all others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DYNAMIC, LONGROPE = "dynamic", "longrope"
 
 
 def fixed_length(config: Any) -> int | None:
-    """The length up to which positions do not depend on the sequence length; None if they never do."""
+    """Returns the length up to which embeddings do not depend on the sequence length; None if they never do."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    # One set of parameters for all layers, or one per layer type.
+    # There is one set of parameters for all layers, or one per layer type.
     lengths = [
         _fixed(rope, config) for rope in (parameters, *parameters.values()) if isinstance(rope, dict) and _moves(rope)
     ]
@@ -38,10 +38,10 @@ def _fixed(rope: dict[str, Any], config: Any) -> int:
 
 
 class OwnPositions:
-    """Replaces the forward of a rotary embedding: runs it once per sequence length.
+    """Replaces the forward of a rotary embedding with one that runs it once per sequence length.
 
-    `lengths_NT`: for each token of the pass, the length of its sequence. None if no sequence exceeds the fixed length,
-    or in passes of transformers itself.
+    `lengths_NT` has the sequence length of each token of the forward pass. It is None if no sequence exceeds the fixed
+    length, and in forward passes that transformers starts itself.
     """
 
     def __init__(self, rope: nn.Module):
@@ -72,7 +72,7 @@ class OwnPositions:
         return parts
 
     def _fresh(self, x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any) -> Any:
-        """Run without the state of earlier passes: a dynamic embedding keeps the scale of the longest one."""
+        """Runs the embedding without the state of earlier passes; a dynamic one keeps the scale of the longest pass."""
         rope: Any = self.rope
         for layers, kind in _kinds(rope).items():
             if DYNAMIC in str(kind):
@@ -83,13 +83,14 @@ class OwnPositions:
 
 
 def _kinds(module: nn.Module) -> dict[str | None, Any]:
-    """Rope type per layer type, or for all layers (key None)."""
+    """Returns the rope type per layer type, or for all layers (key None)."""
     rope_type = getattr(module, "rope_type", None)
     return rope_type if isinstance(rope_type, dict) else {None: rope_type}
 
 
 def own_positions(model: nn.Module) -> list[OwnPositions]:
-    """Install `OwnPositions` where positions depend on the length; returns all installed, including earlier ones."""
+    """Installs `OwnPositions` on embeddings that depend on the length; returns all installed ones, also earlier
+    ones."""
     installed = []
     for module in model.modules():
         if any(_moves({"rope_type": kind}) for kind in _kinds(module).values()):
@@ -108,9 +109,9 @@ def sequences(
     packed: bool,
     own_T: torch.Tensor | None = None,
 ) -> Iterator[None]:
-    """Set the sequence lengths of a micro-batch on the rotary embeddings (see `types.MicroBatch`).
+    """Sets the sequence lengths of a micro-batch on the rotary embeddings (see `types.MicroBatch`).
 
-    `own_T`: the pass computes only these tokens of the packed row.
+    With `own_T`, the forward pass computes only these tokens of the packed row.
     """
     moved = [rope for rope in moving if rope.fixed is not None and max(lengths) > rope.fixed]
     for rope in moved:
@@ -127,7 +128,7 @@ def _lengths(
     lengths: Sequence[int], rope: OwnPositions, shape: torch.Size, packed_index_E: torch.Tensor | None, packed: bool
 ) -> torch.Tensor:
     assert rope.fixed is not None
-    # All sequences within the fixed length have the same positions. So do all beyond it, unless they are dynamic.
+    # All sequences within the fixed length have the same embeddings. So have all longer ones, unless they are dynamic.
     longest = max(lengths)
     lengths_S = torch.tensor(
         [rope.fixed if length <= rope.fixed else length if rope.dynamic else longest for length in lengths]
@@ -141,5 +142,7 @@ def _lengths(
     packed_E = packed_index_E.cpu()
     lengths_T = torch.zeros(shape[-1], dtype=torch.long).scatter_(0, packed_E, lengths_E)
     if not torch.equal(lengths_T[packed_E], lengths_E):
-        raise NotImplementedError("sequences of different lengths share a prefix whose positions depend on the length")
+        raise NotImplementedError(
+            "sequences of different lengths cannot share a prefix with length-dependent positions"
+        )
     return lengths_T[None].to(device)

@@ -1,8 +1,7 @@
 """Rotary position embedding (RoPE) of queries and keys in one Triton kernel.
 
-The plain-torch reference is `plain_rotate`, which computes what transformers does: both products are rounded to the
-dtype before they are added. N rows, H query heads, G key heads, T positions, D head size; cos and sin are (N or 1, T,
-D).
+The plain-torch reference is `plain_rotate`. Like transformers it rounds both products to the dtype before it adds them.
+N rows, H query heads, G key heads, T positions, D head size; cos and sin are (N or 1, T, D).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _turn(  # type: ignore[no-untyped-def]
     PLACES: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """Rotate all heads of one token. The output layout is (N, T, heads, D)."""
+    """Rotates all heads of one token. The output layout is (N, T, heads, D)."""
     half = tl.arange(0, PLACES)
     inside = (head < HEADS)[:, None] & (half < HALF)[None, :]
     places = source + row * stride_row + position * stride_position + head[:, None] * stride_head + half[None, :]
@@ -81,7 +80,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """One program per token."""
+    """Rotates queries and keys of one token per program."""
     token = tl.program_id(0).to(tl.int64)
     row, position = token // width, token % width
     half = tl.arange(0, PLACES)
@@ -101,7 +100,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 def rotate(
     q_NHTD: torch.Tensor, k_NGTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tensors with memory layout (N, T, heads, D), returned as views (N, heads, T, D)."""
+    """Returns rotated queries and keys as views (N, heads, T, D) of new tensors with memory layout (N, T, heads, D)."""
     turned: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q_NHTD, k_NGTD, cos, sin)
     return turned
 

@@ -10,20 +10,21 @@ from functools import cache
 
 import torch
 
-# Replaces minus infinity: its exponential is 0, and 0 times it is 0, not NaN.
+# Used instead of minus infinity. Its exponential is also 0, but 0 times this value is 0, not NaN.
 LEFT_OUT = -1e30
 
 
 def left_out_below(dtype: torch.dtype) -> float:
-    """Upper bound of truncated logits of `dtype`, whose range may be smaller than LEFT_OUT."""
+    """Returns an upper bound of truncated logits in `dtype`, whose range may not include LEFT_OUT."""
     return max(LEFT_OUT / 2, torch.finfo(dtype).min)
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which tokens stay: the top `top_k`, the smallest set with probability `top_p`, those above `min_p` of the best.
+    """The tokens to keep: the `top_k` best, the smallest set with probability `top_p`, and those whose probability is
+    at least `min_p` times that of the best token.
 
-    The best token always stays. Ties at the border of top-k all stay. Engine and trainer use the same code.
+    The best token is always kept, and so are all ties at the border of top-k. Engine and trainer use the same code.
     """
 
     top_k: int = 0
@@ -36,7 +37,7 @@ class Truncation:
 
 
 def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | None = None) -> torch.Tensor:
-    """Fill truncated entries with LEFT_OUT, in place; `keep_R` are entries that always stay.
+    """Fills truncated entries with LEFT_OUT, in place; the entries `keep_R` are never truncated.
 
     The logits must already be divided by the temperature.
     """
@@ -49,7 +50,7 @@ def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | N
     if how.min_p:
         stay &= rows >= rows.amax(-1, keepdim=True) + math.log(how.min_p)
     if how.top_p < 1:
-        # Stable sort: ties are ordered by index on every device.
+        # The sort is stable, so ties are ordered by index on every device.
         ordered, order = rows.masked_fill(~stay, LEFT_OUT).sort(dim=-1, descending=True, stable=True)
         p = ordered.softmax(-1)
         before = p.cumsum(-1) - p
@@ -62,36 +63,36 @@ def truncate_(logits_RV: torch.Tensor, how: Truncation, keep_R: torch.Tensor | N
 
 
 # Reproducible noise: the noise of a vocabulary entry depends only on (run seed, prompt, sample, position, entry). Its
-# bits come from 32-bit integer hashing, the same on every device. Only the two logarithms of the Gumbel transform are
-# rounded by the device. So a sample does not depend on its batch, on scheduling or on the number of processes.
+# bits come from 32-bit integer hashing, the same on every device. Only the rounding of the two logarithms of the Gumbel
+# transform depends on the device. So a sample does not depend on batch, schedule or number of processes.
 
 _MASK = 0xFFFFFFFF
 # Multipliers of the 32-bit finaliser of MurmurHash3, and an odd constant near 2^32 / golden ratio.
 FIRST, SECOND, STRIDE = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
-# Devices whose int32 arithmetic wraps in our tests; other devices are tried before use.
+# Devices whose int32 arithmetic wraps around in our tests; other devices are tested before use.
 WRAP = ("cpu", "cuda")
 
 
 def sequence_keys(seed: int, prompt: int, sample: int) -> tuple[int, int]:
-    """Two 32-bit keys of a sequence, as signed integers that fit an int32 tensor."""
+    """Returns two 32-bit keys of a sequence, as signed integers that fit an int32 tensor."""
     parts = (seed, seed >> 32, prompt, prompt >> 32, sample)
-    # Two independent hashes, so that sequences that collide in one (one pair in 2^32) differ in the other.
+    # Two independent hashes are used, so that sequences that collide in one (one pair in 2^32) differ in the other.
     return _signed(_chain(parts, FIRST)), _signed(_chain(parts, SECOND))
 
 
 def gumbel_noise(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Standard Gumbel noise (B, V) in fp32 for the token at `positions_B` of each sequence.
+    """Returns standard Gumbel noise (B, V) in fp32 for the token at `positions_B` of each sequence.
 
     `argmax(logits + noise)` is then a sample from softmax(logits).
     """
     bits = device_bits(keys_B2, positions_B, vocabulary)
-    # 31 bits as a number in (0, 1) with the finest resolution near 0, where the largest noise comes from.
+    # 31 bits become a number in (0, 1) with the finest resolution near 0, which produces the largest noise.
     share = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
 
 
 def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The noise's bits on the device of the keys; computed on the host if that device computes other bits."""
+    """Returns the noise bits on the device of the keys; they are computed on the host if that device does not wrap."""
     if wraps(keys_B2.device):
         return noise_bits(keys_B2, positions_B, vocabulary)
     return noise_bits(keys_B2.cpu(), positions_B.cpu(), vocabulary).to(keys_B2.device)
@@ -99,7 +100,8 @@ def device_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: in
 
 @cache
 def wraps(device: torch.device) -> bool:
-    """Whether int32 products and sums wrap around on the device, as the hash requires; tried once per process."""
+    """Returns whether int32 products and sums wrap around on the device, as the hash requires; tested once per
+    process."""
     if device.type in WRAP:
         return True
     keys, positions = torch.tensor([[-(2**31), 2**31 - 1], [FIRST >> 1, -1]], dtype=torch.int32), torch.tensor([0, 9])
@@ -110,13 +112,13 @@ def wraps(device: torch.device) -> bool:
         same = False
     if not same:
         warnings.warn(
-            f"integers of {device} do not wrap around: the noise of sampling is drawn on the host", stacklevel=4
+            f"int32 arithmetic on {device} does not wrap around: sampling noise is generated on the host", stacklevel=4
         )
     return same
 
 
 def noise_bits(keys_B2: torch.Tensor, positions_B: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """32 bits (B, V) for each entry of the vocabulary, as int32."""
+    """Returns 32 random bits (B, V) for each entry of the vocabulary, as int32."""
     step = positions_B.to(torch.int32)
     first = _mix(keys_B2[:, 0] + step * _signed(STRIDE))
     second = _mix(keys_B2[:, 1] ^ step * _signed(FIRST))
@@ -135,7 +137,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift: int32 shifts are arithmetic."""
+    """Shifts right logically; int32 shifts of torch are arithmetic."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 

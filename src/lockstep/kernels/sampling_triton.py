@@ -1,8 +1,8 @@
 """Sampling in Triton: the next token and its log-prob in one pass over the logits.
 
 The plain-torch reference is the engine's `choose`. The noise equals that of `sampling.py` bit for bit, so both draw the
-same tokens. B rows, V vocabulary. A row is split into parts of a fixed size, so neither a token nor its log-prob
-depends on the batch.
+same tokens. B rows, V vocabulary. A row is split into parts of a fixed size, so tokens and log-probs do not depend on
+the batch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 from lockstep.kernels.sampling import FIRST, SECOND, STRIDE
 from lockstep.kernels.triton_math import log, log1p
 
-# Entries per part, and warps of the program that reads it.
+# Entries per part, and the number of warps of the program that reads it.
 PART, WARPS = 4096, 8
 _FIRST, _SECOND, _STRIDE = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(STRIDE)
-# An index that no entry has.
+# An index larger than that of any entry.
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -30,7 +30,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gumbel(columns, first, second):  # type: ignore[no-untyped-def]
-    """Noise of the entries at `columns`, for a row with hashed keys `first` and `second`."""
+    """Computes the noise of the entries at `columns`, for a row with hashed keys `first` and `second`."""
     entries = _mix((columns + 1).to(tl.uint32))
     bits = _mix(_mix(entries ^ first) + second)
     share = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
@@ -55,7 +55,8 @@ def _parts(  # type: ignore[no-untyped-def]
     APART: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """One part of a row: its best entry with noise, its maximum (m_i) and its sum of exponentials (l_i)."""
+    """Computes, for one part of a row, the best entry with noise, the maximum (m_i) and the sum of exponentials
+    (l_i)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
@@ -69,7 +70,7 @@ def _parts(  # type: ignore[no-untyped-def]
         noisy = logits + _gumbel(columns, first, second)
     else:
         noisy = logits
-    # As torch's argmax: NaN is the largest, and the first of equals wins.
+    # As in torch's argmax, NaN is the largest value, and the first of equal values wins.
     noisy = tl.where(inside, tl.where(noisy != noisy, float("inf"), noisy), -float("inf"))
     best = tl.max(noisy, axis=0)
     winner = tl.min(tl.where(noisy == best, columns, _NONE), axis=0)
@@ -100,7 +101,7 @@ def _merge(  # type: ignore[no-untyped-def]
     sharpness,
     PARTS: tl.constexpr,
 ):
-    """Merge the parts of a row."""
+    """Merges the parts of a row into the sampled token and its log-prob."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PARTS)
     places = row * parts + columns
@@ -124,9 +125,9 @@ def draw(
     temperature: float,
     scored_BV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row of `offered_BV` at the temperature (0: argmax), with its log-prob.
+    """Samples one token per row of `offered_BV` at the temperature (0: argmax); returns it with its log-prob.
 
-    With `scored_BV` the log-prob is that of these logits, at the same temperature.
+    With `scored_BV` the log-prob is computed from these logits, at the same temperature.
     """
     batch, vocabulary = offered_BV.shape
     parts = triton.cdiv(vocabulary, PART)
@@ -137,7 +138,7 @@ def draw(
     winners = torch.empty(batch, parts, dtype=torch.int32, device=device)
     tokens = torch.empty(batch, dtype=torch.int64, device=device)
     logprobs = torch.empty(batch, dtype=torch.float32, device=device)
-    # Torch divides by a scalar as a product with its fp32 inverse.
+    # Torch divides by a scalar by multiplying with its fp32 inverse.
     sharpness = float(torch.tensor(1.0) / torch.tensor(temperature)) if temperature else 1.0
     _parts[(batch, parts)](
         offered_BV,

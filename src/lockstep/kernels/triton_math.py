@@ -15,7 +15,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def log(x):  # type: ignore[no-untyped-def]
-    """Same bits as torch on the device."""
+    """Computes the logarithm, bitwise equal to torch's on the device."""
     if INTERPRETED:
         result = tl.log(x)
     else:
@@ -25,7 +25,7 @@ def log(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def log1p(x):  # type: ignore[no-untyped-def]
-    """Same bits as torch on the device; under the interpreter up to a rounding or two."""
+    """Computes log(1 + x), bitwise equal to torch's on the device; the interpreter may differ by a rounding or two."""
     if INTERPRETED:
         more = 1.0 + x
         result = tl.where(more == 1.0, x, tl.log(more) * (x / tl.where(more == 1.0, 1.0, more - 1.0)))
@@ -36,7 +36,8 @@ def log1p(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """From exponentials that cannot overflow; near 0, where their difference would cancel, from the series."""
+    """Computes tanh from exponentials that cannot overflow and, near 0, where their difference cancels, from a
+    series."""
     size = tl.abs(x)
     small = tl.exp(-2.0 * size)
     far = (1.0 - small) / (1.0 + small)
@@ -46,5 +47,5 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 def runs_on(tensor: torch.Tensor) -> bool:
-    """Whether the kernels can run on this tensor: on an NVIDIA device, or anywhere with Triton's interpreter."""
+    """Returns whether Triton kernels can run on this tensor: on an NVIDIA device, or anywhere with the interpreter."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,4 +1,4 @@
 """Starts and supervises processes: the ranks of a run (torchrun, SLURM, Ray) and workers that run user functions.
 
-Imports no heavy package: workers must start quickly.
+It imports no heavy package, because workers must start quickly.
 """

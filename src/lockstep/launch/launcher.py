@@ -1,4 +1,4 @@
-"""`parallel.devices` and SLURM: one process per device, started by torch's launcher."""
+"""`parallel.devices` and SLURM: starts one process per device with torch's launcher."""
 
 from __future__ import annotations
 
@@ -32,44 +32,49 @@ LOOK_SECONDS = 0.5
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank."""
+    """Returns whether this process was started as a rank."""
     return "RANK" in os.environ
 
 
 def ranks_here(ranks: int) -> int:
-    """Number of ranks on this machine; all of them if the launcher does not set it."""
+    """Returns the number of ranks on this machine; all ranks if the launcher does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
 
 
 def refuse_other_count(devices: int | None) -> None:
-    """Reject a `parallel.devices` that differs from the number of processes."""
+    """Raises `Refusal` if `parallel.devices` differs from the number of processes."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if devices is not None and devices != ranks:
         remedy = "remove the key, or start as many"
         if not is_rank():
             remedy = "from Python start the processes with torchrun, or use the command `lockstep train`"
-        raise Refusal.at("parallel.devices", f"is {devices}, and there are {ranks} processes", remedy)
+        raise Refusal.at(
+            "parallel.devices", f"is {devices}, but there are {ranks} processes", remedy, code="wrong-process-count"
+        )
 
 
 def refuse_unread(settings: Parallel) -> None:
-    """Reject keys of the launcher when another launcher started this rank."""
+    """Raises `Refusal` for keys of the launcher if another launcher started this rank."""
     if LAUNCHER in os.environ:
         return
-    why = "is for ranks that `lockstep train` starts, and it did not start this one"
+    why = "applies only to ranks that `lockstep train` starts, and it did not start this one"
     remedy = "remove it; torchrun has --max-restarts" if is_rank() else "use the command `lockstep train`"
     launcher_keys = {"launcher": settings.launcher == "ray", "max_restarts": settings.max_restarts > 0}
-    refuse_all([Problem(f"parallel.{key}", why, remedy) for key, is_set in launcher_keys.items() if is_set])
+    refuse_all(
+        [Problem(f"parallel.{key}", why, remedy, code="unused-key") for key, is_set in launcher_keys.items() if is_set]
+    )
 
 
 def starts_ranks(settings: Parallel) -> bool:
-    """Whether `lockstep train` starts the ranks as child processes; also a single one, if it may be restarted."""
+    """Returns whether `lockstep train` starts the ranks as child processes. It also does so for a single rank that may
+    be restarted."""
     return (settings.devices or 1) > 1 or settings.max_restarts > 0 or settings.launcher == "ray"
 
 
 def start_ranks(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Run `lockstep` with these arguments in the ranks of the recipe, with restarts; returns the exit status."""
+    """Runs `lockstep` with these arguments in the ranks of the recipe, with restarts; returns the exit status."""
     settings = recipe.parallel
-    # The run folder exists at a restart, with or without a checkpoint.
+    # At a restart the run folder already exists, with or without a checkpoint.
     again = [] if recipe.run.resume == "auto" else ["run.resume=auto"]
     if settings.launcher == "ray":
         from lockstep.launch.ray_launcher import ray_cluster
@@ -83,20 +88,20 @@ def start_ranks(recipe: Recipe, arguments: Sequence[str]) -> int:
 
 
 def launch(devices: int, arguments: Sequence[str]) -> int:
-    """Run `lockstep` with these arguments in `devices` processes; returns the first failed exit status, or 0.
+    """Runs `lockstep` with these arguments in `devices` processes; returns the first failed exit status, or 0.
 
-    Ctrl-C reaches every rank once; a second one, or SIGTERM, ends them. A rank whose launcher is killed ends itself.
+    Ctrl-C is sent to every rank once; a second Ctrl-C, or SIGTERM, ends them. A rank whose launcher is killed ends too.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("multiprocessing.api", "agent.server.api"):
-        # The rank or the code below reports the end of a rank.
+        # The end of a rank is reported by the rank itself or by the code below.
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
     share(devices)
-    # Older versions of torch lack it and wait 30 seconds.
+    # Older versions of torch do not have this argument and wait 30 seconds.
     names = {item.name for item in fields(LaunchConfig)}
     patience: dict[str, Any] = {"shutdown_timeout": PATIENCE_SECONDS} if "shutdown_timeout" in names else {}
     with tempfile.TemporaryDirectory(prefix="lockstep-launch-") as folder:
@@ -127,12 +132,12 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
 
 
 def follow_launcher() -> None:
-    """End this rank when its launcher is gone."""
+    """Ends this rank when its launcher has ended."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or not is_rank():
         return
 
-    # Covers a stopped rank, whose thread below does not run.
+    # This also works for a stopped rank, in which the thread below does not run.
     die_with_parent()
 
     def watch() -> None:
@@ -143,15 +148,15 @@ def follow_launcher() -> None:
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-# SLURM: `srun lockstep train RECIPE` is a run with one rank per task.
+# SLURM: `srun lockstep train RECIPE` starts a run with one rank per task.
 
-# Ports over which jobs on one machine are spread.
+# Number of ports over which the jobs on one machine are spread.
 FIRST_PORT, PORTS = 20_000, 20_000
 
 
 def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torchrun's variables, RANK to MASTER_PORT, if `srun` started this process as one of several tasks. Existing
-    values stay. The batch script itself is no task and stays unchanged."""
+    """Sets torchrun's variables (RANK, MASTER_PORT and others) if `srun` started this process as one of several tasks.
+    Existing values are kept. The batch script itself is not a task, so nothing is set for it."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or tasks == "1":
         return
@@ -161,7 +166,10 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
         job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment["SLURM_STEP_ID"])
     except (KeyError, ValueError) as error:
         raise Refusal.at(
-            "SLURM", f"its variables are not those of an srun step: {error}", "start with srun, or with torchrun"
+            "SLURM",
+            f"its variables do not describe an srun step: {error}",
+            "start with srun, or with torchrun",
+            code="bad-environment",
         ) from error
     environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"] = rank, local_rank, tasks
     tasks_per_node = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -173,16 +181,21 @@ def adopt_slurm(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Parse SLURM's short form, `4(x2),3`: 4, 4 and 3; empty if it has another form."""
+    """Parses SLURM's task counts, such as `4(x2),3` for 4, 4 and 3; returns an empty list for any other form."""
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
 
 
 def first_host(nodes: str) -> str:
-    """The first host of SLURM's short form, `gpu[03-05,11],login1`: gpu03."""
-    # The first name ends at a comma outside brackets; of each bracket the first number is used.
+    """Returns the first host of SLURM's node list, such as gpu03 for `gpu[03-05,11],login1`."""
+    # The first name ends at a comma outside brackets. The first number in each bracket is used.
     name = re.match(r"(?:\[[^\]]*\]|[^,\[\]])*", nodes)
     host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name.group() if name else "")
     if not host:
-        raise Refusal.at("SLURM_JOB_NODELIST", f"{nodes!r} names no node", "set MASTER_ADDR to the first node's name")
+        raise Refusal.at(
+            "SLURM_JOB_NODELIST",
+            f"{nodes!r} names no node",
+            "set MASTER_ADDR to the first node's name",
+            code="bad-environment",
+        )
     return host

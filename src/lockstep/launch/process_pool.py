@@ -1,4 +1,5 @@
-"""Worker processes for user code: started under a supervisor, called with a time limit, killed with their children.
+"""Worker processes for user code. They run under a supervisor, are called with a time limit and are killed with their
+children.
 
 `SupervisedProcess` is one process and a connection to it. `LineWorker` reads its output as lines, with limits of time
 and size. `ProcessPool` distributes calls over several line workers and replaces those that fail.
@@ -27,12 +28,12 @@ from typing import Any, Generic, TypeVar
 from lockstep.errors import LostProcess, Refusal
 from lockstep.launch.supervisor import MARK, NOBODY, any_stopped, kill_tree
 
-# Time for a send whose deadline has passed; 0 would not block at all.
+# Timeout of a send whose deadline has passed; 0 would make the send non-blocking.
 _SHORTEST_SECONDS = 0.001
 # Time for a supervisor to kill everything that the function started.
 ENDING_SECONDS = 10.0
 
-# The arguments after it are for people who read the process list.
+# The comment at the end is for people who read the process list.
 _START = (
     "import sys; sys.path[:] = {path!r}; from lockstep.launch.supervisor import started; started({fd})  # {shown!r}"
 )
@@ -42,9 +43,9 @@ class SupervisedProcess:
     """A process under a supervisor, and the connection to it. Any thread may kill it."""
 
     def __init__(self, serve: str, arguments: tuple[Any, ...], log: Path | None = None):
-        """Runs `serve` (`module:function`) with a connection and the arguments, which are plain values.
+        """Runs `serve` (`module:function`) with a connection and the arguments, which must be plain values.
 
-        The last lines of its output are kept in `log`; without one they are discarded.
+        The last lines of its output are written to `log`; without `log` the output is discarded.
         """
         self._mark = secrets.token_hex(16)
         self._pipe_lock, self._kill_lock = threading.Lock(), threading.Lock()
@@ -53,7 +54,8 @@ class SupervisedProcess:
         end, parent_pipe = os.pipe()
         self._parent_pipe: int | None = parent_pipe
         output = None if log is None else str(log.absolute())
-        # Arguments may contain secrets, and command lines are public: that contains only the user's file and the log.
+        # Arguments may contain secrets, and all users can read command lines. So the command line has only the user's
+        # file and the log.
         file = arguments[0] if arguments and isinstance(arguments[0], str) else None
         shown = " ".join(filter(None, [serve, file, output]))
         arguments_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, with the pipe ends
@@ -65,9 +67,9 @@ class SupervisedProcess:
                 pass_fds=[childs.fileno(), end, arguments_file.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # A new session: the terminal's Ctrl-C does not reach it.
+                # In a new session the process does not receive the terminal's Ctrl-C.
                 start_new_session=True,
-                # The order of a set must be the same in every process.
+                # The hash seed is fixed, so that the order of sets is the same in every process.
                 env={"PYTHONHASHSEED": "0", **os.environ, MARK: self._mark},
             )
         except BaseException:
@@ -85,22 +87,23 @@ class SupervisedProcess:
 
     @property
     def disturbed(self) -> bool:
-        """Whether it was killed or stopped from outside, e.g. by the OOM killer: not an error of the function."""
+        """Whether something outside, such as the OOM killer, killed or stopped the process: the function is not at
+        fault."""
         ended = self._process.poll()
         return ended == -signal.SIGKILL if ended is not None else any_stopped(self._process.pid, self._mark)
 
     def release(self) -> None:
-        """Request the end without waiting for it."""
+        """Requests the end of the process without waiting for it."""
         with self._pipe_lock:
             if self._parent_pipe is not None:
-                # Also write a byte: a forked child of the run may keep the pipe open.
+                # A byte is written too, because a forked child of the run may keep the pipe open.
                 with suppress(BrokenPipeError):
                     os.write(self._parent_pipe, b".")
                 os.close(self._parent_pipe)
                 self._parent_pipe = None
 
     def kill(self) -> None:
-        """Kill the process and everything it started. Safe to call twice, and from another thread."""
+        """Kills the process and everything it started. It may be called twice, and from another thread."""
         self.release()
         with self._kill_lock:
             if self._gone:
@@ -111,12 +114,12 @@ class SupervisedProcess:
                 kill_tree(self._process.pid, self._mark)
                 self._process.kill()
                 self._process.wait()
-            # Once more from here, by the mark: the function may have killed the supervisor.
+            # The function may have killed the supervisor, so the marked processes are also killed from here.
             kill_tree(NOBODY, self._mark)
             self._gone = True
 
     def ended(self) -> str:
-        """How a process ended that closed its connection."""
+        """Returns how the process ended, after it closed its connection."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self.kill()
@@ -132,11 +135,11 @@ def _signal(number: int) -> str:
 
 
 class ReplyTimeout(Exception):
-    """A worker did not reply within its time limit, and was killed."""
+    """Raised if a worker did not reply within its time limit and was killed."""
 
 
 class WorkerEnded(Exception):
-    """A worker closed its connection; the message says how it ended."""
+    """Raised if a worker closed its connection; the message says how it ended."""
 
 
 class LineWorker(SupervisedProcess):
@@ -147,14 +150,14 @@ class LineWorker(SupervisedProcess):
     ):
         super().__init__(serve, arguments, log)
         self.lost = False
-        """Whether the last reply is missing because the process was killed or stopped from outside."""
+        """Whether the last reply is missing because something outside killed or stopped the process."""
         self._longest_line = longest_line
         self._lines: deque[bytes] = deque()
         self._partial = bytearray()
         self._late = False
 
     def send(self, message: bytes, deadline: float) -> None:
-        """Send a message; raises `ReplyTimeout` or `WorkerEnded`."""
+        """Sends a message; raises `ReplyTimeout` or `WorkerEnded` if that fails."""
         try:
             self.connection.settimeout(max(deadline - time.monotonic(), _SHORTEST_SECONDS))
             self.connection.sendall(message)
@@ -165,11 +168,12 @@ class LineWorker(SupervisedProcess):
             raise self._ended() from None
 
     def read_line(self, deadline: float) -> bytes:
-        """The next line, without its end. At the deadline (of `time.monotonic`) the process is killed; lines that it
-        sent before are still returned, then `ReplyTimeout` is raised. ValueError: the line is too long."""
+        """Returns the next line, without its newline. At the deadline (of `time.monotonic`) the process is killed.
+        Lines that it sent before are still returned, then `ReplyTimeout` is raised. Raises ValueError for too long
+        lines."""
         while not self._lines:
             if self._longest_line is not None and len(self._partial) > self._longest_line:
-                raise ValueError("a line without an end")
+                raise ValueError("the line is too long")
             left = deadline - time.monotonic()
             if left <= 0 and not self._late:
                 self._kill_late()
@@ -191,7 +195,7 @@ class LineWorker(SupervisedProcess):
         return self._lines.popleft()
 
     def disconnect(self) -> None:
-        """Close the connection to an ended process."""
+        """Closes the connection to an ended process."""
         self.connection.close()
 
     def _kill_late(self) -> None:
@@ -209,24 +213,25 @@ ReplyT = TypeVar("ReplyT")
 
 
 class PoolWorker(LineWorker, ABC, Generic[CallT, ReplyT]):
-    """A line worker of a pool. `spent`: after its last reply it must be replaced."""
+    """A line worker of a pool. If `spent` is set, the worker must be replaced."""
 
     spent = False
 
     @abstractmethod
     def wait_loaded(self) -> None:
-        """Wait until it can be called. Raises a refusal if it cannot; `LostProcess` if a restart may help."""
+        """Waits until the worker can be called. Raises `Refusal` if it cannot, or `LostProcess` if a restart may
+        help."""
 
     @abstractmethod
     def call(self, call: CallT) -> ReplyT:
-        """Send one call and wait for its reply."""
+        """Sends one call and returns its reply."""
 
 
 class ProcessPool(Generic[CallT, ReplyT]):
     """A queue of calls, with one worker process and one supervising thread per slot.
 
-    Workers are new interpreters, not `multiprocessing.Process`: that would run the main script of the parent in each
-    (and import torch), and its daemon processes cannot have children.
+    Workers are new interpreters. `multiprocessing.Process` is not used, because it would run the parent's main script
+    in each worker (and import torch), and because its daemon processes cannot have children.
     """
 
     def __init__(
@@ -238,17 +243,17 @@ class ProcessPool(Generic[CallT, ReplyT]):
         failed: Callable[[int, str], ReplyT],
         closed: ReplyT,
     ):
-        """Starts the processes. `start` makes the worker of a slot, `failed` makes the reply of a slot without one,
-        and `closed` is the reply after the pool is closed.
+        """Starts the processes. `start` creates the worker of a slot, `failed` creates the reply of a slot without a
+        worker, and `closed` is the reply after the pool is closed.
 
-        A process that was killed or stopped twice while loading raises `LostProcess`: a restart may help."""
+        Raises `LostProcess` if a process was killed or stopped twice while loading, because a restart may help."""
         self._start_worker, self._failed, self._closed = start, failed, closed
         self._jobs: queue.Queue[tuple[CallT, Future[ReplyT]] | None] = queue.Queue()
-        # A call is either queued before the pool closes, or answered by `submit`.
+        # A call is either queued before the pool closes, or `submit` replies to it.
         self._submit_lock = threading.Lock()
         self._closing = threading.Event()
         self._workers: list[PoolWorker[CallT, ReplyT] | None] = [None] * workers
-        # Wait for the first worker alone, so that an unusable file is reported once.
+        # Wait for the first worker before starting others, so that an unusable file is reported only once.
         try:
             self._start(0)
         except LostProcess:
@@ -261,7 +266,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             thread.start()
 
     def submit(self, call: CallT) -> Future[ReplyT]:
-        """Returns at once. The future never raises and cannot be cancelled."""
+        """Queues a call and returns its future immediately. The future never raises and cannot be cancelled."""
         future: Future[ReplyT] = running_future()
         with self._submit_lock:
             if not self._closing.is_set():
@@ -276,7 +281,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
             self._closing.set()
             for _ in self._threads:
                 self._jobs.put(None)
-        # A process that is being started is killed in `_start`.
+        # `_start` kills a process that is still being started.
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.release()
@@ -312,11 +317,11 @@ class ProcessPool(Generic[CallT, ReplyT]):
             future.set_result(self._reply(index, call))
 
     def _reply(self, index: int, call: CallT) -> ReplyT:
-        """Always returns a reply: a call without one would block the run forever."""
+        """Returns a reply in any case, because a call without a reply would block the run forever."""
         reply = self._call_worker(index, call)
         worker = self._workers[index]
         if worker is not None and worker.lost and not self._closing.is_set():
-            # Retry once after a kill from outside, so that it does not change the training.
+            # Retry once after a kill from outside, so that the kill does not change the training.
             reply = self._call_worker(index, call)
         return self._closed if self._closing.is_set() else reply
 
@@ -336,7 +341,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
         return reply
 
     def _ready(self, index: int) -> str | None:
-        """Ensures a running process at this index; returns the reason if there is none."""
+        """Starts a process at this index if none is running; returns the reason if that fails, else None."""
         if self._closing.is_set():
             return "the pool is closed"
         worker = self._workers[index]
@@ -351,7 +356,7 @@ class ProcessPool(Generic[CallT, ReplyT]):
 
 
 def running_future() -> Future[Any]:
-    """A future that cannot be cancelled."""
+    """Returns a future that cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -1,4 +1,4 @@
-"""`parallel.launcher: ray`: the ranks of a run on a Ray cluster, with elastic restarts."""
+"""`parallel.launcher: ray`: runs the ranks on a Ray cluster, with elastic restarts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from lockstep.recipe import Recipe
 
 
-# `parallel.elastic`: the number of devices with which a run continues after losing some.
+# `parallel.elastic`: selects the number of devices with which a run continues after losing some.
 
 
 def fitting_devices(settings: Parallel, available: int) -> int:
-    """The largest number of devices, up to those available and those in the recipe, that the layout divides evenly; 0
-    if there are too few."""
+    """Returns the largest number of devices that the parallel layout divides evenly, limited by the available devices
+    and by the recipe; 0 if there are too few."""
     most = min(settings.devices or 1, available)
     return next((devices for devices in range(most, 0, -1) if _fits(settings, devices)), 0)
 
@@ -41,7 +41,7 @@ def fitting_devices(settings: Parallel, available: int) -> int:
 def _fits(settings: Parallel, devices: int) -> bool:
     try:
         grid_of(settings, devices)
-        refuse_ranks(settings.group, devices)  # complete context and tensor groups
+        refuse_ranks(settings.group, devices)  # context- and tensor-parallel groups must be complete
         refuse_offload(settings, devices)
     except Refusal:
         return False
@@ -49,7 +49,7 @@ def _fits(settings: Parallel, devices: int) -> bool:
 
 
 def layout_of(settings: Parallel) -> str:
-    """The keys that constrain the number of devices, as text."""
+    """Returns the keys that constrain the number of devices, as text."""
     constraints = {
         "shard": settings.shard is not None,
         "replicate": settings.replicate is not None,
@@ -62,7 +62,8 @@ def layout_of(settings: Parallel) -> str:
 
 
 def refuse_rigid(settings: Parallel) -> None:
-    """Reject `parallel.elastic` with a layout that fits no fewer devices: losing one device would end the run."""
+    """Raises `Refusal` for `parallel.elastic` with a layout that cannot use fewer devices: losing one would end the
+    run."""
     requested = settings.devices or 1
     if not settings.elastic or requested == 1 or fitting_devices(settings, requested - 1):
         return
@@ -74,42 +75,43 @@ def refuse_rigid(settings: Parallel) -> None:
     )
     raise Refusal.at(
         "parallel.elastic",
-        f"no fewer than {requested} devices fit {layout_of(settings)}",
+        f"{layout_of(settings)} cannot use fewer than {requested} devices",
         f"{way}, or remove parallel.elastic: a restart then waits for the lost devices",
+        code="wrong-process-count",
     )
 
 
-# The ranks run on an existing Ray cluster, or on one that is started for the run: one placement group with one bundle
-# per device, one actor per bundle, and each actor runs `lockstep train` as one rank. Ray places the ranks;
+# The ranks run on an existing Ray cluster, or on one that is started for the run. A placement group has one bundle per
+# device and one actor per bundle, and each actor runs `lockstep train` as one rank. Ray places the ranks;
 # torch.distributed connects them.
 
-# Prefixes of the driver's environment variables that are passed to the ranks; other variables are specific to its host.
+# Prefixes of the driver's environment variables that are passed to the ranks. Others are specific to its host.
 PASSED_ON = (
     *("LOCKSTEP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_", "PYTHONPATH", "TRITON_"),
     *("WANDB_", "MLFLOW_", "SWANLAB_"),
     *(f"{kind.collective.upper()}_" for kind in DEVICES.values()),
 )
 _KILLED = 128 + signal.SIGKILL
-# Interval of an actor's replies, with or without output.
+# Interval at which an actor replies, with or without output.
 _BEAT_SECONDS = 1.0
 # Time after the first failure for the other ranks to report.
 _GRACE_SECONDS = 5.0
-# Time for one placement attempt, for the first placement, and for lost devices to return after a failure.
+# Time limits of one placement attempt, of the first placement, and of waiting for lost devices after a failure.
 _TRY_SECONDS, _PLACE_SECONDS, _RETURN_SECONDS = 10.0, 120.0, 300.0
 
-# Time for the cluster of RAY_ADDRESS to accept a connection.
+# Time limit for a connection to the cluster of RAY_ADDRESS.
 _CONNECT_SECONDS = 60.0
 _ADDRESS = re.compile(r"(?:ray://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})/?")
 _SETTINGS_FRAME, _FRAME_HEAD = 4, 9
-_START_REMEDY = "start it (`ray start --head`), or unset RAY_ADDRESS and `ray stop` for one that the run starts itself"
+_START_REMEDY = "start it (`ray start --head`), or unset RAY_ADDRESS and run `ray stop`: the run then starts a cluster"
 
 Start = Callable[[Sequence[str], int], int]
 
 
 @contextmanager
 def ray_cluster(recipe: Recipe) -> Iterator[Start]:
-    """Connect to the cluster of RAY_ADDRESS or one started on this machine with `ray start`; else start one for this
-    run.
+    """Connects to the cluster of RAY_ADDRESS or to one started on this machine with `ray start`; else starts one for
+    this run.
 
     Yields the function that runs `lockstep` with given arguments in all ranks and returns the exit status.
     """
@@ -132,7 +134,7 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
             except ValueError:
                 ray.init(**quiet)  # an existing cluster does not accept num_cpus
     except Exception as error:  # Ray raises a bare Exception if a node does not start in time
-        raise Refusal.at(where, first_line(error), _START_REMEDY) from error
+        raise Refusal.at(where, first_line(error), _START_REMEDY, code="ray-unreachable") from error
     try:
         yield Cluster(recipe, ray).run
     finally:
@@ -140,8 +142,8 @@ def ray_cluster(recipe: Recipe) -> Iterator[Start]:
 
 
 def refuse_unreachable(address: str | None) -> None:
-    """Reject an address at which no cluster accepts a connection within a minute: Ray would retry for many minutes
-    without output. Addresses that Ray resolves itself (`auto`, `local`, other schemes) are not checked."""
+    """Raises `Refusal` if no cluster accepts a connection at the address within a minute; Ray would retry for many
+    minutes without output. Addresses that Ray resolves itself (`auto`, `local`, other schemes) are not checked."""
     if not address or address in ("auto", "local") or ("://" in address and not address.startswith("ray://")):
         return
     match = _ADDRESS.fullmatch(address)
@@ -150,6 +152,7 @@ def refuse_unreachable(address: str | None) -> None:
             "RAY_ADDRESS",
             f"{address!r} is not the address of a Ray cluster",
             "write HOST:PORT of its head node (default port 6379), ray://HOST:10001, or auto",
+            code="invalid-address",
         )
     deadline = time.monotonic() + _CONNECT_SECONDS
     with log_wait(f"a connection to RAY_ADDRESS={address}"):
@@ -160,13 +163,13 @@ def refuse_unreachable(address: str | None) -> None:
             except OSError as error:
                 if time.monotonic() + _BEAT_SECONDS >= deadline:
                     why = f"no cluster answers for {_CONNECT_SECONDS:g} s: {error.strerror or error}"
-                    raise Refusal.at(f"RAY_ADDRESS={address}", why, _START_REMEDY) from error
+                    raise Refusal.at(f"RAY_ADDRESS={address}", why, _START_REMEDY, code="ray-unreachable") from error
             time.sleep(_BEAT_SECONDS)
 
 
 def _meet(host: str, port: int, seconds: float) -> None:
-    """Raise OSError if nothing accepts a connection or it is not a gRPC server, which answers the HTTP/2 preface with a
-    SETTINGS frame. With TLS only the connection is tested."""
+    """Raises OSError if nothing accepts a connection at the address, or if the server there is not a gRPC server. (A
+    gRPC server answers the HTTP/2 preface with a SETTINGS frame.) With TLS only the connection is tested."""
     with socket.create_connection((host, port), timeout=seconds) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
@@ -187,7 +190,8 @@ class Cluster:
         self.visible = DEVICES[self.device].visible_variable
 
     def _working_folder(self) -> str | None:
-        """Working directory of the ranks: the current one, which all nodes share; None: the job's copy of its files."""
+        """Returns the working directory of the ranks: the current one, which all nodes must share, or None for the Ray
+        job's copy of its files."""
         context = self.ray.get_runtime_context()
         if not context.runtime_env.working_dir():
             return os.getcwd()
@@ -197,11 +201,12 @@ class Cluster:
                 "run.folder",
                 f"{folder} would be created in the job's copy of its working directory, which is deleted with the job",
                 "give an absolute path that all nodes share",
+                code="not-shared",
             )
         return None
 
     def _device(self) -> str:
-        """The device of the ranks; the driver's machine may lack it."""
+        """Returns the device of the ranks, which the driver's machine may not have."""
         if self.recipe.device == "auto":
             resources = self.ray.cluster_resources()
             return next(name for name, kind in DEVICES.items() if resources.get(kind.ray_resource or "CPU", 0) >= 1)
@@ -210,7 +215,7 @@ class Cluster:
         return self.recipe.device
 
     def run(self, arguments: Sequence[str], turn: int) -> int:
-        """Run all ranks once; `turn` counts restarts."""
+        """Runs all ranks once; returns the exit status. `turn` counts restarts."""
         from ray.exceptions import RayActorError
 
         with self._placed(turn) as (group, devices):
@@ -225,7 +230,7 @@ class Cluster:
 
     @contextmanager
     def _placed(self, turn: int) -> Iterator[tuple[Any, int]]:
-        """A placement group and its number of devices: that of the recipe, or fewer after a failure with
+        """Yields a placement group and its number of devices: the number in the recipe, or fewer after a failure with
         `parallel.elastic`."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -257,16 +262,17 @@ class Cluster:
                     "parallel.devices",
                     f"is {requested}; the Ray cluster's nodes have {available} {self.resource} in total, {free} free",
                     "start more nodes (`ray start --address=...`), wait for other jobs to end, or use fewer",
+                    code="too-few-devices",
                 )
             if time.monotonic() >= log_at:
                 log_at = time.monotonic() + TELL_AGAIN_SECONDS
                 say(f"waiting for {requested} {self.resource} of the Ray cluster, which has {available}")
-            # The cluster notices a lost node after a while, and a new one may replace it.
+            # The cluster detects a lost node only after a while, and a new node may replace it.
             time.sleep(_BEAT_SECONDS)
 
     @contextmanager
     def _actors(self, group: Any, devices: int) -> Iterator[list[Any]]:
-        """One actor per device, ordered by node."""
+        """Yields one actor per device, ordered by node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         kind = self.ray.remote(RankProcess)
@@ -291,7 +297,7 @@ class Cluster:
                 self.ray.kill(actor)
 
     def _environments(self, actors: list[Any]) -> list[dict[str, str]]:
-        """The environment variables that torchrun would set for each rank."""
+        """Returns the environment variables that torchrun would set for each rank."""
         places: list[RankPlace] = self.ray.get([actor.place.remote() for actor in actors])
         nodes, address = [place.node for place in places], places[0].address
         port = self.ray.get(actors[0].hold_store.remote(address))
@@ -299,7 +305,7 @@ class Cluster:
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) or name in named}
         environments = []
         for rank, place in enumerate(places):
-            # A rank sees only its accelerator, even if Ray is configured not to restrict it.
+            # A rank sees only its own accelerator, even if Ray is configured not to restrict it.
             seen = {self.visible: ",".join(place.devices)} if self.visible else {}
             local = 0 if self.visible else nodes[:rank].count(place.node)
             environments.append(
@@ -319,11 +325,11 @@ class Cluster:
 
 
 class Ranks:
-    """The ranks of one attempt, seen from the driver."""
+    """Controls the ranks of one attempt from the driver."""
 
     def __init__(self, ray: Any, actors: list[Any], stall_seconds: float | None):
         self.ray, self.actors = ray, actors
-        # A stopped actor, or one whose node is disconnected, does not reply.
+        # An actor does not reply if it is stopped or its node is disconnected.
         self.silence = None if stall_seconds is None else max(60.0, stall_seconds)
         self.status: dict[int, int] = {}
         self.signals: list[int] = []
@@ -331,7 +337,7 @@ class Ranks:
     def run(self, arguments: list[str], environments: list[dict[str, str]], folder: str | None) -> int:
         with _signals(self.signals):
             try:
-                # One by one, so that one problem is reported, not one per rank.
+                # Ranks are started one by one, so that a problem is reported only once.
                 for actor, environment in zip(self.actors, environments, strict=True):
                     with log_wait(f"rank {environment['RANK']} to start"):
                         problem = self.ray.get(actor.start.remote(arguments, environment, folder))
@@ -389,7 +395,7 @@ class Ranks:
         return output
 
     def _show(self, rank: int, output: RankOutput) -> None:
-        """Print rank 0's output unchanged; prefix the lines of other ranks with the rank."""
+        """Prints the output of rank 0 unchanged, and prefixes the lines of other ranks with the rank."""
         for number, line in output.lines:
             stream = sys.stdout if number == 1 else sys.stderr
             stream.flush()
@@ -397,7 +403,7 @@ class Ranks:
             stream.buffer.flush()
 
     def _end(self) -> None:
-        """End all ranks. A rank whose actor is gone has ended with it."""
+        """Ends all ranks. A rank whose actor has ended has ended with it."""
         ending = [actor.end.remote() for actor in self.actors]
         with suppress(self.ray.exceptions.RayError):
             self.ray.wait(ending, num_returns=len(ending), timeout=_GRACE_SECONDS)

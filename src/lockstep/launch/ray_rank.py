@@ -1,7 +1,7 @@
 """One rank under Ray: an actor that runs the rank as a child process and forwards its output.
 
-With a separate process, an actor remains to report when the rank is killed or stopped, the rank has its main thread and
-signals, and its exit status is available.
+Because the rank is a separate process, the actor can report that the rank was killed or stopped, the rank has its own
+main thread and signals, and its exit status is available.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import IO, Any, NamedTuple
 from lockstep.errors import Problem
 from lockstep.launch.restarts import LAUNCHER, status_of
 
-# Time to drain the pipes of an ended process; a child of it may keep them open.
+# Time limit for reading the rest of the output of an ended process; a child process may keep the pipes open.
 _DRAIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class RankOutput:
-    """Output of a rank (1: stdout, 2: stderr) and its exit status; None while it runs."""
+    """Output of a rank (1: stdout, 2: stderr), and its exit status, which is None while the rank runs."""
 
     lines: list[tuple[int, bytes]]
     status: int | None
 
 
 class RankPlace(NamedTuple):
-    """Ray's node id, the node's address, and the indices of this actor's accelerators."""
+    """The location of an actor: Ray's node id, the node's address, and the indices of its accelerators."""
 
     node: str
     address: str
@@ -42,7 +42,7 @@ class RankPlace(NamedTuple):
 
 
 class RankProcess:
-    """The actor. Its methods run concurrently: one waits for output while another sends a signal."""
+    """The Ray actor of one rank. Its methods run concurrently: one waits for output while another sends a signal."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -58,22 +58,23 @@ class RankProcess:
         return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), devices)
 
     def hold_store(self, address: str) -> int:
-        """Host the rendezvous store, so that it outlives the ranks; returns the port."""
+        """Hosts the rendezvous store in the actor, so that it outlives the ranks; returns the port."""
         from torch.distributed import TCPStore
 
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def start(self, arguments: list[str], environment: dict[str, str], folder: str | None) -> Problem | None:
-        """Run `lockstep` with these arguments in a folder; None: the job's working directory. A problem is returned,
-        because Ray would wrap an exception."""
+        """Runs `lockstep` with these arguments in `folder`, or in the job's working directory if it is None. Returns a
+        problem instead of raising, because Ray would wrap the exception."""
         if folder is not None and not Path(folder).is_dir():
             return Problem(
                 f"folder {folder}",
-                f"the run was started there, and node {os.uname().nodename} does not have it",
+                f"the run was started there, but node {os.uname().nodename} does not have it",
                 "start it in a folder that all nodes share",
+                code="not-shared",
             )
-        # Unbuffered, so that output is complete if the rank is killed.
+        # Output is unbuffered, so that it is complete if the rank is killed.
         extra = {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
         # Ray blocks SIGINT in its workers, and a child inherits the signal mask of its thread.
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -102,7 +103,7 @@ class RankProcess:
             self._lines.put((number, line))
 
     def read(self, seconds: float) -> RankOutput:
-        """Output since the last call; waits up to `seconds` for some."""
+        """Returns the output since the last call; waits up to `seconds` if there is none."""
         assert self._process is not None
         given_up, status = time.monotonic() + seconds, self._process.poll()
         while self._lines.empty() and status is None and time.monotonic() < given_up:
@@ -123,7 +124,7 @@ class RankProcess:
             self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kill the rank and its session."""
+        """Kills the rank and its session."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):

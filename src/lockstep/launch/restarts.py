@@ -9,21 +9,22 @@ from signal import SIGHUP, SIGINT, SIGTERM
 
 from lockstep.errors import STALLED
 
-# Environment variable of a rank: the PID of its launcher.
+# Environment variable with the PID of the launcher of a rank.
 LAUNCHER = "LOCKSTEP_LAUNCHER"
-# Configuration errors: a restart would fail again.
+# Exit status of a configuration error, with which a restart would fail again.
 _REFUSED = 2
-# A requested end.
+# Exit statuses of a run that was asked to end.
 _ASKED = {128 + number for number in (SIGHUP, SIGINT, SIGTERM)}
 
 
 def status_of(code: int) -> int:
-    """A shell's exit status: 128 + N for signal N."""
+    """Converts a return code to a shell's exit status: 128 + N for signal N."""
     return code if code >= 0 else 128 - code
 
 
 def worst(statuses: Iterable[int]) -> int:
-    """The exit status of a run from those of its ranks: a stall, a kill and an error matter more than what follows."""
+    """Returns the exit status of a run from those of its ranks. A stall, a kill or an error takes precedence over
+    failures that result from it."""
     order = [0, *sorted(_ASKED), _REFUSED]
 
     def weight(status: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The supervisor process between a run and a worker that runs user code; the worker cannot outlive or block the run."""
+"""The supervisor process between a run and a worker with user code; it ensures that the worker ends with the run."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from typing import Any, NoReturn
 
 from lockstep.run.files import write_private, written_aside
 
-# Linux's process controls for parent death; no effect on other systems.
+# Linux's process controls for the death of the parent. They have no effect on other systems.
 
-# From linux/prctl.h.
+# Constants of linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process instead of init (subreaper)."""
+    """Makes orphaned descendants children of this process instead of init (subreaper)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Kill this process when its parent thread ends."""
+    """Makes the kernel kill this process when its parent thread ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wake_without_parent() -> None:
-    """Resume this process (SIGCONT) when its parent thread ends: a stopped supervisor could not clean up."""
+    """Makes the kernel resume this process (SIGCONT) when its parent thread ends; a stopped supervisor could not clean
+    up."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
@@ -47,27 +48,29 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-# Set-up of the worker, before it runs user code.
+# Setup of the worker before it runs user code.
 
 
 def worker_socket(descriptor: int) -> socket.socket:
-    """The worker's connection to the run. Ctrl-C is ignored. Children of the function do not inherit the connection."""
+    """Returns the worker's connection to the run, which children of the function do not inherit. Ctrl-C is ignored from
+    here on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     return socket.socket(fileno=descriptor)
 
 
 def exit_if_forked(worker: int) -> None:
-    """Exit in a process that the function forked and that returned from it; `worker` is the PID of the worker."""
+    """Exits if this process is a fork that the user function made and that returned from the function. `worker` is the
+    PID of the worker."""
     if os.getpid() != worker:
         os._exit(0)
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Limit the address space to the current mapping plus `memory_bytes`.
+    """Limits the address space to the current mapping plus `memory_bytes`.
 
-    Libraries reserve far more addresses than they use memory; limiting those would prevent imports. No limit without
-    /proc.
+    Libraries reserve far more addresses than they use memory, so an absolute limit would prevent imports. Without /proc
+    there is no limit.
     """
     statm = Path("/proc/self/statm")
     if not statm.exists():
@@ -78,12 +81,12 @@ def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-# The process tree of a worker, including processes that left its group, session or parent. Two traces are combined: the
-# parent PIDs, which `adopt_orphans` keeps below one process, and an environment variable that children inherit. Only a
-# process that clears its environment and whose subreaper was killed escapes both. Requires /proc.
+# Finds the process tree of a worker, including processes that left its group, session or parent. Two methods are
+# combined: parent PIDs, which `adopt_orphans` keeps below one process, and an environment variable that children
+# inherit. Only a process that clears its environment and whose subreaper was killed is missed. Requires /proc.
 
 MARK = "LOCKSTEP_FUNCTION_PROCESS"
-# Instead of the PID of an ended process, which may be reused.
+# Used instead of the PID of an ended process, which may be reused.
 NOBODY = -1
 _PROC = Path("/proc")
 # A killed process may take a moment to end; one that hangs in the kernel may never end.
@@ -91,7 +94,7 @@ _PASSES, _PAUSE = 500, 0.01
 
 
 def kill_tree(root: int, mark: str) -> bool:
-    """Kill all descendants of `root` until none is left; False if some do not end."""
+    """Kills all descendants of `root` until none is left; returns False if some do not end."""
     for _ in range(_PASSES):
         living = descendants(root, mark)
         if not living:
@@ -104,7 +107,7 @@ def kill_tree(root: int, mark: str) -> bool:
 
 
 def any_stopped(root: int, mark: str) -> bool:
-    """Whether `root` or a descendant is stopped by a signal."""
+    """Returns whether `root` or a descendant is stopped by a signal."""
     for pid in (root, *descendants(root, mark)):
         with suppress(OSError):  # the process has ended
             if _parent_and_state((_PROC / str(pid) / "stat").read_bytes())[1] in (b"T", b"t"):
@@ -113,7 +116,8 @@ def any_stopped(root: int, mark: str) -> bool:
 
 
 def descendants(root: int, mark: str) -> list[int]:
-    """Live descendants of `root`, or processes with its mark in their environment; without `root` and this process."""
+    """Returns the live descendants of `root` and all processes with its mark in their environment, without `root` and
+    this process."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
     ended: set[int] = set()
@@ -134,19 +138,20 @@ def descendants(root: int, mark: str) -> list[int]:
 
 
 def _parent_and_state(stat: bytes) -> tuple[int, bytes]:
-    """Fields 4 and 3 of /proc/PID/stat. Field 2, the name, is in brackets and may contain anything."""
+    """Returns the parent and the state in /proc/PID/stat (fields 4 and 3). Field 2, the name in brackets, may contain
+    any character."""
     fields = stat[stat.rindex(b")") + 2 :].split()
     return int(fields[1]), fields[0]
 
 
-# Size of the file. In memory the output may grow to twice this before it is cut.
+# Maximum size of the file. In memory the output may grow to twice this size before it is cut.
 KEPT_BYTES = 64 * 2**10
 _DROPPED = b"[earlier lines were dropped]\n"
 
 
 class OutputTail:
-    """The last lines that a process printed, in a file of bounded size. Continues an existing file. Nothing is written
-    until the run has created the run folder."""
+    """Keeps the last lines that a process printed in a file of bounded size. An existing file is continued. Nothing is
+    written until the run has created the run folder."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -163,7 +168,7 @@ class OutputTail:
             self._cut()
 
     def write(self) -> None:
-        """Update the file. After a write error the next call tries again."""
+        """Updates the file. After a write error the next call tries again."""
         self.written_at = time.monotonic()
         if not self._file.parent.parent.is_dir():
             return
@@ -176,7 +181,7 @@ class OutputTail:
             self.waiting = False
 
     def _cut(self) -> None:
-        """Keep the end, from the start of a line if there is one."""
+        """Keeps only the end of the output, from the start of a line if possible."""
         kept = self._kept[len(_DROPPED) - KEPT_BYTES :]
         line_start = kept.find(b"\n") + 1
         self._kept = bytearray(_DROPPED) + (kept[line_start:] if line_start < len(kept) else kept)
@@ -192,7 +197,7 @@ _ENDING = {signal.SIGTERM, signal.SIGHUP}
 
 
 def started(arguments_fd: int) -> NoReturn:
-    """Call `main` with the arguments stored in the open file descriptor."""
+    """Calls `main` with the arguments stored in the open file descriptor."""
     with open(arguments_fd, "rb") as file:
         main(*ast.literal_eval(file.read().decode()))
 
@@ -200,8 +205,9 @@ def started(arguments_fd: int) -> NoReturn:
 def main(
     connection: int, parent_pipe: int, run: int, serve: str, arguments: tuple[Any, ...], mark: str, output: str | None
 ) -> NoReturn:
-    """The worker calls `serve` (`module:function`) with its `connection` and the arguments. `parent_pipe` is the read
-    end of a pipe from the run: data or end-of-file there ends the worker, and so does the end of process `run`."""
+    """Runs the supervisor. The worker calls `serve` (`module:function`) with its `connection` and the arguments.
+    `parent_pipe` is the read end of a pipe from the run: data or end-of-file there ends the worker, and so does the end
+    of the process `run`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, name = serve.partition(":")
     work = getattr(importlib.import_module(module), name)
@@ -227,7 +233,7 @@ def main(
 
 
 def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
-    """Fork a child in a new session that does the work; it dies with this process."""
+    """Forks a child that does the work in a new session and is killed when this process ends; returns its PID."""
     supervisor = os.getpid()
     child = os.fork()
     if child:
@@ -243,7 +249,7 @@ def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
         for descriptor in (1, 2):
             os.dup2(printing, descriptor)
         os.close(printing)
-        # Line buffered: output before a kill must not be lost.
+        # Output is line-buffered, so that output before a kill is not lost.
         sys.stdout = os.fdopen(1, "w", 1, encoding="utf-8", errors="backslashreplace")
         sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace")
         work()
@@ -255,7 +261,8 @@ def _fork(work: Callable[[], None], not_its: list[int], printing: int) -> int:
 
 
 def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTail | None) -> int | None:
-    """Wait for the worker to end and return its status, or for the parent pipe and return None."""
+    """Waits until the worker ends, and returns its status, or until the parent pipe signals the end, and returns
+    None."""
     woken, waking = os.pipe()
     for descriptor in (waking, woken, printed):
         os.set_blocking(descriptor, False)
@@ -279,12 +286,12 @@ def _watch(worker: int, parent_pipe: int, run: int, printed: int, tail: OutputTa
         if tail is not None and tail.waiting:
             if printed not in ready or time.monotonic() - tail.written_at > _SOMETIMES:
                 tail.write()
-            # Not written: the run folder does not exist yet.
+            # The output was not written, because the run folder does not exist yet.
             pause = _SOMETIMES if tail.waiting and printed not in ready else _IDLE
 
 
 def _reaped(worker: int, *, wait: bool = False) -> int | None:
-    """Reap ended children, or wait for all; returns the worker's status if it is among them."""
+    """Reaps ended children, or waits for all with `wait`; returns the worker's status if it is among them."""
     worker_status = None
     with suppress(ChildProcessError):
         while True:
@@ -297,7 +304,7 @@ def _reaped(worker: int, *, wait: bool = False) -> int | None:
 
 
 def _read(printed: int, tail: OutputTail | None) -> bool:
-    """Read available output, up to a limit; True at end-of-file."""
+    """Reads available output, up to a limit; returns True at end-of-file."""
     with suppress(BlockingIOError):
         for _ in range(64):
             piece = os.read(printed, 2**16)

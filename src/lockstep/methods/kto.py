@@ -24,17 +24,21 @@ def reader(recipe: Recipe) -> Reader[LabeledResponse]:
 
 
 def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[list[Problem], list[str]]:
-    """The data needs rows of both kinds, and every update at least two rows for mismatched pairs."""
+    """Checks that the data has rows of both kinds, and every update at least two rows for mismatched pairs."""
     problems, settings = [], recipe.preference
     verdicts = [item.desirable for item in rows.items]
     good, bad = sum(verdicts), len(verdicts) - sum(verdicts)
     if len(verdicts) < 2:
-        problems.append(Problem(key, "has one row, and the KL estimate needs another prompt's response", "add rows"))
+        problems.append(
+            Problem(
+                key, "has one row, and the KL estimate needs another prompt's response", "add rows", code="too-few-rows"
+            )
+        )
     if key != "data.train":
         return problems, []
     if not (good and bad):
         only = "desirable" if good else "undesirable"
-        problems.append(Problem(key, f"every row is {only}", "add rows of both kinds"))
+        problems.append(Problem(key, f"every row is {only}", "add rows of both kinds", code="one-class-only"))
         return problems, []
     if recipe.run.steps is None and len(verdicts) * (recipe.run.epochs or 1) % recipe.batch.rows_per_update == 1:
         problems.append(
@@ -42,6 +46,7 @@ def check(recipe: Recipe, rows: Dataset[LabeledResponse], key: str) -> tuple[lis
                 "batch.rows_per_update",
                 f"{recipe.batch.rows_per_update} leaves a last update of one row, which has no mismatched pair",
                 "choose another number, or set run.steps",
+                code="too-few-rows",
             )
         )
     note = imbalance_note(good, bad, settings.desirable, settings.undesirable)
@@ -117,7 +122,9 @@ def _mismatched_examples(items: Sequence[LabeledResponse], longest: int) -> tupl
         partners = mismatched_rows(prompts, responses)
     except ValueError as error:
         where = ", ".join(str(item.origin) for item in items[:2])
-        raise Refusal.at(where, f"the KL estimate of this update is impossible: {error}", "shuffle the rows") from error
+        raise Refusal.at(
+            where, f"the KL estimate of this update is impossible: {error}", "shuffle the rows", code="too-few-rows"
+        ) from error
     examples, cut = [], 0
     for item, prompt, partner in zip(items, prompts, partners, strict=True):
         room = longest - len(prompt)

@@ -105,7 +105,7 @@ def _partners(kind: str, policy_S: torch.Tensor, reference_S: torch.Tensor) -> P
 
 
 def _weighed(values_K: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
-    """A token of weight 0 gives 0, even if its log-prob is -inf."""
+    """Weighted log-probs. A token of weight 0 gives 0, even if its log-prob is -inf."""
     return torch.where(weights_K > 0, values_K * weights_K, 0.0)
 
 

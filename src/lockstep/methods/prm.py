@@ -25,7 +25,7 @@ def reader(recipe: Recipe) -> Reader[StepLabels]:
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """The label tokens, which users of the model need."""
+    """A file with the label tokens, which users of the model need."""
     return {PROCESS: json.dumps(recipe.prm.model_dump(), ensure_ascii=False, indent=2)}
 
 

@@ -1,1 +1,1 @@
-"""Models loaded, checked, given heads and exported. For `tape` and all above it; it may import `run`."""
+"""Loads, checks and exports models. May be imported by `tape` and the layers above it; may import `run`."""

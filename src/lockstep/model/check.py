@@ -1,4 +1,4 @@
-"""Checks a model before training: our log-probs and gradients must equal those of transformers.
+"""Checks a model before training: lockstep's log-probs and gradients must equal transformers'.
 
 The architecture is tested with a small random model (`miniature.py`) in fp32, on sequences longer than each of its
 limits; then the loaded model is tested on a few tokens in its dtype.
@@ -29,17 +29,17 @@ from lockstep.parallel.sharding import unit_gathered
 from lockstep.run.console import Console
 from lockstep.types import MicroBatch
 
-# Allowed difference of packed log-probs from those of transformers.
+# Allowed difference between packed log-probs and transformers' log-probs.
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
-# Miniature in fp32: absolute error of log-probs, relative error of gradient norms.
+# Tolerances for the small model in fp32: absolute error of log-probs, relative error of gradient norms.
 LOGPROB_ERROR, GRADIENT_ERROR = 2e-4, 2e-3
 GRADIENT_FLOOR = 1e-4
-# Allowed rounding error in bf16 or fp16, relative to transformers' attention. Correct attentions are within 1.2, one
-# that is 5 % too strong in bf16 above 2.3 (llama, mistral, mixtral, qwen2).
+# Allowed rounding error in bf16 or fp16, relative to that of transformers' attention. Correct kernels reach at most
+# 1.2; a kernel whose attention is 5 % too strong reaches more than 2.3 in bf16 (llama, mistral, mixtral, qwen2).
 ROUNDING_RATIO = 1.8
-# Number of sequence sets needed to distinguish them.
+# Number of sequence sets needed to tell correct from wrong kernels.
 ROUNDING_SETS = 6
-# Sequence lengths of the miniature: within every limit, beyond a window, and beyond the original length.
+# Sequence lengths for the small model: within every limit, beyond a window, and beyond the original length.
 LENGTHS = (5, LIMIT + 4, ORIGINAL_LENGTH + LIMIT + 3)
 # Errors of transformers and torch for a model that cannot be run with our attention.
 RUN_ERRORS = (
@@ -66,8 +66,8 @@ class Miniature:
 
 
 def build_miniature(config: Any, kernel: str, device: torch.device, divisor: int = 1) -> Miniature:
-    """Build a small random model of the architecture in fp32. Raises `Unfit` if our attention does not support it.
-    `divisor` divides its heads and the width of its feed-forward layers."""
+    """Builds a small random model of the architecture in fp32. Raises `Unfit` if our attention does not support it. Its
+    numbers of heads and experts and its feed-forward width are divisible by `divisor`."""
     register_attention()
     _refuse_other_kinds(config)
     try:
@@ -91,7 +91,7 @@ def _refuse_other_kinds(config: Any) -> None:
     kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
     others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     if others:
-        raise Unfit(f"its layers of kind {', '.join(others)} are not attention to all or to the last tokens")
+        raise Unfit(f"its layers of kind {', '.join(others)} are neither full nor sliding-window attention")
 
 
 def _build(config: Any, divisor: int) -> Any:
@@ -151,7 +151,7 @@ def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tens
     nonzero = {name: found for name, found in wanted.items() if found is not None and float(found.norm()) > 0}
     for name, parameter in model.named_parameters():
         if name in nonzero and parameter.grad is None:
-            raise Unfit(f"{name} gets no gradient, and transformers' attention gives it one")
+            raise Unfit(f"{name} gets no gradient, but transformers' attention gives it one")
     errors = {
         name: float((parameter.grad - nonzero[name]).norm()) / max(float(nonzero[name].norm()), least)
         for name, parameter in model.named_parameters()
@@ -166,7 +166,7 @@ def _compare_gradients(kind: str, model: nn.Module, wanted: dict[str, torch.Tens
 def _reference_gradients(
     model: Any, sequences: Sequence[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """Log-probs and gradients of transformers' eager attention, one sequence at a time."""
+    """Returns log-probs and gradients of transformers' eager attention, one sequence at a time."""
     model.zero_grad(set_to_none=True)
     model.set_attn_implementation("eager")
     try:
@@ -180,14 +180,14 @@ def _reference_gradients(
 
 
 def weights_of(count: int, device: torch.device) -> torch.Tensor:
-    """Loss weights that differ for every token."""
+    """Returns loss weights that differ for every token."""
     return torch.cos(torch.arange(count, dtype=torch.float32)).to(device)
 
 
 def check_architecture(
     config: Any, path: str, dtype: torch.dtype, kernel: str, device: torch.device, console: Console | None = None
 ) -> None:
-    """Refuse an architecture that would be trained wrongly. Needs no weights; a success is cached."""
+    """Refuses an architecture that would be trained wrongly. Needs no weights; a success is cached."""
     prepare_products(dtype)
 
     def attempt() -> Problem | None:
@@ -207,8 +207,8 @@ def check_architecture(
     run_trial(ARCHITECTURE, attempt, config=config, key=(str(dtype), kernel, *hardware(device)), console=console)
 
 
-# The cause of a failed check is the model, or the attention kernel of the device: the check is repeated with plain
-# torch instead of the kernel, and on the CPU.
+# A failed check can be caused by the model or by the attention kernel of the device. To find the cause, the check is
+# repeated with plain torch instead of the kernel, and on the CPU.
 
 PLAIN = "sdpa"
 HOST = torch.device("cpu")
@@ -219,7 +219,7 @@ KernelCheck = Callable[[str, torch.device], str | None]
 def wrong_kernel(
     kernel: str, device: torch.device, why: str, check: KernelCheck, eager: Callable[[], float]
 ) -> Problem | None:
-    """The problem of the device's attention; None if the model is the cause.
+    """Returns the problem with the device's attention; None if the model is the cause.
 
     `eager` returns the difference of transformers' eager attention between device and CPU, in log-probs.
     """
@@ -230,6 +230,7 @@ def wrong_kernel(
             f"set model.attention={PLAIN}, which is plain torch and slower; another version of torch or of "
             "the driver may fix the kernel, `lockstep doctor` lists matching versions, and a replay of a tape "
             "(docs/replay.md) writes a script that reproduces the fault",
+            code="wrong-kernel",
         )
     if device.type == HOST.type or check(PLAIN, HOST) is not None:
         return None
@@ -240,6 +241,7 @@ def wrong_kernel(
         f"attention on this device is {difference:.2g} nats from the CPU's",
         "no setting of model.attention helps: run `lockstep doctor` for matching versions of torch and the driver, "
         "or train with device=cpu",
+        code="wrong-kernel",
     )
 
 
@@ -259,7 +261,7 @@ def _why_not(config: Any, dtype: torch.dtype, kernel: str, device: torch.device)
 
 
 def _eager_difference(config: Any, device: torch.device) -> float:
-    """Maximum difference between eager attention on the device and on the CPU, in log-probs."""
+    """Returns the maximum difference between eager attention on the device and on the CPU, in log-probs."""
     sequences = [tokens(length, VOCABULARY) for length in LENGTHS]
     found = []
     for one in (device, torch.device("cpu")):
@@ -270,9 +272,9 @@ def _eager_difference(config: Any, device: torch.device) -> float:
 
 @torch.no_grad()
 def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
-    """Check the kernels in the training dtype: about as close to fp32 as transformers' attention in that dtype.
+    """Checks that the error of the kernels in the training dtype is about that of transformers' attention.
 
-    Compares the median token, because rounding may send single tokens to other experts.
+    Compares the median error over tokens, because rounding may send single tokens to other experts.
     """
     sequences = [tokens(length, VOCABULARY, first) for first in range(ROUNDING_SETS) for length in LENGTHS]
     policy, model = miniature.policy, miniature.model
@@ -299,8 +301,8 @@ def try_dtype(miniature: Miniature, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def check_policy(policy: Policy, path: str, on: torch.device | None = None) -> None:
-    """Refuse a loaded model whose log-probs differ from transformers. `on` is the compute device, if the weights are
-    elsewhere."""
+    """Refuses a loaded model whose log-probs differ from those of transformers. `on` is the compute device, if the
+    weights are elsewhere."""
     run_trial(LOADED_MODEL, lambda: _wrong_logprobs(policy, path, on))
 
 
@@ -326,7 +328,7 @@ def _wrong_logprobs(policy: Policy, path: str, on: torch.device | None) -> Probl
         return None
     if not torch.isfinite(wanted).all():
         why = "its log-probs in transformers are not finite: some of its weights hold NaN or infinity"
-        raise Refusal.at(f"model.path {path}", why, "copy or download it again")
+        raise Refusal.at(f"model.path {path}", why, "copy or download it again", code="not-finite")
     why = f"packed log-probs differ from those of transformers by {difference:.3g}"
     plain = (_with_plain_attention(policy, packed_row(sequences, device)) - wanted).abs().max().item()
     # If plain torch is right, the kernel is at fault, not the model.
@@ -337,7 +339,7 @@ def _wrong_logprobs(policy: Policy, path: str, on: torch.device | None) -> Probl
 
 @torch.no_grad()
 def enter(module: nn.Module, device: torch.device) -> None:
-    """Run the root of a sharded model once: FSDP requires that before its submodules."""
+    """Runs the root of a sharded model once: FSDP requires this before a submodule runs."""
     module(packed_row([tokens(2, 8)], device))
 
 
@@ -346,11 +348,16 @@ def unsupported(path: str, name: str, why: str) -> Refusal:
 
 
 def _unsupported(path: str, name: str, why: str) -> Problem:
-    return Problem(f"model.path {path}", f"{name}: {why}", "use a model that docs/models.md lists as supported")
+    return Problem(
+        f"model.path {path}",
+        f"{name}: {why}",
+        "use a model that docs/models.md lists as supported",
+        code="unsupported-model",
+    )
 
 
 def _with_plain_attention(policy: Policy, batch: MicroBatch) -> torch.Tensor:
-    """`plain_logprobs` with plain torch instead of the device's attention kernel."""
+    """Computes `plain_logprobs` with plain torch instead of the device's attention kernel."""
     kernel, policy.decoder.kernel = policy.decoder.kernel, PLAIN
     policy.eval()
     try:
@@ -361,7 +368,7 @@ def _with_plain_attention(policy: Policy, batch: MicroBatch) -> torch.Tensor:
 
 
 def plain_logprobs(policy: Policy, batch: MicroBatch) -> torch.Tensor:
-    """Log-probs of the unmodified distribution (no temperature or truncation)."""
+    """Computes log-probs of the unmodified distribution (no temperature or truncation)."""
     scoring, policy.scoring = policy.scoring, Scoring()
     try:
         return policy(batch).logprobs_K
@@ -375,7 +382,7 @@ def reference_logprobs(model: Any, ids_1T: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(length: int, vocabulary: int, first: int = 3) -> list[int]:
-    """Test token ids without a short period."""
+    """Returns test token ids that do not repeat with a short period."""
     return [((7 + first) * i + first + i * i // 5) % vocabulary for i in range(length)]
 
 

@@ -25,14 +25,14 @@ OUTSIDE = "its layers do not use transformers' attention interface"
 
 
 class Decoder:
-    """Runs the layers of a transformers model with our attention. Masks and positions are read once."""
+    """Runs the layers of a transformers model with our attention. Masks and positions are read from the model once."""
 
     def __init__(self, model: PreTrainedModel, kernel: str):
         self.model, self.kernel = model, kernel
         # Read now, because sharding renames the class of a layer.
         self._layers = decoder_layers(model)
         self.records_router_logits = False
-        """Whether a pass stores the router logits of its experts in `router_logits`."""
+        """Whether a forward pass stores the router logits of its experts in `router_logits`."""
         self.router_logits: tuple[torch.Tensor, ...] = ()
         self._activations: ActivationOffload | None = None
         if not next(model.parameters()).is_meta:
@@ -41,7 +41,7 @@ class Decoder:
 
     @property
     def alike_up_to(self) -> int | None:
-        """Sequence length up to which positions do not depend on the length; None: no limit."""
+        """Maximum sequence length for which position embeddings do not depend on the length; None: no limit."""
         return min((rope.fixed for rope in self.moving if rope.fixed is not None), default=None)
 
     @cached_property
@@ -52,14 +52,15 @@ class Decoder:
         return found
 
     def cached_shape(self) -> tuple[int, int, int]:
-        """Layers, heads and head size of a KV cache. Raises if one shape does not fit all layers."""
+        """Returns the number of layers, the number of heads and the head size of a KV cache. Raises if one shape does
+        not fit all layers."""
         layers: list[Any] = [module.layer_idx for module in self.attentions]
         if len(set(layers)) < len(layers):
-            raise NotImplementedError("it attends more than once in a layer, and the cache holds one set of keys")
+            raise NotImplementedError("it attends more than once in a layer, and the KV cache holds one set of keys")
         shapes = {getattr(module, SHAPE) for module in self.attentions}
         if len(shapes) > 1 or any(key != value for _, key, value in shapes):
             sizes = " and ".join(f"{heads} heads of {key} and {value}" for heads, key, value in sorted(shapes))
-            raise NotImplementedError(f"its keys and values have several sizes ({sizes}), and the cache holds one")
+            raise NotImplementedError(f"its keys and values have several sizes ({sizes}), and the KV cache holds one")
         heads, size, _ = shapes.pop()
         return max(layers) + 1, heads, size
 
@@ -70,11 +71,12 @@ class Decoder:
                 "model.activation_offload",
                 f"transformers does not list the layers of {type(self.model).__name__}",
                 "set it to false, or model.gradient_checkpointing instead",
+                code="unsupported-model",
             )
         self._activations = ActivationOffload(self._layers, device)
 
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
-        """The hidden states of the last layer."""
+        """Computes the hidden states of the last layer."""
         decoder: Any = inner_decoder(self.model)
         own_T = None if batch.context is None else batch.context.local_T
         assert self.attentions
@@ -95,24 +97,24 @@ class Decoder:
 
 
 def inner_decoder(model: Any) -> nn.Module:
-    """The decoder of a causal language model; a decoder is returned unchanged."""
+    """Returns the decoder of a causal language model; a decoder is returned unchanged."""
     from transformers import PreTrainedModel
 
     if model.get_output_embeddings() is None:
         return model
     decoder = model.get_decoder()
-    # Some models name their head a decoder.
+    # In some models the attribute `decoder` is the output head.
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers (`_no_split_modules` of transformers), which are sharded one by one."""
+    """Returns the decoder layers (`_no_split_modules` of transformers), which are sharded one by one."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
-    """The attention layout of a micro-batch for a kernel."""
+    """Returns the attention layout of a micro-batch for a kernel."""
     rows, width = batch.input_ids_NT.shape
     device = batch.input_ids_NT.device
     if batch.context is not None:
@@ -123,7 +125,7 @@ def layout_of(batch: MicroBatch, kernel: str) -> Layout | DividedLayout:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """The correct attention implementation of transformers: its sdpa ignores soft caps and sinks."""
+    """Returns the correct attention implementation of transformers for the model: sdpa ignores soft caps and sinks."""
     config = model.config.get_text_config()
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"

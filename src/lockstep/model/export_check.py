@@ -1,7 +1,7 @@
 """Verifies an export: plain transformers must reproduce the outputs of the trained model on a few rows.
 
 A checkpoint stores outputs of the trained model for a few short rows (`probe_of`). Every export is loaded with only
-transformers (and PEFT) and must give the same numbers; otherwise it is refused before it gets its name.
+transformers (and PEFT) and must give the same numbers; otherwise it is refused before it is moved to its final path.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LENGTHS = (5, 9, 13)
 # Allowed mean difference, for rounding on two devices. Single tokens may differ more in bf16 and fp16: logits are
 # rounded, and a token may go to another expert. For reward models it is relative to the largest score above 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# In bf16 and fp16, if the host has memory for fp32: allowed ratio of the median distance of the trained model from the
-# fp32 export to that of the rounded export, plus a floor.
+# In bf16 and fp16, if the host has memory for the export in fp32: the median difference between the trained model and
+# the fp32 export may be this multiple of that between the rounded and the fp32 export, plus a floor.
 ROUNDING_RATIO, ROUNDING_FLOOR = 4.0, {torch.bfloat16: 0.01, torch.float16: 0.002}
 # Memory for loading, relative to the weights.
 MEMORY_MARGIN = 1.1
@@ -45,8 +45,8 @@ class Verification:
 
 @torch.no_grad()
 def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any]:
-    """Rows and the outputs of the model: log-probs of a policy, one score per row of a reward model. All ranks of the
-    model must call it."""
+    """Returns a few rows and the outputs of the model: log-probs of a policy, one score per row of a reward model. All
+    ranks of the model must call it."""
     model = module.causal_lm if isinstance(module, Policy) else module.decoder
     rows, training = _rows(model.config.get_text_config()), module.training
     module.eval()
@@ -64,7 +64,7 @@ def probe_of(module: Policy | ValueModel, device: torch.device) -> dict[str, Any
 
 
 def _rows(config: Any) -> list[list[int]]:
-    # A value model reads one token more.
+    # Rows of a value model are one token longer.
     longest = (getattr(config, "max_position_embeddings", None) or 2 * max(LENGTHS)) - 1
     return [tokens(min(length, longest), config.vocab_size, first) for first, length in enumerate(LENGTHS, 3)]
 
@@ -72,8 +72,8 @@ def _rows(config: Any) -> list[list[int]]:
 def verify_export(
     folder: Path, probe: Mapping[str, Any], kind: str, dtype: torch.dtype, where: str, *, base: str | None = None
 ) -> Verification:
-    """Refuse a folder whose outputs differ from the trained model. `kind` is `policy` or `value`. `base` is the base
-    model of an adapter."""
+    """Refuses a folder whose outputs differ from those of the trained model. `kind` is `policy` or `value`. `base` is
+    the base model of an adapter."""
     if not probe:
         return _unverified("the checkpoint has no stored outputs: an earlier version saved it")
     wanted = torch.tensor(probe["values"])
@@ -108,11 +108,12 @@ def _verdict(
     where: str,
     rows: int,
 ) -> Verification:
-    """Compare outputs of the export (`found`; in fp32, if computed: `exact`) with those of the model (`wanted`)."""
+    """Compares outputs of the export (`found`; in fp32, if computed: `exact`) with those of the trained model
+    (`wanted`)."""
     what = "log-probs" if kind == "policy" else "scores"
     allowed = TOLERANCE[dtype] * (1.0 if kind == "policy" else max(1.0, float(wanted.abs().max())))
     off, how = float((found - wanted).abs().mean()), "in the mean"
-    if exact is not found:  # the effect of rounding alone
+    if exact is not found:  # they differ only by rounding
         allowed = max(allowed, ROUNDING_RATIO * float((found - exact).abs().mean()))
     if off <= allowed and exact is not found:
         usual, off = (float((one - exact).abs().median()) for one in (found, wanted))
@@ -124,7 +125,9 @@ def _verdict(
         f"loaded by plain transformers the export gives other {what} than the trained model: they differ by {off:.3g} "
         f"{how}, and {allowed:.2g} is allowed for {str(dtype).removeprefix('torch.')}"
     )
-    raise Refusal.at(where, why, "the checkpoints are untouched; please report it with the recipe")
+    raise Refusal.at(
+        where, why, "the checkpoints are untouched; please report it with the recipe", code="export-differs"
+    )
 
 
 def _unverified(why: str) -> Verification:
@@ -145,7 +148,12 @@ def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str |
     if base is None:
         refuse_partial(info, where)
         unused = sorted(info.get("unexpected_keys", ()))
-        refuse_all([Problem(where, f"the export has {name}, which transformers does not use") for name in unused])
+        refuse_all(
+            [
+                Problem(where, f"the export has {name}, which transformers does not use", code="unknown-weight")
+                for name in unused
+            ]
+        )
         return model.eval()
     from peft import PeftModel
 
@@ -154,7 +162,7 @@ def _loaded(folder: Path, kind: str, dtype: torch.dtype, where: str, base: str |
 
 @torch.no_grad()
 def probe_of_transformers(model: Any) -> dict[str, Any]:
-    """`probe_of` for a model of transformers or PEFT."""
+    """Computes what `probe_of` computes, for a model of transformers or PEFT."""
     rows = _rows(model.config.get_text_config())
     return {"rows": rows, "values": _outputs(model, rows, "policy").tolist()}
 

@@ -53,8 +53,8 @@ class SavedNames:
     parameters: Mapping[str, str]
 
     def reader(self, read: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """A function that gives tensors by their file name. It calls `read` once per parameter, and frees the parameter
-        before the next."""
+        """Returns a function that reads tensors by their file name. It calls `read` once per parameter, and frees the
+        parameter before the next."""
         parts: dict[str, torch.Tensor] = {}
 
         def part(name: str) -> torch.Tensor:
@@ -68,7 +68,7 @@ class SavedNames:
 
 
 def saved_names(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> SavedNames | None:
-    """The tensors that `save_pretrained` would write; None if a tensor is made of several parameters."""
+    """Returns the tensors that `save_pretrained` would write; None if a tensor is made of several parameters."""
     parameters_on_meta = {name: torch.empty(shape, device=META) for name, shape in shapes.items()}
     found: dict[str, torch.Size] = {}
     parameters: dict[str, str] = {}
@@ -98,14 +98,16 @@ def export_checkpoint(
     replace: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
 ) -> Verification:
-    """Export a checkpoint as a language model or reward model, with additional text `files`."""
+    """Exports a checkpoint as a language model or reward model, with additional text `files`."""
     state, weights = found.state, found.weights
     how: dict[str, Any] = {"where": str(found.path), "folders": folders, "end_tokens": state.end_tokens}
     how |= {"files": {**state.files, **files}, "probe": state.probe, "replace": replace}
     if state.kind == "policy":
         return export_model(settings, weights, out, adapter=adapter, **how)
     if adapter:
-        raise Refusal.at("--adapter", "a reward model's head is no adapter", "export without --adapter")
+        raise Refusal.at(
+            "--adapter", "a reward model's head is no adapter", "export without --adapter", code="no-adapter"
+        )
     return export_value_model(settings, weights, out, **how)
 
 
@@ -122,10 +124,15 @@ def export_model(
     files: Mapping[str, str] = MappingProxyType({}),
     probe: Mapping[str, Any] = MappingProxyType({}),
 ) -> Verification:
-    """Write to a temporary folder, compare it with outputs of the trained model (`probe`), and rename it to `out`.
-    `adapter` exports the adapter of a LoRA run instead of the merged model."""
+    """Writes the model to a temporary folder, compares it with outputs of the trained model (`probe`), and renames it
+    to `out`. `adapter` exports the adapter of a LoRA run instead of the merged model."""
     if adapter and settings.lora is None:
-        raise Refusal.at("--adapter", "the run trained all weights, so it has no adapter", "export without --adapter")
+        raise Refusal.at(
+            "--adapter",
+            "the run trained all weights, so it has no adapter",
+            "export without --adapter",
+            code="no-adapter",
+        )
     _refuse_taken(out, replace)
     with _written(settings, folders, out) as aside:
         if settings.lora is not None or not _write_streamed(settings, folders, weights, aside, where, end_tokens):
@@ -143,7 +150,7 @@ def _write_streamed(
     where: str,
     end_tokens: Sequence[int],
 ) -> bool:
-    """Write tensor by tensor; False if that is not possible for the model."""
+    """Writes the model tensor by tensor; returns False if the model does not support that."""
     from transformers import AutoModelForCausalLM
 
     source = stream_transformers(AutoModelForCausalLM, folders.model, settings.dtype, settings.path)
@@ -167,7 +174,7 @@ def _write_in_memory(
     *,
     adapter: bool,
 ) -> None:
-    """Write with the model in memory. The memory is freed before the folder is verified."""
+    """Writes the model from memory. The memory is freed before the folder is verified."""
     from transformers import AutoModelForCausalLM
 
     where_from = f"model.path {settings.path}"
@@ -199,7 +206,7 @@ def _write_by_tensor(
     folder: Path,
     end_tokens: Sequence[int],
 ) -> None:
-    """Write what `save_pretrained` would, from a model without storage and weights that are read one by one."""
+    """Writes the files of `save_pretrained`, from a model without storage and weights that are read one by one."""
     model.config.dtype = str(DTYPES[settings.dtype]).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     _stop_at(model, end_tokens)
@@ -272,39 +279,39 @@ def _tokenizer(settings: Model, folders: ModelFolders) -> PreTrainedTokenizerBas
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase, end_tokens: Sequence[int]) -> int:
-    """A padding token that ends no text: the classifier scores the last token that is not padding."""
+    """Returns a padding token that does not end a text: the classifier scores the last token that is not padding."""
     candidates = [tokenizer.pad_token_id, *tokenizer.all_special_ids, *range(len(end_tokens) + 1)]
     return next(token for token in candidates if token is not None and token not in end_tokens)
 
 
 def _working(settings: Model, adapter: bool) -> torch.dtype:
-    """The dtype of the computation: an adapter is merged in fp32 and rounded once."""
+    """Returns the dtype of the computation: an adapter is merged in fp32 and rounded once."""
     return torch.float32 if settings.lora and not adapter else DTYPES[settings.dtype]
 
 
 def _refuse_taken(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
-        raise Refusal.at(out, "is a file, not a folder", "choose a new folder")
+        raise Refusal.at(out, "is a file, not a folder", "choose a new folder", code="not-a-folder")
     if out.exists() and any(out.iterdir()) and not replace:
-        raise Refusal.at(out, "is not empty", "choose a new folder")
+        raise Refusal.at(out, "is not empty", "choose a new folder", code="not-empty")
 
 
 @contextmanager
 def _written(settings: Model, folders: ModelFolders, out: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `out` at the end, with the model's tokenizer."""
+    """Yields a temporary folder with the model's tokenizer, and renames it to `out` at the end."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(out, over=True) as aside:
             yield aside
             tokenizer, template = _tokenizer(settings, folders), aside / "chat_template.jinja"
-            if template.is_file():  # the template of the run replaces that of the model
+            if template.is_file():  # the template of the run replaces the model's
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             tokenizer.save_pretrained(aside)
             # Weights are written with owner-only permissions; give all files the same mode.
             mode = (aside / "tokenizer_config.json").stat().st_mode
             for file in aside.iterdir():
                 file.chmod(mode)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(out, error, "checkpoints are untouched: `lockstep export` writes the model again") from error
 
 
@@ -324,14 +331,17 @@ PROBE, MERGED_ERROR = 16, 1e-3
 
 
 def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verification:
-    """Merge in fp32 and round to the dtype of the stored base. The result is compared with the unmerged adapter."""
+    """Merges an adapter in fp32 and rounds to the dtype of the stored base. Compares the result with the unmerged
+    adapter."""
     from peft import PeftModel
 
     kind = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("task_type")
     if kind not in ("CAUSAL_LM", None):
-        raise Refusal.at(where, f"is an adapter for {kind}", "only adapters of language models are supported")
+        raise Refusal.at(
+            where, f"is an adapter for {kind}", "only adapters of language models are supported", code="unfit-adapter"
+        )
     if not (adapter / WEIGHTS).is_file():
-        raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True")
+        raise Refusal.at(where, f"has no {WEIGHTS}", "save it with safe_serialization=True", code="missing-file")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stored: Any = pretrained(AutoConfig, base, where, "the config of its base").dtype or torch.float32
@@ -346,10 +356,12 @@ def merge_adapter(adapter: Path, base: str, out: Path, where: str) -> Verificati
             merged: Any = adapted.merge_and_unload()
             off = float((_logits(merged) - unmerged).abs().max() / unmerged.abs().max())
     except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
-        raise Refusal.at(where, f"does not fit its base {base}: {first_line(error)}", "name its base model") from error
+        raise Refusal.at(
+            where, f"does not fit its base {base}: {first_line(error)}", "give its base model", code="unfit-adapter"
+        ) from error
     if not off <= MERGED_ERROR:
         why = f"merged into {base} it gives other logits than unmerged: off by {off:.2g} of the largest"
-        raise Refusal.at(where, why, "merge it with the library that created it")
+        raise Refusal.at(where, why, "merge it with the library that created it", code="unfit-adapter")
     tokenizer = tokenizer_of(str(adapter) if has_tokenizer(adapter) else base, where)
     try:
         save_model(rounded(merged, stored), out)
@@ -389,6 +401,11 @@ def _refuse_other_keys(adapted: Any, adapter: Path, where: str) -> None:
     expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     # Full weights of the model, which an adapter with new tokens contains.
     full = {f"base_model.model.{name}" for name in adapted.get_base_model().state_dict()}
-    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected - stored)]
-    problems += [Problem(where, f"its base has no place for {name}") for name in sorted(stored - expected - full)]
+    problems = [
+        Problem(where, f"the adapter has no {name}", code="missing-weight") for name in sorted(expected - stored)
+    ]
+    problems += [
+        Problem(where, f"its base has no parameter for {name}", code="unknown-weight")
+        for name in sorted(stored - expected - full)
+    ]
     refuse_all(problems, "weights")

@@ -1,4 +1,4 @@
-"""Fingerprints of model folders, by content of weights, tokenizer and template."""
+"""Fingerprints of model folders, from the content of weights, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS_FILES = (
     "score_stats.json",
     "process_reward.json",
 )
-# Larger files are sampled: PIECES evenly spaced blocks of PIECE bytes. Different weights differ everywhere.
+# Of larger files, only PIECES evenly spaced blocks of PIECE bytes are read: other weights differ everywhere.
 WHOLE_BYTES, PIECES, PIECE = 2**30, 64, 2**20
 # For folders over WHOLE_BYTES: bytes that are read at the start, middle and end of each tensor. A tensor that was
 # trained, merged or replaced differs in all of them.
@@ -36,7 +36,7 @@ TENSOR_BLOCK = 4096
 
 
 def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | None]:
-    """Checksums of weights, tokenizer and chat template of a model folder; None for missing parts."""
+    """Returns the checksums of weights, tokenizer and chat template of a model folder; None for missing parts."""
     folder = Path(path)
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     vocabulary = [file for file in names if file.name in TOKENIZER_FILES]
@@ -49,14 +49,15 @@ def model_fingerprint(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 
 def model_checksums(path: str) -> dict[str, str]:
-    """Checksums of the config and weight files."""
+    """Returns the checksums of the config and weight files."""
     return {file.name: checksum(file) for file in filter(_computes, sorted(Path(path).iterdir()))}
 
 
 def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: None) -> dict[str, str]:
-    """A digest of each file of a model, by name. `progress` is called with each file name.
+    """Returns a digest of each file of a model, by name. `progress` is called with each file name.
 
-    Up to 1 GiB of weights, files are read completely; of larger models every tensor is sampled, which takes seconds.
+    Up to 1 GiB of weights, files are read completely; of larger models, a sample of every tensor is read, which takes
+    seconds.
     """
     files = [file for file in sorted(Path(folder).iterdir()) if file.is_file()]
     weights = [file for file in files if file.suffix == ".safetensors"]
@@ -71,7 +72,7 @@ def folder_fingerprint(folder: str, progress: Callable[[str], None] = lambda _: 
 
 
 def _digest(file: Path) -> str:
-    """Checksum of a file. For a config, `transformers_version` is ignored."""
+    """Returns the checksum of a file. For a config, `transformers_version` is ignored."""
     if file.name not in ("config.json", "generation_config.json"):
         return checksum(file)
     try:
@@ -83,14 +84,14 @@ def _digest(file: Path) -> str:
 
 
 def differing_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Describe each changed file between two fingerprints of a folder."""
+    """Describes each file that changed between two fingerprints of a folder."""
     changed = [f"{name} has other content" for name in before if name in now and before[name] != now[name]]
     gone = [f"{name} is missing" for name in before if name not in now]
     return changed + gone + [f"{name} is new" for name in now if name not in before]
 
 
 def model_files(folder: str) -> dict[str, str]:
-    """Identify a model without reading its weights: small files by content, weights by size and mtime."""
+    """Identifies a model without reading its weights: small files by content, weights by size and mtime."""
     files = sorted(path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith("."))
     return {path.name: _size_and_time(path) if path.suffix in WEIGHTS else checksum(path) for path in files}
 
@@ -113,7 +114,8 @@ def _sampled_tensors(file: Path) -> str:
 
 
 def _tensor_blocks(file: Path, size: int) -> Iterator[bytes]:
-    """The header of a safetensors file and blocks of each tensor; evenly spaced blocks if the header is invalid."""
+    """Yields the header of a safetensors file and blocks of each tensor, or evenly spaced blocks if the header is
+    invalid."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(length) if length < size else b""

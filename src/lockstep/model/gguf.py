@@ -15,24 +15,26 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 
 
-# Relative difference below which the head is the embedding with another quantisation.
+# If head and embedding differ by less (relatively), the head is the embedding with another quantisation.
 SAME_MATRIX = 0.25
 
 
 def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
-    """Dequantise `file` to fp32 weights in `folder`; returns messages. A separate output head is kept, unless `tie`
+    """Dequantises `file` to fp32 weights in `folder`; returns messages. A separate output head is kept, unless `tie`
     replaces it by the embedding."""
     if importlib.util.find_spec("gguf") is None:
         raise missing_extra("gguf", "hub", "reading GGUF files")
     if not file.is_file():
-        raise Refusal.at(file, "no such file")
+        raise Refusal.at(file, "no such file", code="no-such-file")
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise Refusal.at(file, "is not a GGUF file: it does not start with the letters GGUF")
+            raise Refusal.at(
+                file, "is not a GGUF file: it does not start with the letters GGUF", code="unsupported-format"
+            )
     if folder.exists() and not folder.is_dir():
-        raise Refusal.at(folder, "is a file, not a folder", "choose a new folder")
+        raise Refusal.at(folder, "is a file, not a folder", "choose a new folder", code="not-a-folder")
     if folder.exists() and any(folder.iterdir()):
-        raise Refusal.at(folder, "is not empty", "choose a new folder")
+        raise Refusal.at(folder, "is not empty", "choose a new folder", code="not-empty")
     # Imported after the refusals, because these imports are slow.
     import torch
     from safetensors import SafetensorError
@@ -52,30 +54,32 @@ def import_gguf(file: Path, folder: Path, *, tie: bool = False) -> list[str]:
         with written_aside(folder, over=True) as aside:
             save_model(model, aside)
             tokenizer.save_pretrained(aside)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten(folder, error) from error
     count = sum(p.numel() for p in model.parameters())
     return [f"wrote {type(model).__name__} with {count:,} parameters to {folder}", *notes]
 
 
 def _opened(file: Path) -> Any:
-    """A GGUFReader of the file, which must be complete."""
+    """Returns a GGUFReader for the file. Raises a refusal if the file is incomplete."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(file)
     except Exception as error:  # the parser raises various errors for a truncated file
         why = f"is truncated or damaged: {type(error).__name__}: {first_line(error)}"
-        raise Refusal.at(file, why, "copy or download it again") from error
+        raise Refusal.at(file, why, "copy or download it again", code="damaged-file") from error
     field = reader.get_field("split.count")
     if field is not None and int(field.contents()) > 1:
         why = f"is one of {int(field.contents())} parts of a model"
-        raise Refusal.at(file, why, "merge the parts first: llama-gguf-split --merge PART OUT.gguf")
+        raise Refusal.at(
+            file, why, "merge the parts first: llama-gguf-split --merge PART OUT.gguf", code="missing-shard"
+        )
     return reader
 
 
 def _tied(model: Any, file: Path, tie: bool) -> list[str]:
-    """Handle the output head: none in the file, a copy of the embedding, or another matrix. Returns messages."""
+    """Handles an output head that the file lacks, that equals the embedding, or that is separate. Returns messages."""
     embedding = model.get_input_embeddings().weight.detach()
     head = model.get_output_embeddings().weight.detach()
     if model.config.tie_word_embeddings:
@@ -84,7 +88,7 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
     if off >= SAME_MATRIX:
         if tie:
             why = f"its output head differs from its embedding (by {off:.0%})"
-            raise Refusal.at(f"--tie {file}", why, "import it without --tie")
+            raise Refusal.at(f"--tie {file}", why, "import it without --tie", code="untied-weights")
         return ["its output head is a separate matrix (not tied), as in the file"]
     if not tie:
         return [
@@ -101,7 +105,7 @@ def _tied(model: Any, file: Path, tie: bool) -> list[str]:
 
 
 def _unquantised(packed: Any) -> Any:
-    """The same weights in a model without quantisation config, which cannot be saved otherwise."""
+    """Returns the weights in a model without quantisation config, because a quantised model cannot be saved."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """A scalar per token: a critic's value estimate, or, at the last token, a reward model's score."""
+    """Computes a scalar per token: a critic's value estimate, or, at the last token, a reward model's score."""
 
     def __init__(self, decoder: PreTrainedModel, head: nn.Linear, kernel: str):
         super().__init__()
@@ -62,7 +62,7 @@ class ValueModel(nn.Module):
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Values at the positions that predict `batch.targets_K`, fp32."""
+        """Computes values at the positions that predict `batch.targets_K`, in fp32."""
         hidden = self.runner(batch)
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
         values_K = nn.functional.linear(hidden_KH, self.head.weight)[:, 0].float()
@@ -81,8 +81,8 @@ def build_value_model(
     key: str = "critic.path",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """Load from a causal language model (with a zero head) or from a reward model (with its head). `name` is the
-    user's name for the model."""
+    """Loads a value model from a causal language model (with a zero head) or from a reward model (with its head).
+    `name` is the user's name for the model."""
     path = name or folders.model
     config = config_of(folders.model, name)
     check_architecture(config, path, DTYPES[settings.dtype], kernel_of(settings, kernel), device)
@@ -94,7 +94,10 @@ def build_value_model(
         source, model, info = _loaded(AutoModelForSequenceClassification, folders.model, settings.dtype, name, sharding)
         if model.num_labels != 1:
             raise Refusal.at(
-                f"{key} {path}", f"its head gives {model.num_labels} numbers, not one", "use a reward model"
+                f"{key} {path}",
+                f"its head gives {model.num_labels} numbers, not one",
+                "use a reward model",
+                code="wrong-model-kind",
             )
         decoder, head = model.base_model, model.score
     else:
@@ -104,7 +107,9 @@ def build_value_model(
         nn.init.zeros_(head.weight)
     missing = [name for name in info.get("missing_keys", ()) if not name.startswith("lm_head")]
     if missing:
-        raise Refusal.at(f"{key} {path}", f"the weights lack {missing[0]}", "use a complete model folder")
+        raise Refusal.at(
+            f"{key} {path}", f"the weights lack {missing[0]}", "use a complete model folder", code="missing-weight"
+        )
     kernel = kernel_of(settings, kernel)
     try:
         if sharding is None:
@@ -134,7 +139,7 @@ def build_value_model(
 def _loaded(
     kind: Any, folder: str, dtype: str, name: str | None, sharding: Sharding | None
 ) -> tuple[Streamed | None, Any, dict[str, Any]]:
-    """The model; without weights if they are streamed."""
+    """Returns the model; without weights if they are streamed."""
     source = stream_transformers(kind, folder, dtype, name) if sharding is not None else None
     if source is not None:
         return source, source.model, {"unused": source.unused}
@@ -150,6 +155,7 @@ def refuse_no_classifier(config: Any, path: str) -> None:
             f"model.path {path}",
             f"transformers has no sequence classification model for {config.model_type}",
             "start from another architecture",
+            code="unsupported-model",
         )
 
 

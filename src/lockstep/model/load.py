@@ -1,4 +1,4 @@
-"""Loads a policy from a model path: dtype, LoRA, sharding, checkpointing, and checks of the folder."""
+"""Loads a policy from a model path with dtype, LoRA, sharding and gradient checkpointing, and checks the folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_policy(
     *,
     frozen: bool = False,
 ) -> Policy:
-    """The model of the recipe, on `device` or sharded, compared with the forward pass of transformers."""
+    """Loads the model of the recipe to `device` or sharded, and compares it with the forward pass of transformers."""
     kernel = kernel_of(settings, kernel)
     folders = folders_of(settings)
     config = config_of(folders.model, settings.path)
@@ -103,22 +103,23 @@ def load_value_model(
     key: str = "critic.path",
     sharding: Sharding | None = None,
 ) -> ValueModel:
-    """The value model at `path`, a language model or a reward model."""
+    """Loads the value model at `path`, which is a language model or a reward model."""
     folders = folders_of(settings.model_copy(update={"path": path}))
     return build_value_model(settings, folders, device, kernel, seed, name=path, key=key, sharding=sharding)
 
 
 def with_lora(model: PreTrainedModel, settings: Lora | None, seed: int) -> Any:
-    """The model, or a PEFT model around it, with a new adapter (from `seed`) or the stored one."""
+    """Returns the model, or a PEFT model around it, with a new adapter (from `seed`) or the stored one."""
     return with_adapter(model, settings, seed, stored_adapter(settings))
 
 
 def refuse_foreign_tokenizer(tokenizer: PreTrainedTokenizerBase, embedding_rows: int, path: str) -> None:
-    """Refuse token ids beyond the embedding: they crash later, or read a wrong row on some devices."""
+    """Refuses token ids beyond the embedding: they would crash later, or read a wrong row on some devices."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= embedding_rows:
         raise Refusal.at(
             f"model.path {path}",
             f"the tokenizer has token {token!r} with id {largest}, but the embedding has {embedding_rows} rows",
             "use the tokenizer the model was trained with, or resize the model's embedding",
+            code="other-vocabulary",
         )

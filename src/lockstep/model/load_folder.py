@@ -1,6 +1,6 @@
 """Loads transformers models from a local Hugging Face folder, splits them over ranks, and fuses their operators.
 
-`load.py` resolves model names to folders and uses this module; `export_folder.py` gets folders that are resolved.
+`load.py` resolves model names to folders and calls this module; `export_folder.py` gets resolved folders.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class ModelFolders(NamedTuple):
 
 
 def config_of(folder: str, name: str | None = None) -> Any:
-    """The transformers config. `name` is the user's name for the folder."""
+    """Returns the transformers config. `name` is the user's name for the folder."""
     from transformers import AutoConfig
 
     return pretrained(AutoConfig, folder, f"model.path {name or folder}", "its config.json")
 
 
 def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """A model of an Auto class with our attention, and the loading info of transformers. `name` is the user's name
-    for the folder."""
+    """Loads a model of an Auto class with our attention; also returns the loading info of transformers. `name` is the
+    user's name for the folder."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config, where = config_of(folder, name), f"model.path {name or folder}"
@@ -55,7 +55,7 @@ def load_transformers(kind: Any, folder: str, dtype: str, name: str | None = Non
 
 
 def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = None) -> Streamed | None:
-    """The same without weights, which are read from the files when it is sharded; None if that is not possible."""
+    """Builds the model without weights, which are read when it is sharded. Returns None if that is not possible."""
     register_attention()
     prepare_products(DTYPES[dtype])
     config = config_of(folder, name)
@@ -66,14 +66,14 @@ def stream_transformers(kind: Any, folder: str, dtype: str, name: str | None = N
 
 
 def division_of(model: PreTrainedModel, sharding: Sharding | None) -> dict[str, Style]:
-    """The tensor-parallel style of each module. Call it before adapters wrap the modules."""
+    """Returns the tensor-parallel style of each module. Call it before adapters wrap the modules."""
     return {} if sharding is None or sharding.tensor is None else styles_of(model, sharding.tensor.size)
 
 
 def divide_model(
     model: PreTrainedModel, styles: dict[str, Style], source: Streamed | None, sharding: Sharding | None
 ) -> None:
-    """Split the model over the ranks of a tensor-parallel group. Call it before anything reads its heads."""
+    """Splits the model over the ranks of a tensor-parallel group. Call it before other code reads its heads."""
     if sharding is None or sharding.tensor is None:
         return
     decoder = inner_decoder(model)
@@ -83,8 +83,8 @@ def divide_model(
 
 
 def spread(root: Any, source: Streamed | None, sharding: Sharding | None, model: Any, kernel: str) -> None:
-    """Shard a policy or value model around `model` layer by layer, from the files or from the host, and fuse its
-    operators. Without sharding this is already done."""
+    """Shards a policy or value model around `model` layer by layer, from the files or from the host, and fuses its
+    operators. Does nothing without sharding."""
     if sharding is None:
         return
     if source is None:

@@ -19,8 +19,8 @@ from lockstep.model.streamed import adapters_on_host
 from lockstep.recipe.schema import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Values of an adapter's configuration that are plain LoRA. All other keys must be unset: variants of LoRA, also those
-# of later PEFT versions, would be trained wrongly.
+# Configuration values of plain LoRA. All other keys must be unset: variants of LoRA, including those of later PEFT
+# versions, would be trained wrongly.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -33,8 +33,7 @@ _ANY |= {"megatron_core", "qalora_group_size", "ensure_weight_tying"}
 
 
 def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
-    """The PEFT configuration of the adapter. An adapter that is `stored` in a folder determines its rank, scale and
-    layers."""
+    """Returns the PEFT configuration of the adapter. A `stored` adapter determines its rank, scale and layers."""
     from peft import LoraConfig
 
     keys: dict[str, Any] = {
@@ -50,7 +49,7 @@ def lora_config(settings: Lora, task: str | None, stored: str | None) -> Any:
 
 
 def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | None) -> Any:
-    """The model, or a PEFT model around it, with a new adapter (from `seed`) or the one in the folder `stored`."""
+    """Returns the model, or a PEFT model around it, with a new adapter (from `seed`) or that of the folder `stored`."""
     if settings is None:
         return model
     adapted = put_adapter(model, settings, seed, "CAUSAL_LM", stored)
@@ -61,7 +60,7 @@ def with_adapter(model: Any, settings: Lora | None, seed: int, stored: str | Non
 
 
 def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored: str | None) -> Any:
-    """A PEFT model around `model`; without a task, `model` itself with adapters in its layers."""
+    """Returns a PEFT model around `model`; without a task, `model` itself with adapters in its layers."""
     from peft import get_peft_model, inject_adapter_in_model
 
     if task is None:
@@ -89,7 +88,7 @@ def put_adapter(model: Any, settings: Lora, seed: int, task: str | None, stored:
 
 
 def _of_decoder(settings: Lora, prefix: str) -> Lora:
-    """Convert module names of the language model to those of its decoder, which carries a value model's adapter."""
+    """Converts module names of the language model to those of its decoder, which has the adapter of a value model."""
     named = {
         key: [entry.removeprefix(f"{prefix}.") for entry in entries if (key, entry) != ("exclude", "lm_head")]
         for key, entries in (("targets", settings.targets), ("exclude", settings.exclude))
@@ -99,15 +98,15 @@ def _of_decoder(settings: Lora, prefix: str) -> Lora:
 
 
 def _refused(message: str, settings: Lora, modules: Sequence[str]) -> list[Problem]:
-    """Problems for an error of PEFT. Unmatched names are reported with similar names, which PEFT does not do."""
+    """Converts an error of PEFT to problems. For unmatched names it adds similar names, which PEFT does not do."""
     problems = list(_unmatched_targets(settings.targets, modules, ()))
     if problems and "not found" in message:
         return problems
     kind = re.match(r"Target module (\w+)\(", message)
     if kind:
         why = f"PEFT has no adapter for layers of the kind {kind[1]}"
-        return [Problem("model.lora.targets", why, "name linear layers, or use all-linear")]
-    return [Problem("model.lora.targets", message.splitlines()[0])]
+        return [Problem("model.lora.targets", why, "name linear layers, or use all-linear", code="unknown-module")]
+    return [Problem("model.lora.targets", message.splitlines()[0], code="unknown-module")]
 
 
 def _unmatched_targets(targets: str | list[str], modules: Sequence[str], others: Collection[str]) -> Iterator[Problem]:
@@ -123,18 +122,28 @@ def _unmatched_exclude(model: nn.Module, settings: Lora) -> Iterator[Problem]:
         try:
             pattern = re.compile(exclude)
         except re.error as error:
-            yield Problem(key, f"{exclude!r} is no regular expression: {first_line(error)}", "fix it, or list names")
+            yield Problem(
+                key,
+                f"{exclude!r} is no regular expression: {first_line(error)}",
+                "fix it, or list names",
+                code="invalid-regex",
+            )
             return
         if not any(pattern.fullmatch(name) for name in modules):
             why = f"{exclude!r} matches no module of {type(model).__name__}: it would exclude nothing"
-            yield Problem(key, why, f"it must match a full name, such as {modules[-1]!r} (begin it with `.*`)")
+            yield Problem(
+                key,
+                why,
+                f"it must match a full name, such as {modules[-1]!r} (begin it with `.*`)",
+                code="unknown-module",
+            )
     for entry in exclude if isinstance(exclude, list) else ():
         if not any(_ends(name, entry) for name in modules):
             yield _unmatched(key, entry, modules)
 
 
 def _ends(name: str, entry: str) -> bool:
-    """Whether PEFT matches an entry of a list: the full name, or its last parts."""
+    """Returns whether PEFT matches an entry of a list with a module name: the full name, or its last components."""
     return name == entry or name.endswith(f".{entry}")
 
 
@@ -144,30 +153,32 @@ def _unmatched(key: str, entry: str, modules: Sequence[str]) -> Problem:
     endings = [name for name in last if not name.isdigit()]
     near = get_close_matches(entry, endings, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"names of modules end with {', '.join(endings)}"
-    return Problem(key, f"{entry!r} matches no module of the model", remedy)
+    return Problem(key, f"{entry!r} matches no module of the model", remedy, code="unknown-module")
 
 
 def _unfit_layers(model: Any, settings: Lora, holders: Mapping[nn.Parameter, Sequence[str]]) -> Iterator[Problem]:
-    """Layers whose adapter cannot be trained or merged. Tied layers share one parameter: merging an adapter into one
-    would also change the other, unlike training."""
+    """Yields a problem for each layer whose adapter cannot be trained or merged. Tied layers share one parameter:
+    merging an adapter into one would also change the other, unlike training."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     where, remedy = "model.lora.targets", "remove it from the targets, or name it in model.lora.exclude"
     if settings.adapter is not None:
-        where, remedy = f"model.lora.adapter {settings.adapter}", "merge it into the model: name it as model.path"
+        where, remedy = f"model.lora.adapter {settings.adapter}", "merge it into the model: set model.path to it"
     head = model.get_output_embeddings()
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
         if layer is head:
-            yield Problem(where, f"{name} has an adapter, but the output head is computed in chunks", remedy)
+            yield Problem(
+                where, f"{name} has an adapter, but the output head is computed in chunks", remedy, code="unfit-adapter"
+            )
             continue
         for parameter in layer.get_base_layer().parameters(recurse=False):
             names = holders.get(parameter, ())
             if len(names) > 1:
                 other = next((one for one in names if one.rpartition(".")[0] != name), names[-1])
                 why = f"{name} cannot have an adapter: its weight is tied to {other}"
-                yield Problem(where, why, remedy)
+                yield Problem(where, why, remedy, code="unfit-adapter")
 
 
 def start_from(model: Any, folder: str, name: str | None = None) -> None:
@@ -179,16 +190,23 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
     try:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise Refusal.at(where, f"{WEIGHTS} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{WEIGHTS} cannot be read: {first_line(error)}", "give the path of a PEFT folder", code="unreadable"
+        ) from error
     expected = get_peft_model_state_dict(model)
-    problems = [Problem(where, f"the adapter has no {name}") for name in sorted(expected.keys() - weights.keys())]
+    problems = [
+        Problem(where, f"the adapter has no {name}", code="missing-weight")
+        for name in sorted(expected.keys() - weights.keys())
+    ]
     problems += [
-        Problem(where, f"the model has no place for {name}") for name in sorted(weights.keys() - expected.keys())
+        Problem(where, f"the model has no parameter for {name}", code="unknown-weight")
+        for name in sorted(weights.keys() - expected.keys())
     ]
     problems += [
         Problem(
             where,
             f"{name} has the shape {tuple(weights[name].shape)}, and the model needs {tuple(expected[name].shape)}",
+            code="wrong-shape",
         )
         for name in sorted(expected.keys() & weights.keys())
         if expected[name].shape != weights[name].shape
@@ -200,24 +218,38 @@ def start_from(model: Any, folder: str, name: str | None = None) -> None:
 
 
 def _stored_config(settings: Lora, folder: str) -> dict[str, Any]:
-    """The stored configuration. A recipe that contradicts it is refused."""
+    """Returns the stored configuration. Refuses a recipe that contradicts it."""
     where = f"model.lora.adapter {settings.adapter}"
     file = Path(folder) / CONFIG
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         keys = {name: found[name] for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal.at(where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "give the path of a PEFT folder", code="unreadable"
+        ) from error
     keys["exclude_modules"] = found.get("exclude_modules")
     problems = [
-        Problem(where, f"{name} is {value!r}: only plain LoRA can be trained", "name it as model.path: it is merged")
+        Problem(
+            where,
+            f"{name} is {value!r}: only plain LoRA can be trained",
+            "set model.path to it: it is merged",
+            code="unfit-adapter",
+        )
         for name, value in found.items()
         if name not in _ANY and value and value not in _PLAIN.get(name, ())
     ]
     for key, name in (("rank", "r"), ("alpha", "lora_alpha")):
         value = getattr(settings, key)
         if value is not None and value != keys[name]:
-            problems.append(Problem(f"model.lora.{key}", f"is {value}, but the adapter has {keys[name]}", "remove it"))
+            problems.append(
+                Problem(
+                    f"model.lora.{key}",
+                    f"is {value}, but the adapter has {keys[name]}",
+                    "remove it",
+                    code="conflicting-keys",
+                )
+            )
     if problems:
         raise Refusal(problems)
     return keys

@@ -1,4 +1,4 @@
-"""The configuration of a small model of the same architecture: all switches kept, sizes and limits scaled down.
+"""Derives the configuration of a small model of an architecture: it keeps all options and reduces sizes and limits.
 
 A few dozen tokens then exceed every window, chunk and original length.
 """
@@ -52,7 +52,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "model_max_length", "max_seq_len"), POSITIONS),
     **dict.fromkeys(("max_target_positions", "rel_extent"), POSITIONS),
     **dict.fromkeys(("mamba_d_state", "mamba_d_head", "state_size", "mamba_d_conv", "ssm_state_size"), 8),
-    # Twice the width in heads of 8: a configuration may have these without a layer that uses them.
+    # Twice the width in heads of size 8. A configuration may have this key without a layer that uses it.
     "mamba_n_heads": 2 * WIDTH // 8,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
@@ -62,7 +62,7 @@ SIZES: dict[str, int] = {
     "ngram_vocab_size_base": 97,
     "split_ngram_parts": 4,
 }
-# Set unconditionally, because the head size follows from them.
+# Keys that are set unconditionally, because the head size follows from them.
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx")
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim_model_base", "word_embed_proj_dim")
 # Attention limits: the test sequences must be longer.
@@ -82,8 +82,8 @@ BY_FREQUENCY = ("short_factor", "long_factor")
 
 
 def miniature_config(config: Any, divisor: int = 1) -> Any:
-    """The configuration of a small model with the architecture of `config`, with limits within `LIMIT`. `divisor`
-    divides its heads and the width of its feed-forward layers."""
+    """Returns the configuration of a small model with the architecture of `config`, with limits within `LIMIT`. Its
+    numbers of heads and experts and its feed-forward width are divisible by `divisor`."""
     data = copy.deepcopy(config.to_dict())
     for name in ("_name_or_path", "quantization_config", "dtype", "torch_dtype"):
         data.pop(name, None)
@@ -114,19 +114,19 @@ def _shrink(data: dict[str, Any]) -> None:
         elif name in KEY_VALUE_HEADS and value is not None:
             data[name] = few if value == heads else 1 if value == 1 else max(1, few // 2)
         elif name == "max_window_layers" and value is not None:
-            # Windows begin at this layer; keep whether there are any.
+            # Windowed attention begins at this layer. Keep whether there are such layers.
             data[name] = 1 if value < total else len(layers)
         elif isinstance(value, int) and not isinstance(value, bool):
             data[name] = few if value == heads and name in ATTENTION_HEADS else _shrink_number(name, value, len(layers))
     if data.get("qk_rope_head_dim") and data.get("head_dim"):
-        # In these models the head size is that of its rotary part.
+        # In these models the head size is the size of its rotary part.
         data["head_dim"] = data["qk_rope_head_dim"]
     for rope in ropes:
         _shrink_rope(rope, data)
 
 
 def _widen(data: dict[str, Any], divisor: int) -> None:
-    """Increase heads, experts and feed-forward width until the divisor divides them."""
+    """Increases heads, experts and feed-forward width until the divisor divides them."""
     counts = [data[name] for name in (*KEY_VALUE_HEADS, *ATTENTION_HEADS) if isinstance(data.get(name), int)]
     times = math.lcm(*(divisor // math.gcd(divisor, count) for count in counts))
     for name, value in data.items():
@@ -139,7 +139,7 @@ def _widen(data: dict[str, Any], divisor: int) -> None:
 
 
 def _kept_layers(data: Mapping[str, Any], total: int) -> list[int]:
-    """One layer of each kind, at least two, and the last one (experts often begin late)."""
+    """Returns one layer of each kind, at least two, and the last one (experts often begin late)."""
     kinds = next((data[name] for name in ("layer_types", "layers_block_type") if data.get(name)), None)
     if not kinds:
         return list(range(min(LAYERS, total or LAYERS)))
@@ -194,7 +194,7 @@ def _shrink_rope(rope: dict[str, Any], data: dict[str, Any]) -> None:
 
 
 def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:
-    """Number of rotary frequencies of a head."""
+    """Returns the number of rotary frequencies of a head."""
     share = rope.get("partial_rotary_factor") or data.get("partial_rotary_factor") or 1.0
     head = data.get("head_dim") or data["hidden_size"] // data["num_attention_heads"]
     return int(head * share) // 2
@@ -202,8 +202,8 @@ def _rotated_pairs(rope: Mapping[str, Any], data: Mapping[str, Any]) -> int:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Random weights such that every part of the model affects the output: norm-preserving matrices, and norms, biases
-    and sinks away from their neutral values."""
+    """Sets random weights such that every parameter affects the output: norm-preserving matrices, and norms, biases and
+    sinks away from their neutral values."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Config key of the logit multiplier, by prefix of the model type: one key can have opposite meanings.
+# Config key of the logit multiplier, by prefix of the model type: the same key can be a divisor in another model.
 FACTORS: dict[str, str] = {
     "cohere": "logit_scale",
     "falcon_h1": "lm_head_multiplier",
@@ -42,7 +42,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def output_head(model: PreTrainedModel) -> Head:
-    """The output projection with the scale and soft cap of the model.
+    """Returns the output projection with the scale and soft cap of the model.
 
     `check_policy` detects models that compute logits in another way.
     """
@@ -65,17 +65,17 @@ def _scale(config: Any) -> float:
 
 @dataclass(frozen=True)
 class Scoring:
-    """The distribution of the log-probs: the one from which responses are sampled."""
+    """The distribution of which log-probs are computed: the one from which responses are sampled."""
 
     temperature: float = 1.0
     truncation: Truncation | None = None
     entropy: bool = False
     alike: bool = False
-    """Whether the loss is a multiple of the sum of the log-probabilities: see `kernels/logprob.py`."""
+    """Whether the loss is a multiple of the sum of the log-probs: see `kernels/logprob.py`."""
     comparison: TeacherDivergence | None = None
-    """With a teacher: the divergence between its distribution and the policy's."""
+    """The divergence between the teacher's distribution and the policy's, if there is a teacher."""
     squares: bool = False
-    """Whether a pass without training also returns the sums of squared probabilities."""
+    """Whether a forward pass outside of training also returns the sums of squared probabilities."""
 
 
 class Policy(nn.Module):
@@ -102,7 +102,7 @@ class Policy(nn.Module):
 
     @property
     def alike_up_to(self) -> int | None:
-        """Sequence length up to which a prefix does not depend on what follows; None: no limit."""
+        """Maximum sequence length for which a prefix does not depend on later tokens; None: no limit."""
         return self.decoder.alike_up_to
 
     @property
@@ -111,19 +111,19 @@ class Policy(nn.Module):
         return self.model
 
     def layers(self) -> list[nn.Module]:
-        """The decoder layers, which are sharded one by one."""
+        """Returns the decoder layers, which are sharded one by one."""
         return decoder_layers(self.causal_lm)
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def states(self, batch: MicroBatch) -> torch.Tensor:
-        """The hidden states of the last layer, for all tokens."""
+        """Computes the hidden states of the last layer, for all tokens."""
         return self.decoder(batch)
 
     def forward(self, batch: MicroBatch, *, whole: bool = False) -> Scores | Whole:
-        """Log-probs of `batch.targets_K` in fp32, with entropies if enabled; with `whole`, the inputs of the full
-        distributions (hidden states and head)."""
+        """Computes log-probs of `batch.targets_K` in fp32, with entropies if enabled. With `whole`, returns the inputs
+        of the full distributions (hidden states and head)."""
         hidden = self.states(batch)
         # Only positions that predict a trained token go through the vocabulary projection.
         hidden_KH = hidden.flatten(0, 1).index_select(0, batch.predictors_K)
@@ -147,7 +147,7 @@ class Policy(nn.Module):
             )
         if self.scoring.squares and not self.training:
             scores = scores._replace(squares_K=self._squares(hidden_KH, head, batch.targets_K))
-        # Keeps every parameter in the graph if this rank has no targets: the sharded backward is a collective.
+        # Keeps every parameter in the graph if this rank has no targets: all ranks run the sharded backward pass.
         return scores if len(batch.targets_K) else scores._replace(logprobs_K=scores.logprobs_K + hidden.sum() * 0)
 
     def _squares(self, hidden_KH: torch.Tensor, head: Head, targets_K: torch.Tensor) -> torch.Tensor:
@@ -156,6 +156,7 @@ class Policy(nn.Module):
                 "algorithm.advantage",
                 "sums the squared probabilities of all tokens, but this device holds only a part of the vocabulary",
                 "use another estimator, or an output head that is not divided",
+                code="unsupported-combination",
             )
         settings = self.scoring
         return summed_squares(
@@ -163,20 +164,21 @@ class Policy(nn.Module):
         )
 
     def _token_grads(self, batch: MicroBatch) -> TokenGrads | None:
-        """The function for precomputed token gradients. With context parallelism only the uniform loss has one."""
+        """Returns the function that precomputes token gradients. With context parallelism, only the uniform loss has
+        it."""
         if self.scoring.alike:
             return uniform_token_grads
         return batch.token_grads if batch.context is None else None
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Disable the adapter: the base model is the reference of a LoRA run."""
+        """Disables the adapter inside the block: the base model is the reference of a LoRA run."""
         with self.model.disable_adapter():  # type: ignore[operator]
             yield
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
-        """The transformers model prepared for `generate`: evaluation mode and attention with a cache."""
+        """Yields the transformers model prepared for `generate`: evaluation mode and attention with a KV cache."""
         model, training = self.causal_lm, self.training
         self.eval()
         model.set_attn_implementation(own_attention(model))
@@ -188,7 +190,7 @@ class Policy(nn.Module):
 
 
 class Teacher(nn.Module):
-    """A frozen model for distillation; gives full distributions."""
+    """A frozen model for distillation that returns full distributions."""
 
     def __init__(self, policy: Policy):
         super().__init__()
@@ -201,7 +203,7 @@ class Teacher(nn.Module):
         with resident(self.policy):
             # Through the policy's forward, because it is the root of a sharded model.
             found: Whole = self.policy(batch, whole=True)
-            # Detach, because the values are used after this pass.
+            # Detach, because the values are used after this forward pass.
             head = found.head
             bias = None if head.bias_V is None else head.bias_V.detach()
             return Whole(found.hidden_KH, head._replace(weight_VH=head.weight_VH.detach(), bias_V=bias))
@@ -209,7 +211,7 @@ class Teacher(nn.Module):
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without dropout."""
+    """Puts the module into evaluation mode (no dropout) inside the block."""
     module.eval()
     try:
         yield

@@ -28,7 +28,8 @@ NO_CODE = "use a model that transformers supports without such code, or convert 
 
 
 def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """`kind.from_pretrained(path)`, without remote code. `where` and `what` ('its weights') begin a refusal."""
+    """Calls `kind.from_pretrained(path)` without remote code. Refusals begin with `where` and `what` ('its
+    weights')."""
     refuse_damaged_settings(path, where)
     from transformers.utils import logging as transformers_logging
 
@@ -40,15 +41,15 @@ def pretrained(kind: Any, path: str, where: str, what: str, **settings: Any) -> 
     except Exception as error:  # transformers raises various errors for damaged files
         if "trust_remote_code" in str(error):
             why = f"{what} cannot be loaded without code from the model's folder, and lockstep never runs such code"
-            raise Refusal.at(where, why, NO_CODE) from error
+            raise Refusal.at(where, why, NO_CODE, code="untrusted-code") from error
         damage = _damaged_file(Path(path))
         why = damage or (first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _named(error))
         remedy = "copy or download it again" if damage else ""
-        raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy) from error
+        raise Refusal.at(where, f"{what} cannot be loaded: {why}", remedy, code="unreadable") from error
 
 
 def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) -> Any:
-    """Load a model. All its weights must be in its files; transformers would initialise missing ones randomly."""
+    """Loads a model. All its weights must be in its files; transformers would initialise missing ones randomly."""
     model, info = pretrained(kind, path, where, what, output_loading_info=True, **settings)
     refuse_partial(info, where)
     unused_weights(model, info.get("unexpected_keys", ()), where)
@@ -59,19 +60,28 @@ def whole_model(kind: Any, path: str, where: str, what: str, **settings: Any) ->
 def refuse_partial(info: Mapping[str, Any], where: str) -> None:
     """Refuse weights that are missing in the files or have another shape."""
     problems = [
-        Problem(where, f"the weights lack {key}, which would start random", "use a causal LM folder")
+        Problem(
+            where,
+            f"the weights lack {key}, which would be initialised randomly",
+            "use a causal LM folder",
+            code="missing-weight",
+        )
         for key in sorted(info.get("missing_keys", ()))
     ]
     problems += [
-        Problem(where, f"the shape of {key[0] if isinstance(key, tuple) else key} does not fit the config")
+        Problem(
+            where,
+            f"the shape of {key[0] if isinstance(key, tuple) else key} does not fit the config",
+            code="wrong-shape",
+        )
         for key in sorted(info.get("mismatched_keys", ()))
     ]
     refuse_all(problems, "weights")
 
 
 def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -> tuple[str, ...]:
-    """Tensors of the files that the model does not use and transformers does not ignore by design. Complete layers are
-    refused: the config does not match the weights."""
+    """Returns the tensors of the files that the model does not use and transformers does not ignore by design. Refuses
+    unused tensors that form complete layers: the config does not match the weights."""
     info: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(info)
     unused = tuple(sorted(info.unexpected_keys))
@@ -81,8 +91,10 @@ def unused_weights(model: PreTrainedModel, names: Collection[str], where: str) -
     beyond = [name for name in unused if _block(name) in blocks]
     if len({name[: match.end()] for name in beyond if (match := _INDEX.search(name))}) > ahead:
         why = f"its files have {beyond[0]} and {len(beyond) - 1} more tensors of layers that its config.json leaves out"
-        remedy = "correct config.json (num_hidden_layers); or save the smaller model with save_pretrained and name that"
-        raise Refusal.at(where, why, remedy)
+        remedy = (
+            "correct config.json (num_hidden_layers); or save the smaller model with save_pretrained and use its folder"
+        )
+        raise Refusal.at(where, why, remedy, code="unknown-weight")
     return unused
 
 
@@ -90,12 +102,12 @@ _INDEX = re.compile(r"\.\d+\.")
 
 
 def _block(name: str) -> str:
-    """The name of a tensor without its layer number."""
+    """Returns the name of a tensor without its layer number."""
     return _INDEX.sub(".*.", name) if _INDEX.search(name) else ""
 
 
 def told_unused(unused: Sequence[str], path: str) -> str:
-    """The warning about unused tensors."""
+    """Returns the warning about unused tensors."""
     more = f" and {len(unused) - 1:,} more tensors" if len(unused) > 1 else ""
     return f"{path}: its files have {unused[0]}{more}, which the model does not use: they are ignored"
 
@@ -106,7 +118,7 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
 
     refuse_all(
         [
-            Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again")
+            Problem(where, f"its weight {name} holds NaN or infinity", "copy or download it again", code="not-finite")
             for name, weight in weights.items()
             # Sum first, which needs no memory: it is finite if all values are finite and it does not overflow.
             if not torch.isfinite(weight.detach().sum(dtype=torch.float32)) and not torch.isfinite(weight).all()
@@ -116,7 +128,7 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
-    """A predicate for the tensors that transformers keeps in fp32 in a model of that dtype."""
+    """Returns a predicate for the tensors that transformers keeps in fp32 in a model of that dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -138,7 +150,7 @@ def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """`model.save_pretrained` with unchanged generation settings: transformers loads a temperature with
+    """Calls `model.save_pretrained` and keeps the generation settings unchanged: transformers loads a temperature with
     `do_sample: false`, which many models have, but refuses to save it."""
     settings = model.generation_config
     if settings is None:
@@ -162,15 +174,15 @@ def refuse_damaged_settings(path: str, where: str) -> None:
     for name in SETTINGS:
         file = Path(path) / name
         if file.is_file() and (damage := _damage_of_json(file)):
-            raise Refusal.at(where, f"{file} {damage}", "copy or download it again")
+            raise Refusal.at(where, f"{file} {damage}", "copy or download it again", code="damaged-file")
     file = Path(path) / SETTINGS[0]
     if file.is_file() and (kernel := _hub_kernel(json.loads(file.read_text(encoding="utf-8")))):
         why = f"{file} requests the hub kernel {kernel!r:.80}, and lockstep runs no code from the hub"
-        raise Refusal.at(where, why, "remove that key from the file")
+        raise Refusal.at(where, why, "remove that key from the file", code="untrusted-code")
 
 
 def _hub_kernel(config: Any) -> str:
-    """The hub kernel (OWNER/NAME) that a config or a nested config names; empty if none."""
+    """Returns the hub kernel (OWNER/NAME) that a config or a nested config names; empty if none."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, dict) and (found := _hub_kernel(value)):
             return found
@@ -188,7 +200,7 @@ def refuse_no_weights(path: str, where: str) -> None:
             return
         if index.is_file():
             if damage := _damage_of_json(index):
-                raise Refusal.at(where, f"{index} {damage}", "copy or download it again")
+                raise Refusal.at(where, f"{index} {damage}", "copy or download it again", code="damaged-file")
             named = sorted(set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()))
             missing = [one for one in named if not (folder / one).is_file()]
             if missing:
@@ -196,11 +208,12 @@ def refuse_no_weights(path: str, where: str) -> None:
                     where,
                     f"lacks {len(missing)} of the {len(named)} files that {index.name} names: {', '.join(missing[:3])}",
                     "copy or download them",
+                    code="missing-shard",
                 )
             return
     odd = next((name for name in WEIGHTS if (folder / name).is_dir()), "")
     why = f"{folder / odd} is a folder, not a file" if odd else f"holds no weights: there is no {WEIGHTS[0]}"
-    raise Refusal.at(where, why, "copy or download the model again")
+    raise Refusal.at(where, why, "copy or download the model again", code="missing-weight")
 
 
 def refuse_quantized(config: Any, where: str) -> None:
@@ -217,10 +230,15 @@ def refuse_quantized(config: Any, where: str) -> None:
         quantizer.validate_environment(device_map=None, weights_only=True)
     except Exception as error:  # quantizers raise various errors
         raise Refusal.at(
-            where, f"its weights are quantized ({method}) and cannot be loaded: {first_line(error)}", remedy
+            where,
+            f"its weights are quantized ({method}) and cannot be loaded: {first_line(error)}",
+            remedy,
+            code="quantized-weights",
         ) from error
     if not getattr(quantizer.quantization_config, "dequantize", False) and not quantizer.is_trainable:
-        raise Refusal.at(where, f"its weights are quantized ({method}) and cannot be trained", remedy)
+        raise Refusal.at(
+            where, f"its weights are quantized ({method}) and cannot be trained", remedy, code="quantized-weights"
+        )
 
 
 def _named(error: Exception) -> str:
@@ -228,7 +246,7 @@ def _named(error: Exception) -> str:
 
 
 def _damaged_file(folder: Path) -> str:
-    """The first damaged file of a folder, with the reason."""
+    """Returns the first damaged file of a folder, with the reason."""
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if damage := _damage_of_json(file):
             return f"{file} {damage}"
@@ -245,7 +263,7 @@ def _damaged_file(folder: Path) -> str:
 
 
 def _damage_of_pickle(file: Path) -> str:
-    """The error of torch's restricted unpickler, which runs no code; empty if the file is valid."""
+    """Returns the error of torch's restricted unpickler, which runs no code; empty if the file is valid."""
     import torch
 
     try:
@@ -256,7 +274,7 @@ def _damage_of_pickle(file: Path) -> str:
 
 
 def why_not_unpickled(error: Exception) -> str:
-    """The error of torch's restricted unpickler, without its advice to disable the restriction."""
+    """Returns the error of torch's restricted unpickler, without its advice to disable the restriction."""
     _, found, why = str(error).partition("WeightsUnpickler error: ")
     return why.splitlines()[0].partition(" was not an allowed global")[0] if found else first_line(error)
 
@@ -275,17 +293,17 @@ WHERE_FROM = "copy the tokenizer's files from the model it was trained with: tok
 
 
 def tokenizer_of(path: str, where: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in `path`; `where` names the folder in a refusal."""
+    """Returns the tokenizer in `path`; `where` is the folder in error messages."""
     folder = Path(path)
     if folder.is_dir() and not has_tokenizer(folder):
-        raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM)
+        raise Refusal.at(where, f"the folder {path} has no tokenizer", WHERE_FROM, code="no-tokenizer")
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = pretrained(AutoTokenizer, path, where, "its tokenizer")
     # Without a vocabulary transformers builds a tokenizer that gives no tokens.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         why = f"the tokenizer in {path} has no vocabulary, only special tokens"
-        raise Refusal.at(where, why, WHERE_FROM)
+        raise Refusal.at(where, why, WHERE_FROM, code="no-tokenizer")
     return tokenizer
 
 

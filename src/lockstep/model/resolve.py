@@ -1,4 +1,4 @@
-"""Resolves whatever names a model (folder, run, checkpoint, adapter, GGUF file, hub id) to a Hugging Face folder."""
+"""Resolves a model (path of a folder, run, checkpoint, adapter or GGUF file, or hub id) to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _silent: dict[str, str] = {}
 
 
 def looks_like_hub(path: str) -> bool:
-    """Whether the name has the form of a hub model."""
+    """Returns whether the name has the form of a hub model."""
     return _NAME.fullmatch(path) is not None and path.count("/") == 1
 
 
 def hub_folder(name: str, where: str, hint: str = "") -> str:
-    """The local folder of a hub model, downloaded if necessary. `hint` is put before the remedy."""
+    """Returns the local folder of a hub model, downloaded if necessary. `hint` is put before the remedy."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -59,37 +59,41 @@ def hub_folder(name: str, where: str, hint: str = "") -> str:
         if (Path(local) / "config.json").is_file() and weight_files(local) is not None:
             return local
     except (LocalEntryNotFoundError, OSError):
-        pass  # not here yet
-    remedy = f"{hint}name a folder on this machine, or download the model where there is a network and copy it here"
+        pass  # not downloaded yet
+    remedy = f"{hint}give a folder on this machine, or download the model where there is a network and copy it here"
     status = ask_hub(name, where, "there is no such folder", remedy)
     if status in (401, 403, 404):
         why = f"there is no such folder, and the hub has no readable model of that name ({status})"
-        raise Refusal.at(where, why, f"{hint}check the name; for a private or gated one set HF_TOKEN")
+        raise Refusal.at(
+            where, why, f"{hint}check the name; for a private or gated one set HF_TOKEN", code="hub-access"
+        )
     try:
         return snapshot_download(name, allow_patterns=FILES, endpoint=constants.ENDPOINT)
     except hub_errors() as error:
         why = f"cannot be fetched from the hub: {first_line(error)}"
-        raise Refusal.at(where, why, "try again: downloaded files are kept") from error
+        raise Refusal.at(where, why, "try again: downloaded files are kept", code="hub-failed") from error
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """Errors of the hub client: its own, file errors, and connection errors of its HTTP package."""
+    """Errors of the hub client, of files, and of connections of its HTTP package."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
 
 
 def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -> int:
-    """Send one request for a model or data set (`kind`) to the hub; returns the HTTP status. If the hub cannot be
-    reached, raises a refusal that begins with `so`."""
+    """Sends one request for a model or data set (`kind`) to the hub; returns the HTTP status. If the hub cannot be
+    reached, raises a refusal whose reason begins with `so`."""
     from huggingface_hub import constants, get_token
 
     for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(switch, "").upper() in _OFF:
-            raise Refusal.at(where, f"{so}, and access to the hub is disabled ({switch} is set)", remedy)
+            raise Refusal.at(
+                where, f"{so}, and access to the hub is disabled ({switch} is set)", remedy, code="hub-failed"
+            )
     address = f"{constants.ENDPOINT}/api/{kind}/{name}"
     if address in _silent:  # do not wait a second time
-        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
+        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy, code="hub-failed")
     request = urllib.request.Request(address)
     if token := get_token():
         request.add_header("Authorization", f"Bearer {token}")
@@ -101,12 +105,12 @@ def ask_hub(name: str, where: str, so: str, remedy: str, kind: str = "models") -
     answer = answers[0] if answers else f"no answer in {SECONDS:g} s"
     if isinstance(answer, str):
         _silent[address] = f"and the hub ({constants.ENDPOINT}) cannot be reached: {answer}"
-        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy)
+        raise Refusal.at(where, f"{so}, {_silent[address]}", remedy, code="hub-failed")
     return answer
 
 
 def _status_of(request: urllib.request.Request) -> int | str:
-    """The HTTP status, or the reason for none."""
+    """Returns the HTTP status, or the reason why there is none."""
     try:
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return int(answer.status)
@@ -119,19 +123,19 @@ def _status_of(request: urllib.request.Request) -> int | str:
 
 
 def folders_of(settings: Model) -> ModelFolders:
-    """The local folders of `model.path` and of the adapter that training starts from."""
+    """Returns the local folders of `model.path` and of the adapter that training starts from."""
     return ModelFolders(model_folder(settings.path), stored_adapter(settings.lora))
 
 
 def stored_adapter(settings: Lora | None) -> str | None:
-    """The PEFT folder of `model.lora.adapter`; None without one."""
+    """Returns the PEFT folder of `model.lora.adapter`; None without one."""
     if settings is None or settings.adapter is None:
         return None
     return adapter_folder(settings.adapter, "model.lora.adapter")
 
 
 def model_folder(path: str, key: str = "model.path") -> str:
-    """The Hugging Face folder of `path`. `key` names it in a refusal.
+    """Returns the Hugging Face folder of `path`. `key` is its recipe key in error messages.
 
     A Hugging Face folder is returned unchanged. A run gives its export, or its newest checkpoint. A checkpoint, a PEFT
     adapter and a GGUF file are converted and cached. Anything else may be a hub model.
@@ -150,24 +154,24 @@ def model_folder(path: str, key: str = "model.path") -> str:
     if (folder / "recipe.yaml").is_file():
         return _of_run(folder, where)
     usual = "point at a Hugging Face model folder, a run, a checkpoint, an adapter"
-    raise Refusal.at(where, "the folder has no config.json", _inside(folder) or usual)
+    raise Refusal.at(where, "the folder has no config.json", _inside(folder) or usual, code="missing-file")
 
 
 def _inside(folder: Path) -> str:
-    """The remedy for a folder that only contains models."""
+    """Returns the remedy for a folder that contains models but is not one."""
     steps = checkpoints.steps_in(folder)
     if steps and (checkpoints.folder_of(folder, steps[-1]) / checkpoints.STATE).is_file():
-        return f"name one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
+        return f"use one of its checkpoints: {checkpoints.folder_of(folder, steps[-1])}"
     files = sorted(folder.glob("*.gguf"))
     if files:
-        return f"name the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
+        return f"use the file: {files[0]}" + (f", or another of its {len(files)}" if len(files) > 1 else "")
     models = sorted(one.parent for name in ("recipe.yaml", "config.json", CONFIG) for one in folder.glob(f"*/{name}"))
     names = list(dict.fromkeys(map(str, models)))
-    return f"name one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+    return f"use one of those in it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def adapter_folder(path: str, key: str) -> str:
-    """The PEFT folder of `path`: itself, or the adapter of a LoRA run."""
+    """Returns the PEFT folder of `path`: itself, or the adapter of a LoRA run."""
     folder, where = Path(path), f"{key} {path}"
     if (folder / CONFIG).is_file():
         return path
@@ -175,7 +179,12 @@ def adapter_folder(path: str, key: str) -> str:
         folder = _newest(folder, where)
     if (folder / checkpoints.STATE).is_file():
         return _of_checkpoint(folder, where, adapter=True)
-    raise Refusal.at(where, f"{CONFIG} cannot be read: there is none", "name a PEFT folder, or a run that trained one")
+    raise Refusal.at(
+        where,
+        f"{CONFIG} cannot be read: there is none",
+        "give the path of a PEFT folder, or a run that trained one",
+        code="no-adapter",
+    )
 
 
 def _elsewhere(path: str, where: str) -> str:
@@ -183,21 +192,26 @@ def _elsewhere(path: str, where: str) -> str:
     folder = Path(path)
     # Paths of the embedded model in the documentation and the example recipes.
     if where.startswith("model.path ") and (folder.parts[:1] == ("quickstart",) or path == "model"):
-        raise Refusal.at(where, "no such folder", f"make the embedded tiny model with: lockstep tiny {quote(path)}")
+        raise Refusal.at(
+            where,
+            "no such folder",
+            f"make the embedded tiny model with: lockstep tiny {quote(path)}",
+            code="no-such-file",
+        )
     if looks_like_hub(path) and not folder.parent.exists():
         near = _near(folder)
         return hub_folder(path, where, f"did you mean the folder {near}? Else " if near else "")
     if folder.is_symlink():
-        raise Refusal.at(where, "is a broken symbolic link", "name the folder itself")
+        raise Refusal.at(where, "is a broken symbolic link", "give the path of the folder itself", code="no-such-file")
     if folder.suffix == ".gguf":
-        raise Refusal.at(where, "no such file")
+        raise Refusal.at(where, "no such file", code="no-such-file")
     if near := _near(folder):
-        raise Refusal.at(where, "no such folder", f"did you mean {near}?")
-    raise Refusal.at(where, "no such folder", "name the folder of a model, a run or a checkpoint")
+        raise Refusal.at(where, "no such folder", f"did you mean {near}?", code="no-such-file")
+    raise Refusal.at(where, "no such folder", "give the path of a model, a run or a checkpoint", code="no-such-file")
 
 
 def _near(path: Path) -> str:
-    """The existing path with the most similar name; empty if there is none."""
+    """Returns the existing path with the most similar name; empty if there is none."""
     while not path.parent.exists():
         path = path.parent
     if not path.parent.is_dir():
@@ -209,7 +223,12 @@ def _near(path: Path) -> str:
 def _of_file(file: Path, where: str) -> str:
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
-            raise Refusal.at(where, "is a file, and no GGUF one", "name a model folder, or a .gguf file")
+            raise Refusal.at(
+                where,
+                "is a file, and no GGUF one",
+                "give the path of a model folder or a .gguf file",
+                code="unsupported-format",
+            )
     facts = file.stat()
     key = ["gguf", str(file.resolve()), facts.st_size, facts.st_mtime_ns]
 
@@ -230,28 +249,40 @@ def _newest(run: Path, where: str) -> Path:
     steps = checkpoints.steps_in(run / "checkpoints")
     if not steps:
         raise Refusal.at(
-            where, "this run has neither exported its model nor saved a checkpoint yet", "train it further"
+            where,
+            "this run has neither exported its model nor saved a checkpoint yet",
+            "train it further",
+            code="no-checkpoint",
         )
     return checkpoints.folder_of(run / "checkpoints", steps[-1])
 
 
 def _of_checkpoint(folder: Path, where: str, *, adapter: bool = False) -> str:
     if not (folder / checkpoints.MANIFEST).is_file():
-        raise Refusal.at(where, f"{folder} is damaged: it has no {checkpoints.MANIFEST}", "name another checkpoint")
+        raise Refusal.at(
+            where,
+            f"{folder} is damaged: it has no {checkpoints.MANIFEST}",
+            "name another checkpoint",
+            code="damaged-checkpoint",
+        )
     found = checkpoints.read(folder)
     if not found.state.kind:
         why = "was saved by an earlier version, which did not record the kind of model"
-        raise Refusal.at(where, why, "lockstep export RUN DIR --step N")
+        raise Refusal.at(where, why, "lockstep export RUN DIR --step N", code="unsupported-version")
     settings = Model.model_validate(found.state.recipe["model"])
     if adapter and settings.lora is None:
-        raise Refusal.at(where, "the run trained all weights, so it has no adapter", "name it as model.path")
+        raise Refusal.at(
+            where, "the run trained all weights, so it has no adapter", "set model.path to it", code="no-adapter"
+        )
     base = model_folder(settings.path, f"{where}: its model.path")
     key = ["checkpoint", adapter, checksum(folder / checkpoints.MANIFEST), settings.model_dump(), model_files(base)]
 
     def convert(out: Path) -> None:
         # Only before a conversion: the check reads every byte of the checkpoint.
         if damage := checkpoints.damage_of(folder):
-            raise Refusal.at(where, f"{folder} is damaged: {damage}", "name another checkpoint")
+            raise Refusal.at(
+                where, f"{folder} is damaged: {damage}", "name another checkpoint", code="damaged-checkpoint"
+            )
         folders = ModelFolders(base, stored_adapter(settings.lora))
         _report(folder, export_checkpoint(settings, found, out, folders=folders, adapter=adapter))
 
@@ -276,7 +307,8 @@ def _base_folder(folder: Path, where: str) -> str:
     except Refusal as refusal:
         # The base model may be available under another name.
         problems = [
-            one if _GIVE in one.remedy else Problem(one.where, one.why, _given(folder)) for one in refusal.problems
+            one if _GIVE in one.remedy else Problem(one.where, one.why, _given(folder), code=one.code)
+            for one in refusal.problems
         ]
         raise Refusal(problems) from refusal
 
@@ -289,20 +321,22 @@ def _given(folder: Path) -> str:
 
 
 def base_of(folder: Path, where: str) -> str:
-    """The base model of an adapter: a path, a folder next to the adapter, or a hub name."""
+    """Returns the base model of an adapter: a path, a folder next to the adapter, or a hub name."""
     remedy = _given(folder)
     try:
         base: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
-        raise Refusal.at(where, f"{CONFIG} cannot be read: {first_line(error)}", "name a PEFT folder") from error
+        raise Refusal.at(
+            where, f"{CONFIG} cannot be read: {first_line(error)}", "give the path of a PEFT folder", code="unreadable"
+        ) from error
     if not isinstance(base, str) or not base:
-        raise Refusal.at(where, f"{CONFIG} does not name the base model", remedy)
+        raise Refusal.at(where, f"{CONFIG} does not name the base model", remedy, code="no-base-model")
     for place in (Path(base), folder / base, folder.parent / Path(base).name):
         if place.exists():
             return str(place)
     if looks_like_hub(base):
         return base
-    raise Refusal.at(where, f"its base model {base} was not found", remedy)
+    raise Refusal.at(where, f"its base model {base} was not found", remedy, code="no-base-model")
 
 
 VERSION = 2
@@ -310,13 +344,13 @@ VERSION = 2
 
 
 def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
-    """The cached folder that `convert` writes, keyed by `facts`. `what` names the source in messages."""
+    """Returns the cached folder that `convert` writes, keyed by `facts`. `what` is the source in messages."""
     text = json.dumps([VERSION, __version__, facts], sort_keys=True, default=str)
     try:
         folder = cache_home() / FOLDERS / hashlib.sha256(text.encode()).hexdigest()[:24]
     except RuntimeError as error:
         why = "must be converted to a model folder, and there is no home directory for the cache"
-        raise Refusal.at(what, why, "set LOCKSTEP_CACHE to a folder") from error
+        raise Refusal.at(what, why, "set LOCKSTEP_CACHE to a folder", code="no-home") from error
     made = MadeFolder(folder)
     advice = "LOCKSTEP_CACHE names the folder of the cache"
     try:
@@ -339,5 +373,5 @@ def converted(what: str, facts: Any, convert: Callable[[Path], object]) -> str:
     except Refusal as refusal:
         if refusal.problems[0].where != str(aside_of(folder)):
             raise
-        raise Refusal.at(folder, refusal.problems[0].why, advice) from refusal
+        raise Refusal.at(folder, refusal.problems[0].why, advice, code=refusal.problems[0].code) from refusal
     return str(folder)

@@ -21,14 +21,14 @@ DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "layerdrop", "drop_rate")
 
 
 def experts_of_token(config: Any) -> int | None:
-    """Number of experts per token; None for a model without experts."""
+    """Returns the number of experts per token; None for a model without experts."""
     text = config.get_text_config(decoder=True)
     return next((int(getattr(text, name)) for name in CHOSEN if getattr(text, name, None)), None)
 
 
 def refuse_router_loss(config: Any, where: str, coefficient: float | None = None) -> None:
-    """Refuse a model whose config enables a load-balancing loss if the recipe does not set `model.aux_loss_coef`, or
-    whose loss we cannot reproduce. `where` names the key and its folder."""
+    """Refuses a model whose config enables a load-balancing loss if the recipe does not set `model.aux_loss_coef`, or
+    whose loss we cannot reproduce. `where` names the recipe key and the folder."""
     if coefficient is None:
         text = config.get_text_config(decoder=True)
         default = next((getattr(text, name) for name in COEFFICIENTS if getattr(text, name, None)), 0.0)
@@ -37,6 +37,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
                 where,
                 f"its config.json enables a load-balancing loss (output_router_logits, coefficient {default:g})",
                 f"set model.aux_loss_coef={default:g} to train with it, or 0 to train without",
+                code="router-loss",
             )
     if not coefficient:
         return
@@ -49,6 +50,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
                 where,
                 f"model.aux_loss_coef={coefficient:g} is set, but its load-balancing loss is not supported: {error}",
                 "set model.aux_loss_coef=0, or use another model",
+                code="router-loss",
             )
         return None
 
@@ -57,7 +59,7 @@ def refuse_router_loss(config: Any, where: str, coefficient: float | None = None
 
 @torch.no_grad()
 def _try_balance(config: Any) -> None:
-    """Compare our loss with that of transformers, on a miniature."""
+    """Compares our load-balancing loss with that of transformers, on a small model."""
     experts = experts_of_token(config)
     if experts is None:
         raise Unfit("it has no experts")
@@ -79,13 +81,14 @@ def _try_balance(config: Any) -> None:
 
 
 def refuse_router_noise(config: Any, where: str) -> None:
-    """Refuse router noise: responses are sampled and scored without it, and it depends on the packing of rows."""
+    """Refuses router noise: responses are sampled and scored without it, and it depends on the packing of rows."""
     problem = Problem(
         where,
         "in training its layers draw random numbers other than dropout (router noise), so log-probs in training "
         "differ from generation and scoring",
         "set router_jitter_noise and input_jitter_noise to 0 in its config.json; if its routers still sample "
         "experts in training, use another model",
+        code="router-noise",
     )
     # The trial of the architecture reports a model that does not run.
     with suppress(Unfit):

@@ -37,12 +37,12 @@ BLOCK_BYTES = 2**26
 
 
 class Unmapped(Exception):
-    """Why the tensors of a model cannot be read from the files one by one."""
+    """The tensors of a model cannot be read from the files one by one; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Stands in for the model in operations: parameter shapes by name, without wrappers of the model."""
+    """Replaces the model in conversion operations. It has the parameter shapes by name, without wrappers."""
 
     parameters: Mapping[str, torch.Tensor]
 
@@ -52,11 +52,11 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Made:
-    """A model tensor that is made of file tensors (`sources`), by pattern of the converter."""
+    """A model tensor that is converted from file tensors (`sources`, by pattern of the converter)."""
 
     name: str
     first: str
-    """The first tensor made of the same sources; transformers uses its name."""
+    """The first model tensor converted from the same sources; transformers uses its name."""
     converter: Any
     sources: Mapping[str, tuple[str, ...]]
     shapes: Shapes
@@ -68,14 +68,14 @@ class Made:
 
     @property
     def stacked(self) -> bool:
-        """Whether row i is made of only the i-th source of each pattern."""
+        """Whether row i depends only on the i-th source of each pattern."""
         from transformers.core_model_loading import MergeModulelist
 
         merge, *more = self.converter.operations
         return type(merge) is MergeModulelist and merge.dim == 0 and all(_keeps_rows(operation) for operation in more)
 
     def fill(self, stored: StoredTensors, target: torch.Tensor) -> None:
-        """Fill the local part of a tensor, sharded or not, of any dtype and on any device."""
+        """Fills this rank's part of a tensor, sharded or not, of any dtype and on any device."""
         part, offsets = held_part(target)
         if not part.numel():
             return
@@ -96,8 +96,8 @@ class Made:
             block.copy_(made)
 
     def converted(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert the tensors of some or all sources, by name. They are removed from `tensors`, so that each is freed
-        as soon as possible."""
+        """Converts the tensors of some or all sources; returns them by name. Removes them from `tensors`, so that each
+        is freed as soon as possible."""
         converter = deepcopy(self.converter)
         for pattern, keys in self.sources.items():
             for key in keys:
@@ -108,11 +108,11 @@ class Made:
 
 
 InFiles = str | Made
-"""The location of a model tensor in the files: a name, or several parts."""
+"""The location of a model tensor in the files: the name of a file tensor, or a conversion of several."""
 
 
 def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]) -> None:
-    """Fill tensors, sharded or not. Converted tensors are made one after the other."""
+    """Fills tensors, sharded or not, from the files. Converted tensors are filled one after the other."""
     stored.fill({place: target for place, target in targets if isinstance(place, str)})
     with torch.no_grad():
         for place, target in targets:
@@ -121,12 +121,12 @@ def fill_from(stored: StoredTensors, targets: list[tuple[InFiles, torch.Tensor]]
 
 
 def stored_bytes(stored: StoredTensors, place: InFiles) -> int:
-    """Bytes per element in the files (the maximum of the sources)."""
+    """Returns the bytes per element in the files (the maximum of the sources)."""
     return max(stored.dtype(key).itemsize for key in ([place] if isinstance(place, str) else place.keys))
 
 
 def conversions_of(model: PreTrainedModel) -> list[Any]:
-    """The mapping of file tensors to model tensors that transformers uses for loading."""
+    """Returns the mapping of file tensors to model tensors that transformers uses for loading."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(model))
@@ -145,8 +145,9 @@ def refuse_operations(conversions: list[Any]) -> None:
 def places_by_name(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[str, InFiles]:
-    """The location of each model tensor in the files, as transformers would find it; `Unmapped` if that is not certain.
-    The model keeps the list of conversions for saving. Names without a model tensor are added to `unused`."""
+    """Returns the location of each model tensor in the files, as transformers would find it; raises `Unmapped` if that
+    is not certain. The model keeps the list of conversions for saving. Names without a model tensor are added to
+    `unused`."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = conversions_of(model)
@@ -193,7 +194,7 @@ def _made(
     shapes: Shapes,
     config: Any,
 ) -> list[Made]:
-    """The tensors made of some sources; the conversion is tried on the meta device."""
+    """Returns the tensors converted from some sources; the conversion is tested on the meta device."""
     if len({id(converter_of[pattern]) for pattern in sources}) > 1:
         raise Unmapped(f"{first} is made in two ways")
     converter = converter_of[next(iter(sources))]
@@ -215,7 +216,7 @@ def _made(
 
 
 def _keeps_rows(operation: Any) -> bool:
-    """Whether each output row depends only on the same row of the inputs."""
+    """Returns whether each output row depends only on the same row of the inputs."""
     from transformers.core_model_loading import Concatenate, Interleave, Transpose
 
     if type(operation) is Transpose:
@@ -238,12 +239,12 @@ class Streamed:
     stored: StoredTensors
     places: dict[nn.Parameter, InFiles]
     where: str
-    """Names the model in refusals."""
+    """Name of the model in error messages."""
     unused: tuple[str, ...] = ()
     """Tensors of the files that the model does not have."""
 
     def replaced(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Replace parameters of the model by others."""
+        """Replaces parameters of the model by `others`."""
         for before, now in others.items():
             if before in self.places:
                 self.places[now] = self.places.pop(before)
@@ -257,13 +258,13 @@ class Streamed:
         parameters = dict(root.named_parameters())
         fill_from(self.stored, [(place, parameters[name]) for name, place in places.items()])
         filled = {parameters[name] for name in places}
-        # Parameter names without wrappers.
+        # Parameter names without the prefixes of wrappers.
         named = {name.replace(".base_layer", ""): p for name, p in self.model.named_parameters() if p in filled}
         refuse_not_finite({name: held_part(p.detach())[0] for name, p in named.items()}, self.where)
 
 
 def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Streamed | None:
-    """The model of `build` without weights; None if the folder cannot be streamed."""
+    """Returns the model of `build` without weights; None if the folder cannot be streamed."""
     files = weight_files(path)
     if files is None:
         return None
@@ -286,7 +287,7 @@ def streamed(build: Callable[[], PreTrainedModel], path: str, where: str) -> Str
 
 
 def weight_files(path: str) -> list[Path] | None:
-    """The safetensors files of a model folder; None if it has none or is not a local folder."""
+    """Returns the safetensors files of a model folder; None if it has none or is not a local folder."""
     index, alone = Path(path) / "model.safetensors.index.json", Path(path) / "model.safetensors"
     if index.is_file():
         try:
@@ -301,8 +302,8 @@ def weight_files(path: str) -> list[Path] | None:
 def places_of(
     model: PreTrainedModel, stored: StoredTensors, unused: list[str] | None = None
 ) -> dict[nn.Parameter, InFiles] | None:
-    """The location of each parameter in the files; None if one is missing. Tied parameters have several names, of which
-    the files may have any. Unused tensors are added to `unused`."""
+    """Returns the location of each parameter in the files; None if one is missing. Tied parameters have several names,
+    of which the files may have any. Unused tensors are added to `unused`."""
     if loaded_whole(model, model.dtype) is not None:
         return None
     try:
@@ -341,13 +342,13 @@ def _with_buffers(model: PreTrainedModel, stored: StoredTensors) -> bool:
 
 
 def stored_buffers(model: PreTrainedModel) -> list[str]:
-    """The buffers that `save_pretrained` writes."""
+    """Returns the buffers that `save_pretrained` writes."""
     saved = model.state_dict().keys()
     return [name for name, _ in model.named_buffers() if name in saved]
 
 
 def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
-    """Why the model cannot be streamed, by its class and configuration; None if it can."""
+    """Returns why the model cannot be streamed, by its class and configuration; None if it can."""
     if getattr(model.config, "quantization_config", None):
         return "it is quantised"
     kept = kept_in_fp32(model, dtype)
@@ -363,7 +364,8 @@ def loaded_whole(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Build modules with parameters on the meta device. Buffers keep their storage, because they are computed."""
+    """Builds modules inside the block with parameters on the meta device. Buffers are computed, so they keep
+    storage."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

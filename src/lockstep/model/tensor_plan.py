@@ -1,7 +1,8 @@
-"""The tensor-parallel plan of a model: transformers' `base_model_tp_plan`, and models that it does not support.
+"""Reads the tensor-parallel plan of a model (`base_model_tp_plan` of transformers); refuses models without a usable
+one.
 
-With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are not
-divided, only sharded: every rank scores the full vocabulary, so log-probs, losses and samples need no other rank.
+With a `base_model_ep_plan`, each rank holds complete experts (expert parallelism). Embedding and output head are only
+sharded: every rank scores the full vocabulary, so log-probs, losses and samples need no other rank.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ REMEDY = (
 
 
 class Indivisible(Exception):
-    """Why a model cannot be divided, and what to do about it."""
+    """A model cannot be divided. `why` is the reason, `remedy` the fix."""
 
     def __init__(self, why: str, remedy: str = REMEDY):
         super().__init__(why)
@@ -41,7 +42,7 @@ class Indivisible(Exception):
 
 
 def refuse_indivisible(config: Any, path: str, size: int) -> None:
-    """Refuse a model that cannot be divided, from its configuration; no weight is loaded."""
+    """Refuses a model whose configuration cannot be divided; no weight is loaded."""
     if size == 1:
         return
     from transformers import AutoModelForCausalLM
@@ -52,17 +53,19 @@ def refuse_indivisible(config: Any, path: str, size: int) -> None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         styles_of(model, size)
     except Indivisible as found:
-        raise Refusal([Problem(KEY, f"{path} ({config.model_type}): {found}", found.remedy)]) from found
+        raise Refusal(
+            [Problem(KEY, f"{path} ({config.model_type}): {found}", found.remedy, code="indivisible")]
+        ) from found
 
 
 def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
-    """The style of each divided module of the decoder, by name."""
+    """Returns the style of each divided module of the decoder, by name."""
     decoder = inner_decoder(model)
     plan: dict[str, str] = getattr(decoder.config, "base_model_tp_plan", None) or {}
     if not plan:
         raise Indivisible("transformers has no plan for its tensor parallelism")
     experts = [name for name, how in plan.items() if how == EXPERTS and name in _expert_plan(decoder.config)]
-    # Experts are distributed, not split.
+    # Each expert is assigned to one rank, not split.
     plan = {name: how for name, how in plan.items() if not name.startswith(tuple(f"{one}." for one in experts))}
     styles = STYLES | DIVIDED_EXPERTS if experts else STYLES
     unknown = {name: how for name, how in plan.items() if how not in styles and name not in LEFT_WHOLE}
@@ -86,7 +89,7 @@ def styles_of(model: PreTrainedModel, size: int) -> dict[str, Style]:
 
 
 def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
-    """The styles of a decoder with adapters: the adapter matrix on the divided side is divided with its projection."""
+    """Returns the styles of a decoder with adapters: an adapter's matrix on the divided side is divided too."""
     sides: dict[Style, str] = {"columns": "lora_B", "rows": "lora_A"}
     found: dict[str, Style] = {}
     for name, style in styles.items():
@@ -97,6 +100,7 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
                 f"{name} has an adapter, and parallel.tensor_parallel gives each process a part of its {style}",
                 "name other layers in model.lora.targets; or set parallel.tensor_parallel=1 and shard the model "
                 "(parallel.shard)",
+                code="unfit-adapter",
             )
         found[name if adapters is None else f"{name}.base_layer"] = style
         found |= {f"{name}.{sides[style]}.{one}": style for one in adapters or ()}
@@ -104,12 +108,12 @@ def with_adapters(decoder: nn.Module, styles: dict[str, Style]) -> dict[str, Sty
 
 
 def _expert_plan(config: Any) -> dict[str, str]:
-    """The expert-parallel plan."""
+    """Returns the expert-parallel plan of a config."""
     return getattr(config, "base_model_ep_plan", None) or {}
 
 
 def divided_parameters(model: PreTrainedModel, size: int) -> int:
-    """Number of parameters that are divided over the ranks of a group."""
+    """Returns the number of parameters that are divided over the ranks of a group."""
     if size == 1:
         return 0
     found = 0

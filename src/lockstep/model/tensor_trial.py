@@ -1,7 +1,7 @@
 """Checks tensor parallelism on a small model before weights are loaded.
 
-The plan is that of transformers, and model code may not support a part of the heads. So a small model of the
-architecture is run undivided and divided over the ranks, with the same random weights.
+The plan comes from transformers, and the code of a model may not work with a subset of the heads. So a small model of
+the architecture is run undivided and divided over the ranks, with the same random weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOGPROB_ERROR, GRADIENT_ERROR, GRADIENT_FLOOR = 1e-4, 1e-3, 1e-3
 
 
 def check_division(config: Any, path: str, kernel: str, device: torch.device, sharding: Sharding | None) -> None:
-    """Refuse an architecture that tensor parallelism computes wrongly. A collective of the group."""
+    """Refuses an architecture that tensor parallelism computes wrongly. All ranks of the group must call it."""
     if sharding is None or sharding.tensor is None:
         return
     group = sharding.tensor
@@ -35,7 +35,7 @@ def check_division(config: Any, path: str, kernel: str, device: torch.device, sh
         try:
             try_division(config, kernel, device, group)
         except (Unfit, Indivisible) as unfit:
-            return Problem(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY)
+            return Problem(KEY, f"{path} ({config.model_type}): {unfit}", REMEDY, code="indivisible")
         return None
 
     def verified_on_all(verified: bool) -> bool:
@@ -67,7 +67,7 @@ def try_division(config: Any, kernel: str, device: torch.device, group: TensorGr
 
 
 def _run(policy: Policy, line: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs, and the full gradient of each parameter."""
+    """Returns log-probs, and the full gradient of each parameter."""
     with torch.enable_grad():
         logprobs: torch.Tensor = policy(line).logprobs_K
         (logprobs * weights_of(len(logprobs), logprobs.device)).sum().backward()

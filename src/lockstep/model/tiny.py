@@ -29,14 +29,14 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 4) -> None:
-    """Write a random Qwen2 with a byte tokenizer to `folder` as a Hugging Face model.
+    """Writes a random Qwen2 with a byte tokenizer to `folder` as a Hugging Face model.
 
-    The same arguments give the same files. A file with other content is never overwritten.
-    The default has 1.0 M parameters (1 to 4 M is what the sizes are meant for).
+    The same arguments give the same files. A file with other content is never overwritten. The default model has 1.0 M
+    parameters; the arguments are meant for 1 to 4 M.
     """
     _refuse_bad_sizes(seed, hidden, layers)
     if folder.exists() and not folder.is_dir():
-        raise Refusal.at(folder, "is a file, not a folder", "give another folder")
+        raise Refusal.at(folder, "is a file, not a folder", "give another folder", code="not-a-folder")
     with tempfile.TemporaryDirectory() as aside:
         tokens = _save_tokenizer(Path(aside))
         _save_model(Path(aside), tokens, seed, hidden, layers)
@@ -45,7 +45,7 @@ def write_tiny(folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """One token per byte, with the byte as id, named as in byte-level BPE."""
+    """Returns one token per byte, with the byte as id, named as in byte-level BPE."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     names = {byte: chr(byte) for byte in printable}
     unprintable = [byte for byte in range(256) if byte not in names]
@@ -56,19 +56,29 @@ def byte_vocabulary() -> dict[str, int]:
 def _refuse_bad_sizes(seed: int, hidden: int, layers: int) -> None:
     problems = []
     if seed < 0:
-        problems.append(Problem("seed", f"{seed} is negative", "give 0 or more"))
+        problems.append(Problem("seed", f"{seed} is negative", "give 0 or more", code="out-of-range"))
     if hidden < HEAD_SIZE or hidden % HEAD_SIZE:
         problems.append(
-            Problem("hidden", f"{hidden} is not a multiple of the head size {HEAD_SIZE}", "give 128 or 256")
+            Problem(
+                "hidden",
+                f"{hidden} is not a multiple of the head size {HEAD_SIZE}",
+                "give 128 or 256",
+                code="out-of-range",
+            )
         )
     if layers < 1:
-        problems.append(Problem("layers", f"{layers} is not a number of layers", "give 1 or more"))
+        problems.append(Problem("layers", f"{layers} is not a number of layers", "give 1 or more", code="out-of-range"))
     refuse_all(problems)
 
 
 def _refuse_overwriting(written: Path, folder: Path) -> None:
     problems = [
-        Problem(str(folder / new.name), "exists and holds something else", "remove it or give another folder")
+        Problem(
+            str(folder / new.name),
+            "exists and holds something else",
+            "remove it or give another folder",
+            code="already-exists",
+        )
         for new in sorted(written.iterdir())
         if (folder / new.name).exists() and (folder / new.name).read_bytes() != new.read_bytes()
     ]

@@ -1,4 +1,4 @@
-"""Trials: short runs of a part of a run on a small model or a few rows, before training starts.
+"""Trials: checks before training starts that run a small model, or a function or the rewards on a few rows.
 
 `TRIALS` lists them. `run_trial` runs one: it skips a trial that passed before on this machine with the same code and
 packages, shows its progress, prints its results and refuses the run if it fails.
@@ -31,12 +31,12 @@ from lockstep.version import PACKAGE_FOLDER
 
 
 class Unfit(Exception):
-    """A model that would be trained, scored or generated wrongly, with the reason."""
+    """The model would be trained or scored wrongly, or would generate wrongly; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial. A success of one with `cached` is stored on this machine."""
+    """One trial. If `cached`, a success is stored on this machine."""
 
     name: str
     when: str
@@ -119,7 +119,7 @@ REWARDS = Trial(
     "before weights load, in an online run; in `generate` with rewards",
     "reward.dry_run.dry_run",
     "the rewards score correct and empty answers to some rows with finite numbers",
-    task="Trying the rewards on real rows",
+    task="Testing the rewards on real rows",
 )
 INITIAL_LOSS = Trial(
     "initial_loss",
@@ -161,9 +161,9 @@ def run_trial(
     agree: Callable[[bool], bool] = bool,
     console: Console | None = None,
 ) -> None:
-    """Runs a trial. `attempt` returns the problem that is refused, or what is printed.
+    """Runs a trial. `attempt` returns the problem for which the run is refused, or the report to print.
 
-    `config` and `key` identify a cached result; `agree` decides over the results of several ranks.
+    `config` and `key` identify a cached result; `agree` combines the results of several ranks.
     """
     cached_at = fingerprint(config, trial.name, *key) if trial.cached else None
     if cached_at is not None and agree(is_verified(cached_at)):
@@ -182,13 +182,13 @@ def run_trial(
             console.warn(warning)
 
 
-# Refusals. A trial passed when a tape was recorded, so a replay continues and locates the error.
+# A replay does not stop at a failed trial: the trial passed when the tape was recorded, and the replay finds the error.
 
 _collected: ContextVar[list[Problem] | None] = ContextVar("problems that a replay locates", default=None)
 
 
 def refuse_unless_replayed(problem: Problem) -> None:
-    """Refuse a problem found before the first step. A replay collects it, continues and locates it."""
+    """Refuses a problem found before the first step. A replay collects the problem instead and locates it."""
     collected = _collected.get()
     if collected is None:
         raise Refusal([problem])
@@ -198,7 +198,7 @@ def refuse_unless_replayed(problem: Problem) -> None:
 
 @contextmanager
 def judged_later() -> Iterator[list[Problem]]:
-    """Collect problems of trials instead of refusing."""
+    """Collects problems of trials inside the block instead of refusing them."""
     problems: list[Problem] = []
     token = _collected.set(problems)
     try:
@@ -214,7 +214,7 @@ CODE = ("device", "kernels", "model", "parallel", "rollout")
 
 
 def fingerprint(config: Any, *more: str) -> str:
-    """Hash of an architecture with packages and code; weights and path do not count."""
+    """Returns a hash of an architecture with packages and code; it does not depend on weights and path."""
     data = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
     versions = [torch.__version__, version("transformers"), *map(_version, KERNEL_PACKAGES), _code()]
     text = json.dumps([data, versions, more], sort_keys=True, default=str)
@@ -222,7 +222,7 @@ def fingerprint(config: Any, *more: str) -> str:
 
 
 def hardware(torch_device: torch.device) -> list[str]:
-    """The device of a trial, for its fingerprint: several machines may share a home directory."""
+    """Returns the device of a trial, for its fingerprint: several machines may share a home directory."""
     device = DEVICES[torch_device.type]()
     return [device.name, device.chip(), os.environ.get(EMULATED, "")]
 

@@ -24,8 +24,8 @@ _NORM = re.compile(r"(^|_)(layer|rms|batch|group)?norm(_|$)")
 
 
 def biases_and_norms(model: nn.Module) -> frozenset[str]:
-    """Names of biases and norm scales, which get no weight decay. Shapes do not identify them: biases of stacked
-    experts (gpt-oss) and per-head norm scales (Cohere) are matrices."""
+    """Returns the names of biases and norm scales, which get no weight decay. Shapes do not identify them: biases of
+    stacked experts (gpt-oss) and per-head norm scales (Cohere) are matrices."""
     found = set()
     for name, module in model.named_modules():
         norm = "norm" in type(module).__name__.lower()
@@ -36,12 +36,13 @@ def biases_and_norms(model: nn.Module) -> frozenset[str]:
 
 
 def held_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained parameters of this rank: shards if they are sharded."""
+    """Returns the trained parameters of this rank, which are shards if the model is sharded."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full trained parameters on the host (not copied on CPU). A collective if sharded."""
+    """Returns the full trained parameters on the host (not copied on CPU). All ranks must call it if they are
+    sharded."""
     return {name: whole(p).cpu() for name, p in held_weights(model).items()}
 
 
@@ -51,16 +52,23 @@ def restore_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where
 
 
 def refuse_other_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], where: str) -> dict[str, nn.Parameter]:
-    """The trained parameters by name. Refuses weights with other names or shapes."""
+    """Returns the trained parameters by name. Refuses weights with other names or shapes."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name in sorted(parameters.keys() ^ weights.keys()):
         side = "the checkpoint" if name not in weights else "the model"
-        raise Refusal.at(where, f"{side} has no weight {name}", "use the recipe the checkpoint was trained with")
+        raise Refusal.at(
+            where,
+            f"{side} has no weight {name}",
+            "use the recipe the checkpoint was trained with",
+            code="missing-weight",
+        )
     shapes = shapes_of(weights)
     for name, parameter in parameters.items():
         if parameter.shape != shapes[name]:
             raise Refusal.at(
-                where, f"{name} is {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model"
+                where,
+                f"{name} is {tuple(shapes[name])} in the checkpoint and {tuple(parameter.shape)} in the model",
+                code="wrong-shape",
             )
     return parameters
 
@@ -91,7 +99,8 @@ NONE = Digits(None, {})
 
 
 def digits_of(root: Trained, model: Any, source: Streamed | None, folder: str, dtype: torch.dtype) -> Digits:
-    """The `Digits` of `root`, which trains `model` or parts of it. Call it before sharding creates new parameters."""
+    """Returns the `Digits` of `root`, which trains `model` or parts of it. Call it before sharding, which replaces
+    parameters."""
     if source is not None:
         stored, places = source.stored, source.places
     else:
@@ -117,6 +126,6 @@ def _read(model: Any, folder: str) -> tuple[StoredTensors, dict[nn.Parameter, In
 
 
 def _is_stored_in_fp32(folder: str) -> bool:
-    """The dtype of the folder's config; the config of the loaded model has the dtype of the load."""
+    """Returns whether the folder's config states float32; the config of the loaded model has the dtype of the load."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return (config.get("dtype") or config.get("torch_dtype")) == "float32"

@@ -11,7 +11,7 @@ SCRIPTS = {
 
 
 def script_of(page: str) -> str:
-    """The script of a page: the shared files and those of the page, in one scope."""
+    """The script of a page: shared and page-specific files, in one scope."""
     names = ["elements", "chart", *(f"{page}_{name}" for name in SCRIPTS[page])]
     parts = [resource(f"{name}.js") for name in names]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"

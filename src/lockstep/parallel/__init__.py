@@ -1,4 +1,4 @@
 """Parallelism: process groups, FSDP, tensor and context parallelism, and the watchdog.
 
-For `data`, `model`, `run` and all above.
+May be imported by `data`, `model`, `run` and the layers above them.
 """

@@ -1,8 +1,9 @@
-"""All-gather context parallelism: every rank holds a contiguous part of the packed row and gathers the keys it needs.
+"""All-gather context parallelism: every rank has a contiguous part of the packed row and gathers the keys it needs.
 
-Keys and values are gathered a few heads at a time; the next all-gather overlaps with the computation. A rank uses the
-keys from the start of its first token's sequence on. The backward pass gathers them again and reduce-scatters their
-gradients. With long sequences, ranks with later parts have more work than those with earlier parts.
+Keys and values are gathered a few heads at a time; the next all-gather overlaps with the computation. A rank needs the
+keys from the start of the sequence that its first token belongs to. The backward pass gathers keys and values again and
+reduce-scatters their gradients. With long sequences, ranks with later parts have more work than those with earlier
+ones.
 
 After the context parallelism of Llama 3 (Dubey et al., 2024).
 """
@@ -22,7 +23,7 @@ from lockstep.kernels.attention.partial import partial_kernel
 from lockstep.kernels.attention.partial_attention import sections
 from lockstep.parallel.context import ContextGroup, cut
 
-# Keys and values are gathered in this many groups of heads, which bounds the extra memory.
+# Number of groups of heads in which keys and values are gathered, to bound the extra memory.
 PARTS = 4
 
 
@@ -40,7 +41,7 @@ class GatheredLayout(DividedLayout):
             True,
             device,
         )
-        # Index of the visible keys among the gathered ones. Every rank's part is padded to the largest.
+        # Index of the visible keys among the gathered ones. The part of every rank is padded to the largest part.
         slots = [torch.arange(stop - start) + rank * self.most for rank, (start, stop) in enumerate(pairwise(bounds))]
         self.seen = sent(torch.cat(slots)[local[0][0] : last], device)
 
@@ -57,11 +58,11 @@ class GatheredLayout(DividedLayout):
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         if dropout or softcap is not None or len(query_THD) != self.count:
-            raise NotImplementedError("all-gather attention takes this rank's tokens; no soft cap, no dropout")
+            raise NotImplementedError("all-gather attention needs this rank's tokens, without soft cap or dropout")
         return _GatheredAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale, window)
 
     def gathered(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Key heads, with the gathered keys and values that this rank sees."""
+        """Yields groups of key heads, with the gathered keys and values that this rank sees."""
         groups = key.shape[1]
         bounds = cut(groups, min(PARTS, groups))
         heads = [slice(start, stop) for start, stop in pairwise(bounds)]
@@ -139,7 +140,7 @@ class _GatheredAttention(torch.autograd.Function):
 def _heads(
     layout: GatheredLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Query heads, the key heads they use, and the gathered keys and values that this rank sees."""
+    """Yields query heads, the key heads they use, and the gathered keys and values that this rank sees."""
     each = query.shape[1] // key.shape[1]
     for heads, seen in layout.gathered(key, value):
         yield slice(heads.start * each, heads.stop * each), heads, seen

@@ -2,7 +2,7 @@
 
 With a group size of N, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. A group is one
 data-parallel replica. `context_split.py` assigns tokens to ranks; `ring_attention.py`, `all_gather_attention.py` and
-`ulysses_attention.py` compute attention across them. All their collectives are methods of `ContextGroup`.
+`ulysses_attention.py` compute attention across them, with the collective operations of `ContextGroup`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Token assignment of a packed row.
+# Assignment of the tokens of a packed row to ranks.
 
 
 def cut(length: int, parts: int) -> list[int]:
-    """Bounds of `parts` ranges that differ by one token at most; those of a short sequence may be empty."""
+    """Returns the bounds of `parts` ranges whose lengths differ by one token at most; ranges may be empty."""
     return [length * part // parts for part in range(parts + 1)]
 
 
 def zigzag(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    """Every sequence is cut into 2 * ranks chunks; rank r gets chunk r and the r-th last. This balances the work,
-    because later chunks attend to more keys."""
+    """Returns the tokens of each rank in zigzag order: every sequence is cut into 2 * ranks chunks, and rank r gets
+    chunk r and the r-th last. This balances the work, because later chunks attend to more keys."""
     parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     for first, length in zip(_starts(lengths), lengths, strict=True):
         chunks = [torch.arange(first + start, first + stop) for start, stop in pairwise(cut(length, 2 * ranks))]
@@ -35,7 +35,7 @@ def zigzag(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
 
 
 def contiguous(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    """One contiguous range of the packed row per rank, regardless of sequence bounds."""
+    """Returns the tokens of each rank: one contiguous range of the packed row, regardless of sequence bounds."""
     return [torch.arange(start, stop) for start, stop in pairwise(cut(sum(lengths), ranks))]
 
 
@@ -50,20 +50,20 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The context-parallel group of this rank. `layout` is the split (`context_split.py`)."""
+    """The context-parallel group of this rank. `layout` is the name of the split (`context_split.py`)."""
 
     rank: int
     size: int
     layout: str
     ranks: tuple[int, ...]
-    """Their global ranks."""
+    """The global ranks of the group."""
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def pass_on(self, tensor: torch.Tensor, shape: Sequence[int]) -> Callable[[], torch.Tensor]:
-        """Start a ring exchange: send to the next rank, receive a tensor of `shape` from the previous one. Call the
-        result to wait for it.
+        """Starts a ring exchange: sends to the next rank, and receives a tensor of `shape` from the previous one. Call
+        the result to wait for the tensor.
 
-        One send and one receive per batch: some backends do not support several to one peer.
+        A batch has one send and one receive, because some backends do not support several to one peer.
         """
         arriving = tensor.new_empty(shape)
         after, before = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
@@ -74,7 +74,7 @@ class ContextGroup:
         ]
         works = dist.batch_isend_irecv(pair)
 
-        def arrived(_: torch.Tensor = sending) -> torch.Tensor:  # keeps it alive until it is sent
+        def arrived(_: torch.Tensor = sending) -> torch.Tensor:  # the default keeps `sending` alive until it is sent
             for work in works:
                 work.wait()
             return arriving
@@ -82,7 +82,7 @@ class ContextGroup:
         return arrived
 
     def gather(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start an all-gather of equally shaped tensors, concatenated along dim 0. Call the result to wait for it."""
+        """Starts an all-gather of equally shaped tensors, concatenated along dim 0. Call the result to wait for it."""
         gathered_tensor = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
         sending = tensor.contiguous()
         work = _ALL_GATHER(gathered_tensor, sending, group=self.group, async_op=True)
@@ -94,13 +94,13 @@ class ContextGroup:
         return gathered
 
     def sum_shares(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Reduce-scatter: the sum over ranks, of which each rank gets its part along dim 0."""
+        """Sums the tensor over ranks; each rank gets its part along dim 0 (reduce-scatter)."""
         local = tensor.new_empty(len(tensor) // self.size, *tensor.shape[1:])
         _REDUCE_SCATTER(local, tensor.contiguous(), group=self.group)
         return local
 
     def exchange(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """All-to-all: `sent[i]` rows along dim 0 go to rank i, `received[i]` come from it."""
+        """Sends `sent[i]` rows along dim 0 to rank i, and receives `received[i]` rows from it (all-to-all)."""
         arriving = tensor.new_empty(sum(received), *tensor.shape[1:])
         dist.all_to_all_single(arriving, tensor.contiguous(), list(received), list(sent), group=self.group)
         return arriving

@@ -1,4 +1,4 @@
-"""The tokens of a micro-batch on each rank of a context group, and the models that a split does not support."""
+"""Splits the tokens of a micro-batch over the ranks of a context group, and rejects unsupported models."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lockstep.parallel.ring_attention import RingLayout
 from lockstep.parallel.ulysses_attention import UlyssesLayout
 from lockstep.types import MicroBatch
 
-# Targets are attached to tokens before the split, so a boundary between two ranks costs no label. Every rank scores the
-# targets of its tokens. `together` all-gathers the scores, and all ranks compute the same loss. Each rank
-# backpropagates through its tokens only, so the sum over ranks counts every gradient once.
+# Targets are attached to tokens before the split, so no label is lost at a boundary between two ranks. Every rank
+# scores the targets of its tokens. `together` all-gathers the scores, and all ranks compute the same loss. Each rank
+# backpropagates only through its tokens, so the sum over ranks counts every gradient once.
 
-# Token assignment and attention of each split.
+# The token assignment and the attention of each split, by name.
 PLACES = {"zigzag": zigzag, "gather": contiguous, "ulysses": contiguous}
 LAYOUTS: dict[str, type[RingLayout | GatheredLayout | UlyssesLayout]] = {
     "zigzag": RingLayout,
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, type[RingLayout | GatheredLayout | UlyssesLayout]] = {
 
 
 class Division:
-    """A micro-batch as one packed row, and the tokens of it on each rank."""
+    """A micro-batch as one packed row, and the assignment of its tokens to ranks."""
 
     def __init__(self, batch: MicroBatch, group: ContextGroup):
         if batch.packed_index_E is not None:
@@ -40,7 +40,7 @@ class Division:
         self.batch, self.group = batch, group
         lengths, place = batch.lengths, PLACES[group.layout]
         if min(len(part) for part in place(lengths, group.size)) == 0:
-            # Every rank needs a token: a dummy sequence is appended, which no other token sees.
+            # Every rank needs a token, so a dummy sequence is appended, which no other token sees.
             lengths = (*lengths, 2 * group.size)
         self.lengths = lengths
         self.places = place(lengths, group.size)
@@ -55,7 +55,7 @@ class Division:
 
     @cached_property
     def real_T(self) -> torch.Tensor:
-        """Indices in the micro-batch of the packed tokens: rows are concatenated without padding."""
+        """Indices of the packed tokens in the micro-batch, whose rows are concatenated without padding."""
         rows, width = self.batch.input_ids_NT.shape
         if self.batch.packed:
             return torch.arange(rows * width)
@@ -73,7 +73,7 @@ class Division:
 
     @cached_property
     def targets_of_ranks(self) -> list[torch.Tensor]:
-        """For each rank, the targets that its tokens predict."""
+        """The targets that the tokens of each rank predict."""
         owner_T = torch.empty(sum(self.lengths), dtype=torch.long)
         for rank, place in enumerate(self.places):
             owner_T[place] = rank
@@ -81,7 +81,7 @@ class Division:
         return [(owner_K == rank).nonzero()[:, 0] for rank in range(self.group.size)]
 
     def local_part(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of the micro-batch (which may have got a teacher since) and the targets they predict."""
+        """Returns this rank's tokens of the micro-batch, with its current teacher, and the targets they predict."""
         own_T, local_K = self.local_T, self.targets_of_ranks[self.group.rank]
         place_T = torch.empty(sum(self.lengths), dtype=torch.long)
         place_T[own_T] = torch.arange(len(own_T))
@@ -101,11 +101,11 @@ class Division:
         )
 
     def together(self, own_K: torch.Tensor) -> torch.Tensor:
-        """All-gather of per-target values, in the order of the micro-batch's targets."""
+        """All-gathers per-target values, in the order of the micro-batch's targets."""
         return _Together.apply(own_K, self)
 
     def gather_outputs(self, output: Any) -> Any:
-        """A module's output for this rank's targets as its output for all: a tensor, or a named tuple of tensors."""
+        """All-gathers a module's output for this rank's targets: a tensor, or a named tuple of tensors."""
         if isinstance(output, torch.Tensor):
             return self.together(output)
         parts = {name: part for name, part in output._asdict().items() if part is not None}
@@ -127,7 +127,8 @@ class Division:
 
 
 class _Together(torch.autograd.Function):
-    """All ranks compute the same loss from all values, so the backward takes this rank's part without a reduction."""
+    """All-gathers values. All ranks compute the same loss from them, so the backward returns this rank's part of the
+    gradient without a reduction."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, division: Division) -> torch.Tensor:
@@ -141,7 +142,7 @@ class _Together(torch.autograd.Function):
 
 
 def refuse_undivided(root: nn.Module, group: ContextGroup | None, path: str) -> None:
-    """Reject unsupported attention modules of a loaded model, by their windows and heads (`masks.py`)."""
+    """Raises `Refusal` if the split does not support the windows or heads of a loaded model (`masks.py`)."""
     if group is None:
         return
     problem = _problem([module for module in root.modules() if hasattr(module, WINDOW)], group, path)
@@ -159,15 +160,26 @@ def _problem(attentions: list[Any], group: ContextGroup, path: str) -> Problem |
                     "parallel.context_parallel",
                     f"{path} has {heads} heads in a layer, which {group.size} processes cannot divide with {layout}",
                     f"choose a divisor of {heads}, or parallel.context_layout=zigzag or gather",
+                    code="indivisible",
                 )
         return None
     for module in attentions:
         if layout == "zigzag" and (window := getattr(module, WINDOW)) is not None:
-            why = f"a layer of {path} sees the last {window} tokens alone, and {layout} has no windows"
-            return Problem(key, why, "use gather or ulysses")
+            why = f"a layer of {path} sees only the last {window} tokens, but {layout} does not support windows"
+            return Problem(key, why, "use gather or ulysses", code="unsupported-combination")
         if (cap := getattr(module, SOFTCAP)) is not None:
-            return Problem(key, f"{path} caps its attention scores at {cap:g}, and {layout} does not", "use ulysses")
+            return Problem(
+                key,
+                f"{path} has a soft cap of {cap:g}, which {layout} does not support",
+                "use ulysses",
+                code="unsupported-combination",
+            )
         if dropout := getattr(module, "attention_dropout", 0.0):
-            why = f"{path} trains with an attention dropout of {dropout:g}, and {layout} has none"
-            return Problem(key, why, "use ulysses, or set attention_dropout to 0 in its config.json")
+            why = f"{path} has an attention dropout of {dropout:g}, which {layout} does not support"
+            return Problem(
+                key,
+                why,
+                "use ulysses, or set attention_dropout to 0 in its config.json",
+                code="unsupported-combination",
+            )
     return None

@@ -1,4 +1,4 @@
-"""CPU offload: frozen models between their passes, and activations between forward and backward."""
+"""CPU offload of frozen models between their forward passes, and of activations between forward and backward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# A frozen model whose weights stay on the host between its passes. They are copied to the device for each pass and
-# dropped after it. The results are the same bits as without offload.
+# Offload of frozen models: the weights stay on the host between forward passes. They are copied to the device for each
+# pass and dropped after it. The results are bitwise equal to those without offload.
 
 # Bytes of a block of pinned memory, and the alignment of tensors in it.
 BLOCK, ALIGNED = 2**30, 512
-# Attribute of a module that holds its `Home`.
+# The attribute of a module that refers to its `Home`.
 HOME = "lockstep_home"
 
 
 class Home:
-    """A module's weights on the host, and the number of passes in progress."""
+    """The weights of a module on the host, and the number of its forward passes in progress."""
 
     def __init__(self, module: nn.Module, device: torch.device):
         self.device, self.visits = device, 0
@@ -44,8 +44,8 @@ class Home:
 class HostRoom:
     """Pinned host memory for many tensors, from which `device` copies asynchronously.
 
-    Torch rounds every pinned allocation up to a power of two, which would nearly double a large state. So tensors share
-    blocks of such sizes: each goes to the first block with room, and a block lives as long as one of its tensors.
+    Torch rounds every pinned allocation up to a power of two, which could nearly double the memory. So tensors share
+    blocks of such sizes: each is placed in the first block with room. A block is freed with the last of its tensors.
     """
 
     def __init__(self, device: torch.device, block: int = BLOCK):
@@ -77,24 +77,25 @@ class _Block:
 
     def take(self, size: int) -> torch.Tensor:
         chunk = self._memory[self._used : self._used + size]
-        # Aligned for every dtype.
+        # The memory is aligned for every dtype.
         self._used = min(len(self._memory), -(-(self._used + size) // ALIGNED) * ALIGNED)
         return chunk
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device, even if that is the host: writes to one must not show in the other."""
+    """Copies a tensor to the device, also if that is the host, so that writes to the copy do not change the
+    original."""
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 
 def keep_on_host(module: nn.Module, device: torch.device) -> None:
-    """Keep the weights of a frozen, unsharded model on the host, and on the device only inside `resident`."""
+    """Keeps the weights of a frozen, unsharded model on the host; they are on the device only inside `resident`."""
     setattr(module, HOME, Home(module, device))
 
 
 @contextmanager
 def resident(module: nn.Module) -> Iterator[None]:
-    """Weights of an offloaded module on its device; no effect for other modules."""
+    """Keeps the weights of an offloaded module on its device inside the block; has no effect on other modules."""
     home: Home | None = vars(module).get(HOME)
     if home is None:
         yield
@@ -110,18 +111,18 @@ def resident(module: nn.Module) -> Iterator[None]:
             home.leave()
 
 
-# Activation offload between forward and backward pass; values return bit for bit. What autograd saves for a decoder
-# layer is copied to the host while the layer computes, and freed on the device when the next layer is done. It is
-# prefetched while the layer above runs its backward, so about two layers are on the device at a time. Complete storages
-# are copied, so views return as views of one storage with their strides. Not offloaded: parameters, small tensors, ids,
-# masks, and the last layer, whose backward comes first.
+# Offload of activations between forward and backward pass, without a change of values. Tensors that autograd saves for
+# a decoder layer are copied to the host while the layer computes, and freed on the device when the next layer is done.
+# They are prefetched during the backward of the layer above, so about two layers are on the device at a time. Complete
+# storages are copied, so views are restored as views of one storage with their strides. Parameters, small tensors, ids,
+# masks, and the last layer, whose backward comes first, are not offloaded.
 
-# Bytes of the smallest storage that is offloaded: starting a copy takes microseconds.
+# Bytes of the smallest storage that is offloaded, because starting a copy takes microseconds.
 LEAST = 2**16
 
 
 class ActivationOffload:
-    """Activation offload for a model with these layers on `device`."""
+    """Offloads the activations of a model with these layers on `device`."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device):
         self.layers, self.device = len(layers), device
@@ -131,12 +132,12 @@ class ActivationOffload:
 
     @cached_property
     def side_stream(self) -> _SideStream:
-        """Created on first use of the device: a stream of the current one."""
+        """The stream for copies, created on first use on the current device."""
         return _SideStream(self.device)
 
     @contextmanager
     def waiting_on_host(self) -> Iterator[None]:
-        """Wraps a forward pass."""
+        """Offloads the activations of the forward pass inside the block."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -149,13 +150,13 @@ class ActivationOffload:
             one.end()
 
     def _layer_done(self, *_: Any) -> None:
-        # With gradient checkpointing a layer also runs in the backward pass; ignore that.
+        # With gradient checkpointing a layer also runs in the backward pass, which is ignored here.
         if self._under_way is not None:
             self._under_way.layer_done()
 
 
 class _SideStream:
-    """A side stream for copies. On a CPU it is a no-op."""
+    """A side stream for copies. On a CPU there is no stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -166,7 +167,8 @@ class _SideStream:
         return self._api.current_stream()
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Copy each first tensor into the second, after all work queued on the current stream; returns an event."""
+        """Copies the first tensor of each pair into the second, after all work queued on the current stream; returns an
+        event."""
         self._stream.wait_stream(self.current())
         with torch.no_grad(), self._api.stream(self._stream):
             for source, target in pairs:
@@ -177,8 +179,8 @@ class _SideStream:
 
 
 class _Storage:
-    """One offloaded storage. `host` is valid once the first copy has ended. `device_tensor`: the device copy, or None.
-    `coming` is the event of a prefetch."""
+    """One offloaded storage. `host` is valid when the first copy has ended. `device_tensor` is the device copy, or
+    None. `coming` is the event of a prefetch."""
 
     def __init__(self, side_stream: _SideStream, host: torch.Tensor, device_tensor: torch.Tensor):
         self.side_stream, self.host = side_stream, host
@@ -186,7 +188,7 @@ class _Storage:
         self.coming: Any = None
 
     def arrived(self) -> torch.Tensor:
-        """The device tensor; the current stream waits for its copy."""
+        """Returns the device tensor, after making the current stream wait for its copy."""
         assert self.device_tensor is not None
         if self.coming is not None:
             self.side_stream.current().wait_event(self.coming)
@@ -194,7 +196,7 @@ class _Storage:
         return self.device_tensor
 
     def __del__(self) -> None:
-        # Prefetched and never used: its memory may be reused only after the copy has ended.
+        # If the storage was prefetched but not used, its memory may be reused only after the copy has ended.
         if self.coming is not None:
             self.side_stream.current().wait_event(self.coming)
 
@@ -217,7 +219,7 @@ class _Stays(NamedTuple):
 
 @dataclass
 class _Layer:
-    """Storages first saved in this layer. Autograd owns them and frees each when done."""
+    """The storages first saved in this layer. Autograd owns them and frees each after use."""
 
     storages: list[weakref.ref[_Storage]] = field(default_factory=list)
     sent: Any = None
@@ -231,7 +233,7 @@ class _KeepingPass:
     def __init__(self, side_stream: _SideStream, layers: int):
         self._side_stream, self._last = side_stream, layers - 1
         self._layers = [_Layer()]
-        # The weak reference keeps another storage from getting the same address.
+        # The weak reference prevents a new storage from getting the same address (the key).
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Storage]]] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Kept | _Stays | torch.Tensor:
@@ -250,7 +252,7 @@ class _KeepingPass:
             return kept.tensor
         self._ask_for(kept.layer)
         if kept.storage.device_tensor is None:
-            # A storage that layers share, first saved in a lower one.
+            # This storage is shared by layers and was first saved in a lower one.
             self._bring([kept.storage])
         self._ask_for(kept.layer - 1)
         return kept.storage.arrived().as_strided(kept.size, kept.stride, kept.offset)
@@ -266,7 +268,7 @@ class _KeepingPass:
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
         storage = tensor.untyped_storage()
-        # A storage modified in place since it was saved counts as another one.
+        # A storage that was modified in place since it was saved counts as a different one.
         key = (storage._cdata, tensor._version, tensor.dtype)
         saved = self._known[key][1]() if key in self._known else None
         if saved is None:
@@ -281,7 +283,7 @@ class _KeepingPass:
         return saved
 
     def _leave(self, number: int) -> None:
-        """Free a layer's device memory once its copies to the host are complete."""
+        """Frees the device memory of a layer when its copies to the host are complete."""
         if number < 0 or self._layers[number].sent is None:
             return
         layer = self._layers[number]
@@ -308,12 +310,13 @@ class _KeepingPass:
 
 
 def _travels(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Not for parameters or views of them: a sharded model gathers them again anyway."""
+    """Returns whether a saved tensor is offloaded. Parameters and their views are not, because a sharded model gathers
+    them again anyway."""
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, nn.Parameter):
         return False
     plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()
     return plain and tensor.device.type == device.type and tensor.untyped_storage().nbytes() >= LEAST
 
 
-# Elements of parameters that are updated together; their optimizer state is on the device meanwhile.
+# Number of parameter elements that are updated together, with their optimizer state on the device.
 TOGETHER = 2**27

@@ -1,4 +1,4 @@
-"""Rendezvous: the store of the ranks, and log lines about long waits for others."""
+"""Rendezvous: connects the ranks to their store, and logs long waits for other processes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-# A wait for another process is logged after this time, and then at this interval.
+# A wait for another process is logged after TELL_SECONDS, and then every TELL_AGAIN_SECONDS.
 TELL_SECONDS, TELL_AGAIN_SECONDS = 10.0, 60.0
 # Number of stores that this process has opened per purpose; the same on every rank.
 _turns: Counter[str] = Counter()
 
 
 def launcher_holds_store() -> bool:
-    """Whether the launcher hosts the store, so that it exists before the ranks start and after they end."""
+    """Returns whether the launcher hosts the store, so that it exists before the ranks start and after they end."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connected_store(purpose: str, timeout: timedelta) -> dist.Store:
-    """A new connection to the store, under an unused prefix: a restart, or a second run in the same processes, would
-    otherwise read the keys of the previous one."""
+    """Opens a connection to the store, under an unused prefix. Otherwise a restart, or a second run in the same
+    processes, would read the keys of the previous one."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
     turn = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_turns[purpose]}"
@@ -35,7 +35,7 @@ def connected_store(purpose: str, timeout: timedelta) -> dist.Store:
 
 
 def say(text: str) -> None:
-    """Print to stderr, separate from the run's output."""
+    """Prints to stderr, separate from the run's output."""
     print(text, file=sys.stderr, flush=True)
 
 

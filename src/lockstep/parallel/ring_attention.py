@@ -1,15 +1,17 @@
-"""Ring attention: keys and values are passed around the ring of ranks; every rank attends to each block in turn.
+"""Ring attention: keys and values are passed around the ring of ranks; every rank attends to one block after another.
 
-In zigzag order rank r has chunk r and the r-th last of the 2N chunks of every sequence. Which keys of rank j it sees:
+In zigzag order rank r has chunk r and the r-th last of the 2N chunks of every sequence. It sees these keys of rank j:
 
-    j = r: its own, causally     j < r: all queries, j's first chunk     j > r: queries of its second chunk, all of j's
+    j = r: causally, all keys
+    j < r: with all queries, the first chunk of j
+    j > r: with the queries of its second chunk, all keys
 
-All parts but j = r are unmasked. Parts are merged by their lse in fp32. In the backward pass keys and
-values go around again, followed one hop behind by their gradients, until these reach their rank. Keys and values are
+Only j = r needs a mask. Partial results are merged by their lse in fp32. In the backward pass keys and values are
+passed around again; their gradients follow one hop behind, until they reach the rank of the keys. Keys and values are
 sent as one tensor.
 
 After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023), in the zigzag order of Megatron and
-ring-flash-attention. Deviation: chunks may differ in size, so there is no padding.
+ring-flash-attention. Unlike there, chunks may differ in size, so there is no padding.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from lockstep.parallel.context import ContextGroup, cut
 
 @dataclass(frozen=True)
 class Hop:
-    """The keys of one rank as seen by this rank: which queries and which keys. None for all of them."""
+    """The queries of this rank that see keys of one other rank, and the keys they see. None means all of them."""
 
     where: Sections
     queries: torch.Tensor | None
@@ -41,7 +43,7 @@ class Hop:
 class RingLayout(DividedLayout):
     def __init__(self, lengths: Sequence[int], group: ContextGroup, device: torch.device, kernel: str):
         self.group, self.kernel = group, kernel
-        # For every sequence, the sizes of each rank's two chunks.
+        # The sizes of the two chunks of each rank, for every sequence.
         bounds = [cut(length, 2 * group.size) for length in lengths]
         sizes = [[stop - start for start, stop in pairwise(b)] for b in bounds]
         self.chunks = [[(size[rank], size[-1 - rank]) for size in sizes] for rank in range(group.size)]
@@ -49,9 +51,10 @@ class RingLayout(DividedLayout):
         self.hops = [self._hop((group.rank - hop) % group.size, device) for hop in range(group.size)]
 
     def _hop(self, source: int, device: torch.device) -> Hop | None:
-        """None if no query sees a key of the source, as for sequences too short to fill all chunks."""
+        """Returns the hop for the keys of rank `source`; None if no query sees them, as in sequences too short to fill
+        all chunks."""
         rank, local, theirs = self.group.rank, self.chunks[self.group.rank], self.chunks[source]
-        # Whether the first and the second chunk are used.
+        # Each pair has two flags: whether the first chunk is used, and whether the second is.
         query_chunks, key_chunks = (True, True), (True, True)
         if source < rank:
             key_chunks = (True, False)
@@ -86,14 +89,14 @@ class RingLayout(DividedLayout):
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         if window is not None or dropout or softcap is not None or len(query_THD) != self.counts[self.group.rank]:
-            raise NotImplementedError("ring attention takes this rank's tokens; no window, no soft cap, no dropout")
+            raise NotImplementedError("ring attention needs this rank's tokens, without window, soft cap or dropout")
         return _RingAttention.apply(query_THD, key_TGD, value_TGD, sinks_H, self, scale)
 
 
 def _chosen(
     chunks: Sequence[tuple[int, int]], used: tuple[bool, bool], met: Sequence[bool], device: torch.device
 ) -> torch.Tensor | None:
-    """Indices of the tokens in the used chunks, of sequences that have tokens on both sides."""
+    """Returns the indices of the tokens in the used chunks of those sequences that have queries and keys."""
     flags = [part and both for both in met for part in used]
     sizes = [size for pair in chunks for size in pair]
     flag_T = torch.repeat_interleave(torch.tensor(flags), torch.tensor(sizes))
@@ -143,7 +146,7 @@ class _RingAttention(torch.autograd.Function):
                 seen = _rows(passing, hop.keys)
                 k, v = seen[..., :size].contiguous(), seen[..., size:].contiguous()
                 part, part_lse_HT = kernel.forward(_rows(query, hop.queries).contiguous(), k, v, hop.where, scale)
-                if out is None or lse_HT is None:  # the first hop: this rank's tokens
+                if out is None or lse_HT is None:  # the first hop has the keys of this rank
                     out, lse_HT = part.to(wide), part_lse_HT.to(wide)
                 else:
                     before_HT = _rows(lse_HT.t(), hop.queries).t()
@@ -194,7 +197,7 @@ class _RingAttention(torch.autograd.Function):
                 )
                 _add(dq, hop.queries, part_q)
                 _add(dkv, hop.keys, torch.cat([part_k, part_v], -1))
-            # Add the gradients of these keys from the ranks they passed before.
+            # Add the gradients of these keys that the previous ranks have computed.
             dkv = dkv if travelling is None else dkv.add_(travelling())
             travelling = group.pass_on(dkv, (layout.counts[before], *dkv.shape[1:]))
             if arriving is not None:

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, complete or as slices written by several ranks; any rank reads the part it holds.
+"""Tensors in safetensors files, complete or as slices written by several ranks. A rank can read only its own part.
 
 Reading and writing use torch.distributed.checkpoint's safetensors format. Any safetensors reader can open a file, and
-its header locates the slices. Reading is not collective.
+its header locates the slices. Ranks read independently of each other.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-# A file is assembled in memory before it is written, so a rank's part is split over several files.
+# Maximum size of a file. A file is assembled in memory before it is written, so a rank writes several files.
 FILE_BYTES = 2**30
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """Tensors of some files by name: those that start with `prefix`, without it. `stored[name]` reads a complete
-    tensor; `fill` reads only this rank's part."""
+    """The tensors of some files whose names start with `prefix`, by name without the prefix. `stored[name]` reads a
+    complete tensor; `fill` reads only this rank's part."""
 
     def __init__(self, files: Iterable[Path], prefix: str = ""):
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -61,7 +61,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy into tensors of the same shapes, sharded or not, of any dtype and on any device."""
+        """Copies the stored tensors into targets of the same shapes, sharded or not, of any dtype and device."""
         from torch.distributed.checkpoint import load as load_parts
 
         if targets:
@@ -78,7 +78,7 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 
 def fill_all(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Copy complete or stored tensors by name into parameters or states, sharded or not."""
+    """Copies complete or stored tensors, by name, into parameters or states, sharded or not."""
     if isinstance(values, StoredTensors):
         values.fill(targets)
         return
@@ -87,8 +87,8 @@ def fill_all(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Ten
 
 
 def writer_of(folder: Path, sizes: Mapping[str, int], ranks: int) -> HuggingFaceStorageWriter:
-    """Writer that stores each rank's slices in separate files of at most about `FILE_BYTES`. `sizes`: bytes by name of
-    everything that any rank writes, the same on every rank."""
+    """Returns a writer that stores each rank's slices in separate files of at most about `FILE_BYTES`. `sizes` has the
+    bytes of all tensors that any rank writes, by name, and is the same on every rank."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     index, room = 1, FILE_BYTES * ranks
@@ -101,5 +101,5 @@ def writer_of(folder: Path, sizes: Mapping[str, int], ranks: int) -> HuggingFace
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """The files that a rank wrote."""
+    """Returns the files that a rank wrote."""
     return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))

@@ -1,4 +1,4 @@
-"""Sharded models (FSDP2) and the device mesh: each rank holds a slice of every parameter."""
+"""Sharded models (FSDP2), in which each rank has a slice of every parameter, and the device mesh."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The mesh of ranks, this rank's device, and whether weights and gradients stay on the host between the passes of
-    their layer."""
+    """The mesh of ranks, this rank's device, and whether weights and gradients are on the host while their layer is not
+    running."""
 
     mesh: DeviceMesh
     device: torch.device
     on_host: bool = False
     tensor: TensorGroup | None = None
-    """The tensor group; `mesh` has one rank of each such group."""
+    """The tensor-parallel group; `mesh` has one rank of each such group."""
     every: DeviceMesh | None = None
-    """With a tensor group: a mesh of all ranks, for parameters that are not split."""
+    """With a tensor-parallel group, a mesh of all ranks, for parameters that are not split."""
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | None) -> None:
-    """Apply FSDP2 to `layers` and then to the root. On a two-dimensional mesh, parameters are sharded over the second
-    dimension and replicated over the first (HSDP). No effect without a mesh."""
+    """Applies FSDP2 to `layers` and then to the root. On a two-dimensional mesh, parameters are sharded over the second
+    dimension and replicated over the first (HSDP). Does nothing without a mesh."""
     if sharding is None:
         return
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Gradients are reduced in fp32 for every weight dtype.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    # Pinned, so that copies do not block the device.
+    # Host memory is pinned, so that copies do not block the device.
     place = CPUOffloadPolicy(pin_memory=sharding.device.type != "cpu") if sharding.on_host else OffloadPolicy()
     for part in layers:
         fully_shard(part, mesh=sharding.mesh, mp_policy=policy, offload_policy=place)
     fully_shard(root, mesh=sharding.every or sharding.mesh, mp_policy=policy, offload_policy=place)
     for module in _sharded(root):
-        # The loss is already divided by the global count, so gradients are summed over ranks. But each rank of a tensor
-        # group has the same gradient for parameters outside the layers.
+        # The loss is already divided by the global count, so gradients are summed over ranks. But all ranks of a
+        # tensor-parallel group have the same gradient for parameters outside the layers.
         divisor = sharding.tensor.size if module is root and sharding.tensor is not None else 1
         module.set_gradient_divide_factor(float(divisor))
         module.set_force_sum_reduction_for_comms(True)
@@ -61,7 +61,7 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], sharding: Sharding | Non
 
 @torch.no_grad()
 def materialise(root: nn.Module, sharding: Sharding) -> None:
-    """Allocate the shards of a model built on meta. Parameters with values keep them."""
+    """Allocates the shards of a model that was built on the meta device. Parameters with values keep them."""
     values = {name: p.detach().clone() for name, p in root.named_parameters() if not p.is_meta}
     buffers = [(module, name, buffer) for module in root.modules() for name, buffer in module._buffers.items()]
     root.to_empty(device=torch.device("cpu") if sharding.on_host else sharding.device)
@@ -74,8 +74,8 @@ def materialise(root: nn.Module, sharding: Sharding) -> None:
 
 @contextmanager
 def unit_gathered(module: nn.Module) -> Iterator[None]:
-    """Gather this module's FSDP unit: all of a layer, or the root's parameters outside the layers. Modules below the
-    root can then be called, and layers gather themselves. The root's forward must have run once before."""
+    """Gathers the FSDP unit of this module: a complete layer, or the root's parameters outside the layers. Submodules
+    of the root can then be called; layers gather themselves. The root's forward must have run once before."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(module, FSDPModule):
@@ -96,7 +96,7 @@ def _sharded(root: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def gathered(root: nn.Module) -> Iterator[None]:
-    """Full parameters on every rank, so that ranks can run forward passes independently (no collectives inside)."""
+    """Gathers the full parameters on every rank, so that ranks can run forward passes without communication."""
     modules = _sharded(root)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -107,18 +107,18 @@ def gathered(root: nn.Module) -> Iterator[None]:
         for module in modules:
             module.reshard()
         for module in modules:
-            # The root keeps its parameters between forward and backward, as `fully_shard` sets it up.
+            # Restores the setting of `fully_shard`: only the root keeps its parameters between forward and backward.
             module.set_reshard_after_forward(module is not root, recurse=False)
 
 
 def reshard(root: nn.Module) -> None:
-    """Reshard full parameters that a forward pass left at the root: they would hide writes to the shards."""
+    """Reshards full parameters that a forward pass left at the root; otherwise writes to the shards have no effect."""
     for module in _sharded(root):
         module.reshard()
 
 
 def held_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's local part of a tensor, and its offset in the full tensor."""
+    """Returns this rank's local part of a tensor, and its offset in the full tensor."""
     if not is_sliced(tensor):
         return tensor, (0,) * tensor.ndim
     (chunk,) = tensor.__create_chunk_list__()
@@ -126,7 +126,7 @@ def held_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors that one operator may take together: same mesh, sharded along the same mesh dimensions."""
+    """Groups tensors that one operator may take together: they have the same mesh and sharded mesh dimensions."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device_mesh, _sliced_along(tensor)) if is_sliced(tensor) else None
@@ -135,12 +135,12 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _sliced_along(tensor: DTensor) -> tuple[int, ...]:
-    """Mesh dimensions along which the tensor is sharded."""
+    """Returns the mesh dimensions along which the tensor is sharded."""
     return tuple(index for index, place in enumerate(tensor.placements) if not place.is_replicate())
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The norm over all elements of all tensors, each counted once (collective if sharded)."""
+    """Returns the norm over all elements of all tensors, each counted once. All ranks must call it if sharded."""
     groups = by_mesh(tensors)
     if len(groups) <= 1:
         return whole(torch.nn.utils.get_total_norm(groups[0] if groups else []))
@@ -148,7 +148,7 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """For tensors of one mesh: the norm of this rank's shards, reduced over the mesh."""
+    """Returns the norm of tensors of one mesh: that of this rank's shards, reduced over the mesh."""
     norm = torch.nn.utils.get_total_norm([one.to_local() if is_sliced(one) else one for one in tensors])
     first = tensors[0]
     if is_sliced(first):
@@ -160,12 +160,12 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a DTensor (collective)."""
+    """Returns the full tensor of a DTensor. All ranks must call it."""
     return tensor.full_tensor() if is_sliced(tensor) else tensor
 
 
 def whole_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Like `whole`, on a device: shards on the host are copied there first and gathered by its backend."""
+    """Returns the full tensor on a device. Shards on the host are first copied there and gathered by its backend."""
     if not is_sliced(tensor):
         return tensor
     from torch.distributed.tensor import DTensor
@@ -177,7 +177,7 @@ def whole_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a full tensor into a parameter or state, sharded or not."""
+    """Copies a full tensor into a parameter or state, sharded or not."""
     if is_sliced(target):
         from torch.distributed.tensor import distribute_tensor
 
@@ -185,12 +185,12 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
-# The device mesh: a row holds one copy of a model, sharded over the row; rows are replicas. With tensor parallelism
-# every entry of the mesh is a group of neighbouring ranks.
+# The device mesh. Each row has one copy of a model, sharded over the ranks of the row; rows are replicas. With tensor
+# parallelism every entry of the mesh is a group of neighbouring ranks.
 
 
 class Grid(NamedTuple):
-    """`replicate` copies of a model, each in `shard` shards, each of which is split over `tensor` ranks."""
+    """The mesh sizes: `replicate` copies of a model, each in `shard` shards, each split over `tensor` ranks."""
 
     replicate: int
     shard: int
@@ -198,7 +198,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(settings: Parallel, ranks: int) -> Grid:
-    """The mesh of the recipe for this number of ranks; rejected if they do not divide evenly."""
+    """Returns the mesh of the recipe for this number of ranks; raises `Refusal` if they do not divide evenly."""
     shard, replicate, tensor = settings.shard, settings.replicate, settings.tensor_parallel
     refuse_groups(tensor, ranks)
     every, ranks = ranks, ranks // tensor
@@ -212,32 +212,37 @@ def grid_of(settings: Parallel, ranks: int) -> Grid:
         if shard * replicate != ranks:
             raise Refusal.at(
                 "parallel.shard",
-                f"{shard} x parallel.replicate={replicate} is {shard * replicate}, and there are {ranks} {groups}",
+                f"{shard} x parallel.replicate={replicate} is {shard * replicate}, but there are {ranks} {groups}",
                 "remove one of the two, which is then derived from the other, or start as many processes",
+                code="wrong-process-count",
             )
         return Grid(replicate, shard, tensor)
     if ranks % size:
         fitting = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
         raise Refusal.at(
-            f"parallel.{key}", f"{size} does not divide {ranks} {groups}", f"use {' or '.join(fitting)}, or remove it"
+            f"parallel.{key}",
+            f"{size} does not divide {ranks} {groups}",
+            f"use {' or '.join(fitting)}, or remove it",
+            code="wrong-process-count",
         )
     shape = (ranks // size, size) if shard is not None else (size, ranks // size)
     return Grid(*shape, tensor)
 
 
 def refuse_offload(settings: Parallel, ranks: int) -> None:
-    """Weights on the host are gathered layer by layer, which needs several ranks."""
+    """Raises `Refusal` if offload of weights is requested with a single rank; it gathers layers over several ranks."""
     for key, value in (("offload", settings.offload), ("offload_critic", settings.offload_critic)):
         if value in ("params", "all") and ranks == 1:
             raise Refusal.at(
                 f"parallel.{key}",
-                f"{value} needs several processes, and only one was started",
+                f"{value} needs several processes, but only one was started",
                 "use optimizer, which frees more, or start several processes",
+                code="wrong-process-count",
             )
 
 
 def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bool = False) -> Sharding | None:
-    """The FSDP mesh; None for a single rank."""
+    """Returns the FSDP mesh and settings; None for a single rank."""
     if world.size == 1:
         return None
     grid = grid_of(settings, world.size)
@@ -247,7 +252,7 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
     if grid.tensor == 1:
         return Sharding(_mesh(device, world, sizes, (*copies, "shard")), local_device, on_host)
     mesh = _mesh(device, world, sizes, (*copies, "shard", "tensor"))
-    # Parameters that the ranks of a tensor group hold completely are sharded over them too.
+    # Parameters that tensor parallelism does not split are sharded over the ranks of the tensor-parallel group too.
     every = _mesh(device, world, sizes | {"shard": grid.shard * grid.tensor}, (*copies, "shard"))
     *slices, tensor = mesh.mesh_dim_names or ()
     return Sharding(mesh[tuple(slices)], local_device, on_host, TensorGroup(mesh[tensor]), every)
@@ -256,7 +261,7 @@ def sharding_of(settings: Parallel, device: Device, world: World, *, on_host: bo
 def _mesh(device: Device, world: World, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    # Torch caches meshes by ranks and names. In a process that trains again it would return one whose groups are
-    # destroyed, so the names must be new.
+    # Torch caches meshes by ranks and names. If a process trains again, the cached mesh has destroyed groups, so the
+    # names must be new.
     dim_names = tuple(f"{name}-{world.turn}" for name in names)
     return init_device_mesh(device.name, tuple(sizes[name] for name in names), mesh_dim_names=dim_names)

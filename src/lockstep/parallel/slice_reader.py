@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint's safetensors reader for a list of files.
 
-A separate module because importing that package takes a second, which only a run that reads slices needs.
+This is a separate module, because only a run that reads slices needs that package, whose import takes a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Files(FileSystem):
 
 
 class SliceReader(HuggingFaceStorageReader):
-    """Reads the named files instead of a folder; their headers are read once."""
+    """Reads the given files instead of a folder; their headers are read once."""
 
     def __init__(self, files: list[Path]):
         super().__init__(str(files[0].parent) if files else ".")

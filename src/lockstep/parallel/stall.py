@@ -1,4 +1,4 @@
-"""Stalled runs: stack dumps of every process, and the end of a run in which no rank makes progress."""
+"""Ends a run in which no rank makes progress, after writing stack dumps of every process."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ import torch.distributed as dist
 
 from lockstep.errors import STALLED
 
-# Stack dumps of this process or of an unresponsive one on the same host, and a check whether a process of this host is
-# busy even if it cannot send heartbeats.
+# Stack dumps of this process or of an unresponsive process on the same host. Also checks whether a process of this host
+# is busy, for a process that cannot send heartbeats.
 
 # faulthandler writes the stacks in the signal handler. A thread that holds the GIL or waits inside a library does not
 # block it.
 ASKING = signal.SIGUSR1
 _PAUSE = 0.05
-# Share of a processor's time, and bytes read from disk, between two checks. Idle watcher threads use less.
+# A process is busy if it uses more than this share of a processor, or reads more bytes from disk, between two checks.
+# Idle watcher threads use less.
 _BUSY_SHARE, _BUSY_BYTES = 0.02, 2**16
 
 
 @dataclass(frozen=True)
 class Address:
-    """Identifies a process for others on the same host; the start time guards against a reused PID."""
+    """Identifies a process for other processes on the same host. The start time detects a reused PID."""
 
     machine: str
     number: int
     began: str
     stacks: int
-    """Its file descriptor for stack dumps."""
+    """The process's file descriptor for stack dumps."""
 
     @property
     def folder(self) -> Path:
@@ -47,7 +48,8 @@ class Address:
 
 @contextmanager
 def dump_on_signal() -> Iterator[Address]:
-    """Write this process's stacks to an unnamed file on `ASKING`. A run that ends normally leaves no file."""
+    """Writes the stacks of this process to an unnamed file when it receives the signal `ASKING`. A run that ends
+    normally leaves no file."""
     with tempfile.TemporaryFile() as file:
         faulthandler.register(ASKING, file=file, all_threads=True)
         try:
@@ -62,8 +64,8 @@ def write_own(file: IO[str]) -> None:
 
 
 def request_stacks(address: Address, seconds: float) -> str:
-    """Stacks of another process on this host, which is resumed if it was stopped; empty if it cannot be signalled or
-    does not respond. A process that reused its PID gets no signal."""
+    """Returns the stacks of another process on this host, after resuming it if it was stopped. Returns an empty text if
+    it cannot be signalled or does not respond. A process that reused its PID gets no signal."""
     if not _on_this_host(address):
         return ""
     try:
@@ -71,7 +73,7 @@ def request_stacks(address: Address, seconds: float) -> str:
     except OSError:
         return ""
     try:
-        # From here on its PID cannot be reused.
+        # From here on the PID cannot be reused.
         if _began(address.number) != address.began:
             return ""
         signal.pidfd_send_signal(process, ASKING)
@@ -84,7 +86,7 @@ def request_stacks(address: Address, seconds: float) -> str:
 
 
 class Activity:
-    """Whether a process of this host or its descendants compute or read from disk. Unavailable without /proc."""
+    """Measures whether a process of this host or its descendants compute or read from disk. Requires /proc."""
 
     def __init__(self, number: int):
         self._number = number
@@ -93,13 +95,13 @@ class Activity:
         self._last = self._used()
 
     def advanced(self) -> bool:
-        """Whether it was busy since the last call."""
+        """Returns whether the process was busy since the last call."""
         (then, seconds, read), self._last = self._last, self._used()
         now, seconds_now, read_now = self._last
         return seconds_now - seconds >= max(_BUSY_SHARE * (now - then), 1e-6) or read_now - read >= _BUSY_BYTES
 
     def _used(self) -> tuple[float, float, int]:
-        """Current time, CPU seconds and bytes read from disk so far."""
+        """Returns the current time, and the CPU seconds used and bytes read from disk so far."""
         begun = time.thread_time()
         children: dict[int, list[int]] = {}
         ticks: dict[int, int] = {}
@@ -107,7 +109,7 @@ class Activity:
             with suppress(OSError, ValueError, IndexError):  # the process has ended
                 fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(folder.name))
-                # Includes its reaped children.
+                # The value includes reaped children.
                 ticks[int(folder.name)] = sum(map(int, fields[11:15]))
         tree = [self._number]
         for number in tree:
@@ -121,7 +123,7 @@ class Activity:
 
 
 def activity_of(address: Address) -> Activity | None:
-    """None if the process is on another host or has ended."""
+    """Returns the activity of a process; None if it is on another host or has ended."""
     return Activity(address.number) if _on_this_host(address) and _began(address.number) == address.began else None
 
 
@@ -143,7 +145,7 @@ def _read_stacks(address: Address, seconds: float) -> str:
 
 
 def end(address: Address, seconds: float) -> None:
-    """Kill a process on this host unless it ends within `seconds`."""
+    """Kills a process on this host unless it ends within `seconds`."""
     if not _on_this_host(address):
         return
     with suppress(OSError):
@@ -169,7 +171,7 @@ def _machine() -> str:
 
 
 def _began(number: int) -> str:
-    """Start time of a live process in kernel ticks; empty if it has ended."""
+    """Returns the start time of a live process in kernel ticks; empty if it has ended."""
     try:
         state, *rest = Path("/proc", str(number), "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -180,7 +182,7 @@ def _began(number: int) -> str:
 # `parallel.stall_seconds`: ends a run in which no rank makes progress. The first rank that detects it writes a verdict
 # to the store. Every live rank reads it, writes its stacks to the run folder and waits for the others. The first live
 # rank on each host collects the stacks of silent ranks and kills those that do not respond. Then all ranks exit
-# together; a rank that exits early would make the others fail with another error.
+# together; if a rank exited early, the others would fail with a misleading error.
 
 _VERDICT = "stalled"
 _STALL_PAUSE = 0.02
@@ -190,7 +192,7 @@ _WAKING_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds without progress of any rank, and the run folder for the stacks."""
+    """The time without progress of any rank after which a run is stalled, and the run folder for the stacks."""
 
     seconds: float
     folder: Path
@@ -204,7 +206,7 @@ class StallVerdict:
 
 
 def write_verdict(store: dist.Store, verdict: StallVerdict) -> None:
-    """Write the verdict; the first one wins."""
+    """Writes the verdict, unless another rank has written one."""
     store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
 
 
@@ -217,13 +219,13 @@ def publish_address(store: dist.Store, rank: int, address: Address) -> None:
 
 
 def address_of(store: dist.Store, rank: int) -> Address | None:
-    """None if the rank has not published it."""
+    """Returns the address of a rank; None if the rank has not published it."""
     key = f"address/{rank}"
     return Address(**json.loads(store.get(key))) if store.check([key]) else None
 
 
 class Ending:
-    """The shutdown of one rank after a stall."""
+    """Shuts one rank down after a stall."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, stall: Stall, verdict: StallVerdict):
         self.store, self.rank, self.stall, self.verdict = store, rank, stall, verdict
@@ -232,10 +234,10 @@ class Ending:
         self.patience = stall.seconds / 2 + _WAKING_SECONDS
 
     def run(self) -> None:
-        """Does not return."""
+        """Runs the shutdown; does not return."""
         store, verdict = self.store, self.verdict
         if self.rank in self.silent:
-            # Resumed by another rank, which first reads this process's stacks.
+            # This process was resumed by another rank, which reads its stacks first.
             store.set(f"awake/{self.rank}", "")
             self._meet("asked", verdict.living)
             time.sleep(1)
@@ -253,7 +255,7 @@ class Ending:
         os._exit(STALLED)
 
     def _meet(self, name: str, ranks: list[int]) -> None:
-        """Wait until all of these ranks have reached this point, or time out."""
+        """Waits until all of these ranks have reached this point, or until a timeout."""
         if self.rank in ranks:
             self.store.set(f"{name}/{self.rank}", "")
         deadline = time.monotonic() + self.patience
@@ -261,7 +263,7 @@ class Ending:
             time.sleep(_STALL_PAUSE)
 
     def _dump_silent_ranks(self) -> dict[int, Address]:
-        """Collect the stacks of the silent ranks on this host, if this rank is the first live one on it."""
+        """Collects the stacks of the silent ranks on this host, if this rank is the first live one on it."""
         addresses = {rank: address_of(self.store, rank) for rank in (*self.verdict.living, *self.silent)}
         local = addresses[self.rank]
         if local is None:
@@ -276,7 +278,7 @@ class Ending:
 
 
 def end_alone(rank: int, stall: Stall, lines: list[str]) -> None:
-    """End this process when the others cannot be reached."""
+    """Ends this process if the other ranks cannot be reached."""
     keep(stall, rank, lines)
     say(lines, stall)
     _hush()
@@ -289,9 +291,10 @@ def say(lines: list[str], stall: Stall) -> None:
 
 
 def keep(stall: Stall, rank: int, lines: list[str], stacks: str | None = None) -> None:
-    """Append the stacks of a rank (this process's by default) to its file, or print to stderr without a run folder.
+    """Appends the stacks of a rank (by default this process) to its file; prints to stderr without a run folder.
 
-    The run folder is not created here: a run that requires a new folder would be rejected at its next start.
+    The run folder is not created here, because a run that requires a new folder would then be rejected at its next
+    start.
     """
     folder = stall.folder / "stacks"
     try:
@@ -313,7 +316,7 @@ def keep(stall: Stall, rank: int, lines: list[str], stacks: str | None = None) -
 
 
 def _hush() -> None:
-    """Silence stdout and stderr: collectives that fail because other ranks exit must not print."""
+    """Silences stdout and stderr, so that operations that fail because other ranks exit print nothing."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

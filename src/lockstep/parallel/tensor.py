@@ -1,10 +1,10 @@
-"""Tensor parallelism: neighbouring ranks that each hold and compute a part of every projection.
+"""Tensor parallelism: each rank of a group of neighbouring ranks has and computes a part of every projection.
 
 With a group size of N, ranks 0 to N-1 are the first group, N to 2N-1 the second, and so on. A group sees the same
 tokens. Projections into attention and feed-forward are split by output (column parallel, in complete heads), those out
 of them by input (row parallel); `model/tensor_plan.py` lists them. Row-parallel outputs are all-reduced, so activations
-between layers are the same on every rank. Weights are DTensors over the group. Inside a module's hooks they are local
-plain tensors, for any kernel.
+between layers are the same on every rank. Weights are DTensors over the group. During a module's forward they are
+replaced by local plain tensors, so that any kernel can be used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-# How a module is split: by outputs, by inputs, by experts, or not at all while it sees a part of the heads.
+# How a module is split: by outputs, by inputs, by experts, or not at all although its input is a part of the heads.
 Style = Literal["columns", "rows", "experts", "shared"]
-# Attribute of a model that holds its tensor group.
+# The attribute of a model that refers to its tensor-parallel group.
 GROUP = "lockstep_tensor_group"
 
 
@@ -48,24 +48,24 @@ class TensorGroup:
         return group
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce in place. The result has the same bits on every rank."""
+        """Sums a tensor over the ranks in place. The result is bitwise equal on all ranks."""
         if tensor.numel():
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def least(self, number: int, device: torch.device) -> int:
-        """The minimum over the ranks."""
+        """Returns the minimum over the ranks."""
         value = torch.tensor([number], dtype=torch.int32, device=device)
         dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self.group)
         return int(value.item())
 
     def as_first_(self, tensor: torch.Tensor) -> None:
-        """Broadcast from the first rank, in place."""
+        """Overwrites the tensor with that of the first rank (broadcast)."""
         dist.broadcast(tensor, group=self.group, group_src=0)
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input of column-parallel modules. Its gradient is all-reduced in the backward pass, once if several
-        modules share the input."""
+        """Marks an input of column-parallel modules: its gradient is all-reduced in the backward pass, only once if
+        several modules share the input."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         if self._entered:
@@ -77,7 +77,7 @@ class TensorGroup:
         return entered
 
     def enter_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Same for the input of a single module, or for a parameter."""
+        """Does the same as `enter` for the input of a single module, or for a parameter."""
         entered: torch.Tensor = _Entered.apply(tensor, self)
         return entered
 
@@ -94,7 +94,7 @@ class _Entered(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """All-reduce of outputs. Every rank uses the sum, so the gradient passes through unchanged."""
+    """All-reduces outputs. Every rank uses the sum, so the backward returns the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _Summed(torch.autograd.Function):
 def divide(
     model: nn.Module, decoder: nn.Module, styles: Mapping[str, Style], group: TensorGroup
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Split the modules of `decoder`, by name, over the group; returns the new parameter of each that was split."""
+    """Splits the modules of `decoder`, by name, over the group; returns the new parameter of each split parameter."""
     from torch.distributed.tensor import DTensor, Shard
 
     divided: dict[nn.Parameter, nn.Parameter] = {}
@@ -117,7 +117,8 @@ def divide(
         for part, dimension in divided_dimensions(module, style).items():
             parameter = module._parameters[part]
             assert parameter is not None
-            # Every rank has the full parameter, or all have it on meta; only the local part goes to the device.
+            # Either all ranks have the full parameter or all have it on meta. Only the local part is copied to the
+            # device.
             local = parameter.detach().chunk(group.size, dimension)[group.mesh.get_local_rank()].contiguous()
             sliced = DTensor.from_local(
                 local, group.mesh, [Shard(dimension)], run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -125,7 +126,7 @@ def divide(
             divided[parameter] = nn.Parameter(sliced, parameter.requires_grad)
             module.register_parameter(part, divided[parameter])
         if style == "experts":
-            # Attribute by which transformers' modules know their number of experts.
+            # transformers' modules read their number of experts from this attribute.
             vars(module).update(num_experts=vars(module)["num_experts"] // group.size, _is_expert_parallel=True)
         before, after = HOOKS[style]
         module.register_forward_pre_hook(lambda module, inputs, hook=before: hook(module, inputs, group))
@@ -137,20 +138,21 @@ def divide(
 
 
 def group_of(model: nn.Module) -> TensorGroup | None:
-    """The tensor group of a model; None if it is not split."""
+    """Returns the tensor-parallel group of a model; None if it is not split."""
     group: TensorGroup | None = vars(model).get(GROUP)
     return group
 
 
 def divided_dimensions(module: nn.Module, style: Style) -> dict[str, int]:
-    """The dimension by which each parameter is split, for a projection (outputs, inputs) or experts (experts, ...)."""
+    """Returns the dimension by which each parameter of a projection (outputs, inputs) or of experts (experts, ...) is
+    split."""
     if style in ("columns", "experts"):
         return {name: 0 for name, parameter in module._parameters.items() if parameter is not None}
     return {"weight": 1} if style == "rows" else {}
 
 
 def _show(module: nn.Module, **parts: torch.Tensor | None) -> None:
-    """Replace the module's parameters by these during a forward pass: instance attributes take precedence over
+    """Replaces the module's parameters by `parts` during a forward pass; instance attributes take precedence over
     parameters."""
     vars(module).update(parts)
 
@@ -188,7 +190,7 @@ def _after_rows(module: nn.Module, output: Any, group: TensorGroup) -> torch.Ten
 
 
 def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> None:
-    """For a per-head norm: each rank's heads contribute a part of its gradient."""
+    """Prepares a per-head norm, whose gradient is the sum of the contributions of each rank's heads."""
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if torch.is_grad_enabled():
         _show(
@@ -198,8 +200,8 @@ def _before_shared(module: nn.Module, inputs: tuple[Any, ...], group: TensorGrou
 
 
 def _before_experts(module: nn.Module, inputs: tuple[Any, ...], group: TensorGroup) -> tuple[Any, ...]:
-    """Map the experts chosen per token to local indices. Those of other ranks become the index after the last local
-    one, which transformers' modules skip, with weight 0 for modules that compute them anyway."""
+    """Maps the experts chosen per token to local indices. Experts of other ranks get the index after the last local
+    one, which transformers' modules skip, and weight 0 for modules that do not skip it."""
     parts = {name: _local(parameter) for name, parameter in module._parameters.items()}
     num_local = next(len(part) for part in parts.values() if part is not None)
     _show(module, **parts)
@@ -224,29 +226,30 @@ HOOKS: dict[Style, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def refuse_groups(tensor: int, processes: int) -> None:
-    """Reject a number of processes that is not a multiple of the group size."""
+    """Raises `Refusal` if the number of processes is not a multiple of the group size."""
     if processes % tensor:
         raise Refusal.at(
             "parallel.tensor_parallel",
             f"{processes} process(es) cannot be divided into groups of {tensor}",
             f"start {tensor} or a multiple of it (torchrun --nproc-per-node {tensor}), "
             "or set parallel.tensor_parallel=1",
+            code="wrong-process-count",
         )
 
 
 def with_tensor(world: World, tensor: int) -> World:
-    """The world with its ranks in groups of `tensor` (collective)."""
+    """Returns the world with its ranks in groups of `tensor`. All ranks must call it."""
     refuse_groups(tensor, world.size)
     if tensor == 1:
         return world
-    # Data-parallel groups: the ranks with the same index in every tensor group.
+    # A data-parallel group has the ranks with the same index in every tensor-parallel group.
     dp_members = [tuple(range(first, world.size, tensor)) for first in range(tensor)]
     dp_groups = [dist.new_group(members, backend=HOST_COLLECTIVE, timeout=TIMEOUT) for members in dp_members]
     return replace(world, tensor=tensor, dp_group=dp_groups[world.rank % tensor])
 
 
 def is_sliced(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. DTensor is imported late, because that takes a second."""
+    """Returns whether a tensor is a DTensor. DTensor is imported here, because the import takes a second."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)

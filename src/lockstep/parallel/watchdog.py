@@ -1,14 +1,14 @@
 """The watchdog: logs which rank the others wait for, and ends a stalled run.
 
-A collective waits silently until its timeout, so a stopped rank is indistinguishable from a slow one. The training
-thread only records its position in memory. Background threads write a heartbeat with this position to the store: when
-a step begins, and four times within the time after which a wait is logged. Only a rank that has not moved for a quarter
-of that time reads the heartbeats of others. So collectives have no extra cost on any device.
+A collective operation waits silently until its timeout, so a stopped rank is indistinguishable from a slow one. The
+training thread only records its position in memory. Background threads write a heartbeat with this position to the
+store: when a step begins, and four times within the time after which a wait is logged. Only a rank that has not moved
+for a quarter of that time reads the heartbeats of others. So collective operations have no extra cost.
 
-With `parallel.stall_seconds` all ranks end together when none has made progress for that long (see `stall.py`). Until
-its first step a run imports modules, reads rows, loads models and starts engines. These report no progress and are slow
-on a busy host. So a starting rank makes progress while its processes compute or read from disk, and a rank without a
-heartbeat counts as starting.
+With `parallel.stall_seconds` all ranks end together when none has made progress for that long (see `stall.py`). Before
+its first step a run imports modules, reads rows, loads models and starts engines, without reporting progress. So for a
+rank that has not started its first step, computing or reading from disk counts as progress. A rank without a heartbeat
+counts as such a rank.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from lockstep.parallel.stall import (
 
 VARIABLE = "LOCKSTEP_MISSED_AFTER"
 SECONDS = 60.0
-# For requests that the store can answer at once.
+# Timeout of requests that the store can answer immediately.
 STORE_TIMEOUT = timedelta(minutes=5)
-# Minimum interval between heartbeats: positions of shorter steps may be skipped.
+# Minimum interval between heartbeats; positions of shorter steps may be skipped.
 _TELL_PAUSE = 0.02
-# Time for a rank's first heartbeat, if `parallel.stall_seconds` is shorter.
+# Minimum time limit for the first heartbeat of a rank, if `parallel.stall_seconds` is shorter.
 UNSEEN_SECONDS = 600.0
-# A starting rank that stays at one position this long has stalled, even if it is busy.
+# A starting rank that stays at one position for this time has stalled, even if it is busy.
 LONGEST_START_SECONDS = 1800.0
 
 
 class Moment(NamedTuple):
-    """Position of a rank: number of stages and collectives entered and left, name of the last one, whether it is inside
-    a collective of `World`, since when, and the progress made there."""
+    """The position of a rank: the number of stages and collective operations entered and left, the name of the last
+    one, whether it is inside an operation of `World`, since when, and the progress made there."""
 
     passed: int
     where: str
@@ -69,7 +69,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class HeardRank:
-    """The last heartbeat of a rank, and when it arrived here: clocks of different hosts are not compared."""
+    """The last heartbeat of a rank, with its arrival time on this host; clocks of different hosts are not compared."""
 
     raw: str
     at: float
@@ -104,7 +104,7 @@ class Watch:
         self._awake = time.monotonic()
         self._began, self._starting = time.monotonic(), True
         self._activity = Activity(os.getpid()) if stall is not None else None
-        # Written only by the heartbeat thread; the moment belongs to the training thread.
+        # Only the heartbeat thread writes these; only the training thread writes the moment.
         self._busy_at, self._busy = time.monotonic(), 0
         self._activities: dict[int, Activity | None] = {}
         self._heard: dict[int, HeardRank] = {}
@@ -118,7 +118,7 @@ class Watch:
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Wraps a collective; every rank enters the same ones in the same order."""
+        """Wraps a collective operation; every rank must enter the same operations in the same order."""
         self._move(f"{name}, in {self._stages[-1]}", inside=True)
         try:
             yield
@@ -127,7 +127,7 @@ class Watch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Wraps a stage of this rank, by name."""
+        """Wraps a named stage of this rank."""
         outermost = len(self._stages) == 1
         self._stages.append(name if outermost else f"{self._stages[-1]}, {name}")
         self._move(self._stages[-1])
@@ -138,11 +138,11 @@ class Watch:
         finally:
             self._stages.pop()
             if outermost:
-                self._stages[0] = f"what comes after {name}"
+                self._stages[0] = f"the part after {name}"
             self._move(self._stages[-1])
 
     def progress(self, next_part: str | None = None) -> None:
-        """Report progress within a long stage. None keeps the current position; an empty name resets it to the
+        """Reports progress within a long stage. None keeps the current position; an empty name resets it to the
         stage."""
         where = f"{self._stages[-1]}, {next_part}" if next_part else self._stages[-1]
         if next_part is None:
@@ -150,7 +150,7 @@ class Watch:
         self._moment = self._moment._replace(where=where, since=time.monotonic(), done=self._moment.done + 1)
 
     def started(self) -> None:
-        """The first step begins: from here on being busy does not count as progress."""
+        """Marks the begin of the first step. From here on, being busy does not count as progress."""
         self._starting = False
 
     def _move(self, where: str, inside: bool = False) -> None:
@@ -183,13 +183,13 @@ class Watch:
                         self._end_if_stalled(self._stall, moment)
                 self._answered = time.monotonic()
             except RuntimeError:
-                return  # the store is gone; `_log_waits` reports it if a rank still waits
+                return  # the store is unreachable; `_log_waits` reports it if a rank still waits
             if self._stop.wait(min(_TELL_PAUSE, self._pace)):
                 return
             self._news.wait(self._pace - min(_TELL_PAUSE, self._pace))
 
     def _look_at_start(self, now: float, moment: Moment) -> None:
-        """Count that this rank computes or reads while it starts."""
+        """Counts computing and reading of this rank as progress while it starts."""
         if not self._starting or self._activity is None or now - moment.since < self._pace:
             return
         if self._activity.advanced() and now - moment.since < LONGEST_START_SECONDS:
@@ -200,7 +200,7 @@ class Watch:
 
     def _listen(self) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
-        # `get` of a missing key would block.
+        # Only existing keys are read, because `get` of a missing key would block.
         present = others if self._store.check([str(r) for r in others]) else [r for r in others if self._has(r)]
         for rank, value in zip(present, self._store.multi_get([str(r) for r in present]), strict=True):
             raw, now, last = value.decode(), time.monotonic(), self._heard.get(rank)
@@ -213,7 +213,7 @@ class Watch:
                 last.moved = now
 
     def _is_busy(self, rank: int) -> bool:
-        """For a silent rank on this host: one that loads a library may hold the GIL."""
+        """Returns whether a silent rank on this host is busy; a rank that loads a library may hold the GIL."""
         if rank not in self._activities:
             address = address_of(self._store, rank)
             self._activities[rank] = None if address is None else activity_of(address)
@@ -239,13 +239,13 @@ class Watch:
             end_alone(self.rank, stall, verdict.lines)
 
     def stalled(self, stall: Stall, moment: Moment) -> StallVerdict | None:
-        """The verdict if no rank has made progress for long enough, else None."""
+        """Returns the verdict if no rank has made progress for long enough, else None."""
         now = time.monotonic()
         idle = self._idle(now, moment)
         if idle < stall.seconds or any(now - heard.moved < stall.seconds for heard in self._heard.values()):
             return None
         if len(self._heard) < self.size - 1 and now - self._began < max(stall.seconds, UNSEEN_SECONDS):
-            return None  # it still imports; its launcher notices when it ends
+            return None  # the rank still imports modules; its launcher notices if it ends
         lines, living = [_headline(idle, stall)], []
         for rank in range(self.size):
             heard = self._heard.get(rank)
@@ -269,11 +269,11 @@ class Watch:
         next_at, waited, before = self.after, 0.0, time.monotonic()
         stopped = False
         while not stopped:
-            # One more check after the end: a short run may end before the end of a logged wait is noticed.
+            # Check once more at the end: a short run may end before the end of a logged wait is noticed.
             stopped = self._stop.wait(self._pace)
             now, moment = time.monotonic(), self._moment
             if now - before > 4 * self._pace:
-                self._awake = now  # this process was stopped, so its heartbeats of others are old
+                self._awake = now  # this process was stopped, so the heartbeats it has read are old
             before = now
             idle = now - max(moment.since, self._awake)
             if idle < waited:
@@ -288,8 +288,8 @@ class Watch:
                 self._end_without_store(self._stall, moment, self._idle(now, moment))
 
     def _end_without_store(self, stall: Stall, moment: Moment, idle: float) -> None:
-        """End this rank if the store does not respond: the heartbeat thread, which has 1.5 times the limit to end the
-        run, would block on it forever."""
+        """Ends this rank if the store does not respond. The heartbeat thread, which has 1.5 times the limit to end the
+        run, would wait for the store forever."""
         unanswered = time.monotonic() - max(self._answered, self._awake)
         if idle >= stall.seconds and unanswered >= 1.5 * stall.seconds and not self._ending:
             position = f"  rank {self.rank} {_state(moment.inside)} {idle:.0f} s at {moment.where}"
@@ -297,7 +297,7 @@ class Watch:
             end_alone(self.rank, stall, [_headline(idle, stall), position, store])
 
     def missed(self, moment: Moment) -> list[str]:
-        """One message per missing rank; empty if a lower rank reports them."""
+        """Returns one message per missing rank; none if a lower rank reports them."""
         now = time.monotonic()
         unanswered = now - max(self._answered, self._awake)
         if unanswered > self.after:
@@ -313,7 +313,7 @@ class Watch:
             if silent >= self.after / 2:
                 missing[rank] = f"rank {rank} has sent no heartbeat for {silent:.0f} s; it was last seen at {where}"
             elif passed < moment.passed:
-                # Collectives of FSDP are not tracked, so outside of ours this rank may not wait for it.
+                # Operations of FSDP are not tracked, so outside of `World`'s operations this rank may not be waiting.
                 missing[rank] = f"rank {rank} {'has not arrived' if moment.inside else 'is behind'}; it is at {where}"
         reporter = min(rank for rank in range(self.size) if rank not in missing)
         return list(missing.values()) if reporter == self.rank else []
@@ -338,13 +338,16 @@ def wait_log_seconds() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise Refusal.at(VARIABLE, f"{value!r} is not a number of seconds", "set it to 60, or unset it")
+        raise Refusal.at(
+            VARIABLE, f"{value!r} is not a number of seconds", "set it to 60, or unset it", code="not-a-number"
+        )
     return seconds
 
 
 @contextmanager
 def watching(rank: int, size: int, stall: Stall | None = None) -> Iterator[Watch]:
-    """A watchdog with a separate connection to the store: a blocking request would block others on the same one."""
+    """Runs a watchdog with a separate connection to the store, because a blocking request blocks all others on a
+    connection."""
     after = wait_log_seconds()
     with ExitStack() as stack:
         store = _store(size)

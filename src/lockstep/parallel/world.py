@@ -1,4 +1,4 @@
-"""The processes of a run: this rank, its groups, and the collectives that the loops need."""
+"""The processes of a run: this rank, its process groups, and the collective operations of the training loops."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _turns = count()
 
 @dataclass(frozen=True)
 class Counter:
-    """A counter that all ranks share, in the store."""
+    """A counter in the store that all ranks share."""
 
     key: str
 
     def take(self, count: int) -> int:
-        """Increase by `count`; returns the previous value. No two ranks get the same one."""
+        """Increases the counter by `count`; returns the previous value. No two ranks get the same value."""
         return int(_store().add(self.key, count)) - count
 
     def remove(self) -> None:
-        """Delete it from the store."""
+        """Deletes the counter from the store."""
         _store().delete_key(self.key)
 
 
@@ -53,8 +53,8 @@ def _store() -> dist.Store:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of a run. The rows of an update are split over `dp_size` data-parallel replicas.
-    The ranks of a context or tensor group form one replica and return the same results."""
+    """This rank and its process groups. The rows of an update are split over `dp_size` data-parallel replicas. The
+    ranks of a context- or tensor-parallel group form one replica and return the same results."""
 
     rank: int = 0
     size: int = 1
@@ -63,11 +63,11 @@ class World:
     context: ContextGroup | None = None
     """The context-parallel group of this rank, which splits every micro-batch; None without one."""
     tensor: int = 1
-    """Tensor-parallel size: neighbouring ranks that split the modules of a model and see the same micro-batches."""
+    """Tensor-parallel size: so many neighbouring ranks split the modules of a model and see the same micro-batches."""
     dp_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """Data-parallel group: one rank of each context or tensor group, with this rank's index in it."""
+    """The data-parallel group: the ranks that have this rank's index in their context- or tensor-parallel group."""
     turn: int = 0
-    """How often this process had joined a process group before."""
+    """How often this process joined a process group before."""
 
     @property
     def _ranks_per_replica(self) -> int:
@@ -79,56 +79,57 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank's replica."""
+        """The index of this rank's replica."""
         return self.rank // self._ranks_per_replica
 
     @property
     def engines(self) -> int:
-        """Number of ranks, or tensor groups, that generate independently."""
+        """The number of ranks, or tensor-parallel groups, that generate independently."""
         return self.size // self.tensor
 
     @property
     def engine(self) -> int:
-        """Index of this rank's engine."""
+        """The index of this rank's engine."""
         return self.rank // self.tensor
 
     @property
     def is_tp_rank0(self) -> bool:
-        """First rank of its tensor group. All ranks of a group generate the same; this one reports it."""
+        """Whether this is the first rank of its tensor-parallel group. All ranks of a group generate the same
+        responses; only this rank returns them."""
         return self.rank % self.tensor == 0
 
     @property
     def main(self) -> bool:
-        """Rank 0: the only one that writes and logs."""
+        """Whether this is rank 0, the only rank that writes files and logs."""
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over the data-parallel replicas, on the host in double precision: exact for counts."""
+        """Sums values over the data-parallel replicas, on the host in double precision, which is exact for counts."""
         if self.dp_size == 1:
             return list(values)
         return self.sum_tensor(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce (sum) of a host tensor over the replicas, in place."""
+        """Sums a host tensor over the replicas, in place (all-reduce)."""
         if self.dp_size > 1:
             with self._watched("an all-reduce"):
                 dist.all_reduce(tensor, group=self.dp_group)
         return tensor
 
     def max_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce (max) of a host tensor over the replicas, in place."""
+        """Computes the elementwise maximum of a host tensor over the replicas, in place (all-reduce)."""
         if self.dp_size > 1:
             with self._watched("an all-reduce"):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.dp_group)
         return tensor
 
     def ranks_of(self, dp_rank: int) -> range:
-        """The ranks of a replica."""
+        """Returns the ranks of a replica."""
         each = self.size // self.dp_size
         return range(dp_rank * each, (dp_rank + 1) * each)
 
     def exchange(self, parcels: Sequence[T]) -> list[T]:
-        """All-to-all of objects: parcel i goes to rank i. Returns the parcels for this rank, in rank order."""
+        """Sends the object `parcels[i]` to rank i; returns the objects for this rank, in rank order (all-to-all)."""
         if self.size == 1:
             return list(parcels)
         packed = [pickle.dumps(parcel, pickle.HIGHEST_PROTOCOL) for parcel in parcels]
@@ -142,7 +143,7 @@ class World:
         return [pickle.loads(part.numpy().tobytes()) for part in arriving.split(received.tolist())]
 
     def gather(self, value: T) -> list[T]:
-        """All-gather of objects, in rank order."""
+        """Returns the objects of all ranks, in rank order (all-gather)."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -151,7 +152,7 @@ class World:
         return values  # type: ignore[return-value]
 
     def counters(self, count: int) -> list[Counter]:
-        """New shared counters in the store (collective)."""
+        """Creates shared counters in the store. All ranks must call it."""
         name = self.gather(secrets.token_hex(8))[0]
         return [Counter(f"lockstep/counter/{name}/{number}") for number in range(count)]
 
@@ -161,22 +162,22 @@ class World:
                 dist.barrier()
 
     def new_gloo_group(self) -> dist.ProcessGroup:
-        """A new gloo group of all ranks, for use in a background thread."""
+        """Creates a gloo process group of all ranks, for use in a background thread."""
         group: dist.ProcessGroup = dist.new_group(backend=HOST.partition(":")[2], timeout=TIMEOUT)
         return group
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Names what the ranks do inside, for the log lines of ranks that wait for this one."""
+        """Names the current stage of this rank, for log messages of ranks that wait for it."""
         return nullcontext() if self.watch is None else self.watch.stage(name)
 
     def progress(self, next_part: str | None = None) -> None:
-        """Report progress within a long stage, so that the run does not count as stalled; optionally name the next
+        """Reports progress within a long stage, so that the run does not count as stalled; optionally names the next
         part."""
         if self.watch is not None:
             self.watch.progress(next_part)
 
     def started(self) -> None:
-        """The first step begins: from here on being busy does not count as progress."""
+        """Marks the begin of the first step. From here on, being busy does not count as progress."""
         if self.watch is not None:
             self.watch.started()
 
@@ -186,9 +187,9 @@ class World:
 
 @contextmanager
 def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
-    """The world that torchrun's environment describes; a single process without it.
+    """Joins the world that torchrun's environment describes; without it, the world is this single process.
 
-    `stall`: when the run counts as stalled and is ended; None: never.
+    `stall` says when the run counts as stalled and is ended; None means never.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -202,7 +203,7 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
         backend = HOST if device_backend == HOST else f"{HOST},{device_backend}"
         meeting = f"all {size} ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if launcher_holds_store():
-            # Started before the process group, so that joining is watched too.
+            # The watchdog starts before the process group, so that joining is watched too.
             watch = stack.enter_context(watching(rank, size, stall))
             with watch.collective("joining"), log_wait(f"{meeting} (this is rank {rank})"):
                 store = connected_store("world", TIMEOUT)
@@ -218,24 +219,25 @@ def joined(device: Device, stall: Stall | None = None) -> Iterator[World]:
 
 
 def refuse_ranks(context: int, processes: int) -> None:
-    """Reject a number of processes that is not a multiple of the group size."""
+    """Raises `Refusal` if the number of processes is not a multiple of the group size."""
     if processes % context:
         raise Refusal.at(
             "parallel.context_parallel",
             f"{processes} process(es) cannot be divided into groups of {context}",
             f"start {context} or a multiple of it (torchrun --nproc-per-node {context}), "
             "or set parallel.context_parallel=1",
+            code="wrong-process-count",
         )
 
 
 def with_context(world: World, device: Device, context: int, layout: str) -> World:
-    """The world with its ranks in groups of `context` (collective)."""
+    """Returns the world with its ranks in groups of `context`. All ranks must call it."""
     refuse_ranks(context, world.size)
     if context == 1:
         return world
     ranks = range(world.size)
     groups = [tuple(ranks[first : first + context]) for first in range(0, world.size, context)]
-    # Data-parallel groups: the ranks with the same index in every context group.
+    # A data-parallel group has the ranks with the same index in every context-parallel group.
     dp_members = [tuple(ranks[first::context]) for first in range(context)]
     # Every rank must create every group.
     cp_groups = [dist.new_group(members, backend=device.collective, timeout=TIMEOUT) for members in groups]
@@ -245,12 +247,12 @@ def with_context(world: World, device: Device, context: int, layout: str) -> Wor
     return replace(world, context=group, dp_group=dp_groups[index])
 
 
-# A problem found on one rank must be raised on all: the others would hang in their next collective.
+# A problem found on one rank must be raised on all, because the others would hang in their next collective operation.
 
 
 @contextmanager
 def refused_together(what: str) -> Iterator[None]:
-    """Run the body on every rank; if any rank finds problems with `what`, all ranks raise all of them (collective)."""
+    """Runs the body on every rank; if any rank finds problems with `what`, all ranks raise all of them."""
     problems: list[Problem] = []
     try:
         yield
@@ -258,5 +260,5 @@ def refused_together(what: str) -> Iterator[None]:
         problems = refusal.problems
     every: list[list[Problem]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, problems)
-    # Ranks with slices of one tensor may report the same problem.
+    # Several ranks with slices of one tensor may report the same problem.
     refuse_all(list(dict.fromkeys(problem for rank_problems in every for problem in rank_problems)), what)

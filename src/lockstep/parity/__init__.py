@@ -1,1 +1,1 @@
-"""Proof that two runs train in step, and where they part when they do not. For the command line alone."""
+"""Tests whether two runs train in step, and locates the first difference. May be imported only by the command line."""

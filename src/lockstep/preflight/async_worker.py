@@ -15,13 +15,13 @@ from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 
 KEY = "rollout.max_staleness"
 WORKER = "rollout worker"
-"""The phase of a worker with a separate device."""
+"""Name of the phase of a worker with a separate device."""
 DEVICE_KEY = "rollout.worker_device"
 _TURNS = "remove the key: generation and training then take turns"
 
 
 def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, seen: int | None) -> None:
-    """Refuse a worker that the devices do not allow. `ranks`: of this machine; `seen`: its devices, or None."""
+    """Refuses a worker that the devices do not allow. `ranks`: on this machine; `seen`: visible devices, or None."""
     rollout = recipe.rollout
     if rollout.max_staleness is None:
         return
@@ -31,6 +31,7 @@ def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, see
             f"a process that generates beside training holds the whole model on one device, and "
             f"parallel.tensor_parallel={recipe.parallel.tensor_parallel} divides it",
             "remove parallel.tensor_parallel: the weights are divided over the ranks without it too; or " + _TURNS,
+            code="unsupported-combination",
         )
     there = rollout.worker_device or 0
     if there and seen is not None:
@@ -40,12 +41,14 @@ def refuse_beside(recipe: Recipe, device: Device | type[Device], ranks: int, see
             KEY,
             f"two processes on one {device.name} device, one of which trains and one generates, are not supported",
             f"set {DEVICE_KEY} to another device, or {_TURNS}",
+            code="unsupported-combination",
         )
     if not there and rollout.weight_sync == "collective" and not device.meets_itself:
         raise Refusal.at(
             "rollout.weight_sync",
             f"{device.collective} does not join two processes on one {device.name} device",
             f"set it to memory, or {DEVICE_KEY} to another device",
+            code="unsupported-combination",
         )
 
 
@@ -57,12 +60,14 @@ def _refuse_devices(first: int, ranks: int, seen: int, name: str) -> None:
             DEVICE_KEY,
             f"{name} {asked} asked for, and the {ranks} ranks of this machine train on 0 to {ranks - 1}",
             f"use {ranks} or more, or remove the key: each worker then shares its rank's device",
+            code="device-in-use",
         )
     if first + ranks > seen:
         raise Refusal.at(
             DEVICE_KEY,
             f"{name} {asked} asked for, and {seen} can be seen, counted from 0",
             "choose among these, or remove the key: a worker then shares the device that trains",
+            code="too-few-devices",
         )
 
 
@@ -89,9 +94,9 @@ def with_worker(
     on_host: bool,
     memory: int,
 ) -> MemoryPlan:
-    """The plan with the worker's model, KV cache and prefill pass: added to every phase of its rank if both share a
-    device, otherwise a separate phase. `on_host`: the device uses host memory, which holds the synced weights once
-    more. The cache takes a share of the free part of `memory`."""
+    """Adds the worker's model, KV cache and prefill pass: to every phase of its rank if both share a device, otherwise
+    as a separate phase. `on_host`: the device uses host memory, which also holds the synced weights. The cache takes a
+    share of the free part of `memory`."""
     rollout, size = recipe.rollout, DTYPES[recipe.model.dtype].itemsize
     if rollout.max_staleness is None:
         return plan
@@ -125,7 +130,7 @@ def with_worker(
 
 
 def handed_lines(plan: MemoryPlan, ranks: int) -> list[str]:
-    """Host memory of the weight sync, for a host with `ranks` ranks."""
+    """Lines about the host memory of the weight sync on a host with `ranks` ranks."""
     if not plan.handed_bytes:
         return []
     each = f"{plan.handed_bytes / 2**20:,.1f} MiB of the host's memory"

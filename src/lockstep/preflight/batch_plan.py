@@ -186,7 +186,7 @@ def logprob_limit(recipe: Recipe) -> float | None:
 
 
 def prompt_limit(recipe: Recipe, config: Any) -> int:
-    """Longest prompt in tokens: the recipe's, or what a response leaves of the context and of a micro-batch."""
+    """Longest prompt in tokens: the recipe's, or the context or micro-batch minus the response."""
     longest = recipe.rollout.max_tokens
     context = getattr(config, "max_position_embeddings", None)
     bounds = {"the model's context": context, "batch.tokens": recipe.line_tokens}
@@ -199,6 +199,7 @@ def prompt_limit(recipe: Recipe, config: Any) -> int:
                 f"a response of {longest} tokens leaves {room} of {name} ({bounds[name]}) to the prompt"
                 + (f", and data.max_prompt_tokens is {wanted}" if wanted else ""),
                 "lower it" + (", or raise batch.tokens" if name == "batch.tokens" else ""),
+                code="over-context",
             )
     return wanted or min(rooms.values(), default=2**31)
 
@@ -209,7 +210,10 @@ def row_limit(recipe: Recipe, config: Any) -> int:
     wanted = recipe.data.max_tokens
     if wanted and context and wanted > context:
         raise Refusal.at(
-            "data.max_tokens", f"{wanted} is more than the model's context of {context}", f"set it to {context} or less"
+            "data.max_tokens",
+            f"{wanted} is more than the model's context of {context}",
+            f"set it to {context} or less",
+            code="over-context",
         )
     bounds = [bound for bound in (wanted, context, recipe.line_tokens) if bound]
     return min(bounds)

@@ -36,7 +36,7 @@ from lockstep.run.trackers.tracker import open_sinks
 
 
 class CheckStage(IntEnum):
-    """When a check runs, by what it reads."""
+    """When a check runs, determined by its inputs."""
 
     SETTINGS = 1
     """The recipe and the device."""
@@ -64,7 +64,7 @@ class PreflightCheck:
     stage: CheckStage
     applies: Callable[[Context], bool] = _always
     in_plan: Literal["refuse", "remark", "last"] = "refuse"
-    """In `lockstep plan` a problem is refused, printed as a remark, or refused after the plan is printed."""
+    """How `lockstep plan` treats a problem: refused, printed as a remark, or refused after the plan is printed."""
 
     def problems(self, context: Context) -> list[Problem]:
         problems: list[Problem] = []
@@ -76,7 +76,7 @@ class PreflightCheck:
         return problems
 
 
-# Functions of the sections that have no file of their own.
+# Checks of sections without a separate file.
 
 
 def context_ranks(context: Context) -> None:
@@ -131,9 +131,16 @@ def resumed_run(context: Context) -> Iterator[Problem]:
     """A run folder that contradicts `run.resume`."""
     folder, resume = run_folder(context.recipe), context.recipe.run.resume
     if resume == "never" and folder.path.exists():
-        yield Problem("run.resume", f"{folder.path} exists and resume is never", "choose another run.name")
+        yield Problem(
+            "run.resume", f"{folder.path} exists and resume is never", "choose another run.name", code="already-exists"
+        )
     if resume == "required" and not _has_checkpoint(folder):
-        yield Problem("run.resume", f"{folder.path} has no checkpoint to continue from", "set run.resume=auto")
+        yield Problem(
+            "run.resume",
+            f"{folder.path} has no checkpoint to continue from",
+            "set run.resume=auto",
+            code="no-checkpoint",
+        )
 
 
 def finished_run(context: Context) -> Iterator[Problem]:
@@ -147,6 +154,7 @@ def finished_run(context: Context) -> Iterator[Problem]:
             f"run folder {folder.path}",
             "contains a finished run without checkpoints: a new run would overwrite its metrics",
             "choose another run.name, or remove the folder",
+            code="already-exists",
         )
 
 

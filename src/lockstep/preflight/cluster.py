@@ -21,13 +21,13 @@ from lockstep.recipe import Recipe
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Item
 
-# A cluster that need not be here, as `lockstep plan --cluster` names it, and what its links take for collectives.
+# Clusters named by `lockstep plan --cluster`, and the time of collectives over their links.
 
 GRAMMAR = "NODESxDEVICES:DEVICE, as 2x8:h200 for two nodes of eight"
 
 
 class Members(NamedTuple):
-    """The ranks of a group: on how many nodes, and how many on each."""
+    """Members of a group of ranks: `each` ranks on each of `nodes` nodes."""
 
     nodes: int
     each: int
@@ -49,23 +49,23 @@ class TargetCluster:
 
     @property
     def memory(self) -> int:
-        """Bytes of one device."""
+        """Memory of one device in bytes."""
         return self.chip.memory if self.chip.memory is not None else host_memory().total // self.each
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.each}:{self.chip.name}"
 
     def neighbours(self, size: int) -> Members:
-        """Of a group of ranks that follow each other."""
+        """Members of a group of `size` consecutive ranks."""
         return Members(1, size) if size <= self.each else Members(-(-size // self.each), self.each)
 
     def apart(self, size: int, stride: int) -> Members:
-        """Of a group in which a rank and the next are `stride` apart."""
+        """Members of a group of ranks with a distance of `stride`."""
         on_a_node = max(1, self.each // stride)
         return Members(1, size) if size <= on_a_node else Members(-(-size // on_a_node), on_a_node)
 
     def gather_seconds(self, whole: float, group: Members) -> float:
-        """Seconds of an all-gather of `whole` bytes. A reduce-scatter takes the same time.
+        """Seconds of an all-gather whose result has `whole` bytes. A reduce-scatter takes the same time.
 
         All bytes cross the links inside a node. Bytes from other nodes arrive once per node and are divided over the
         links of its group members. Both transfers overlap.
@@ -77,21 +77,23 @@ class TargetCluster:
         return max(inside, outside) / LINKS
 
     def sum_seconds(self, each: float, group: Members) -> float:
-        """All-reduce of `each` bytes on every member: a reduce-scatter and an all-gather."""
+        """Seconds of an all-reduce of `each` bytes per member: a reduce-scatter and an all-gather."""
         return 2 * self.gather_seconds(each, group)
 
     def exchange_seconds(self, each: float, group: Members) -> float:
-        """All-to-all, or the hops of a ring: `each` bytes leave every member, maybe for another node."""
+        """Seconds of an all-to-all or of ring hops: every member sends `each` bytes, possibly to another node."""
         if group.size == 1:
             return 0.0
         return each / (self.chip.inside if group.nodes == 1 else self.chip.between) / LINKS
 
 
 def cluster_named(text: str) -> TargetCluster:
-    """The cluster that `--cluster` says; refused with the grammar and the known devices."""
+    """Parses the value of `--cluster`. Refuses invalid values, naming the grammar and the supported devices."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3}):(\S+)", text.strip(), re.IGNORECASE)
     if found is None:
-        raise Refusal.at("--cluster", f"{text!r} is not {GRAMMAR}", f"known devices: {', '.join(CHIPS)}")
+        raise Refusal.at(
+            "--cluster", f"{text!r} is not {GRAMMAR}", f"known devices: {', '.join(CHIPS)}", code="invalid-syntax"
+        )
     name = found[3]
     chip = chip_named(name)
     if chip is None:
@@ -100,6 +102,7 @@ def cluster_named(text: str) -> TargetCluster:
             "--cluster",
             f"unknown device {name!r}",
             f"known devices: {', '.join(CHIPS)}" + (f"; did you mean {nearest}?" if nearest else ""),
+            code="unknown-device",
         )
     cluster = TargetCluster(int(found[1]), int(found[2]), chip)
     if chip.most_devices is not None and cluster.each > chip.most_devices:
@@ -107,43 +110,45 @@ def cluster_named(text: str) -> TargetCluster:
             "--cluster",
             f"{cluster.each} devices in a node, and a node of {chip.name} has up to {chip.most_devices}",
             f"say more nodes: {-(-cluster.devices // chip.most_devices)}x{chip.most_devices}:{chip.name}",
+            code="out-of-range",
         )
     if chip.most_nodes is not None and cluster.nodes > chip.most_nodes:
         raise Refusal.at(
             "--cluster",
             f"{cluster.nodes} nodes, and the links between nodes of {chip.name} are known for up to {chip.most_nodes}",
             f"plan for {chip.most_nodes} nodes or fewer",
+            code="out-of-range",
         )
     return cluster
 
 
-# The least time that a device needs for a step, by its matrix FLOP/s and its memory bandwidth.
+# Roofline times of a step: the minimum allowed by matrix FLOP/s and memory bandwidth.
 #
-# F FLOP/s, BW bytes/s, N multiplied weights in two bytes each, B sequences, S tokens, L layers, Hq query and Hkv key
-# heads of size d.
+# Symbols: F FLOP/s, BW bytes/s, N multiplied weights of two bytes, B sequences, S tokens, L layers, Hq query heads,
+# Hkv key heads, d head size.
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What the work of a decoder follows from."""
+    """Sizes of a decoder that determine its compute and memory traffic."""
 
     multiplied: int
-    """N: weights that a token is multiplied with. All but norms, biases, an embedding that is no head, and the experts
-    that a token does not go to."""
+    """N: weights that one token is multiplied with. Excludes norms, biases, an input embedding that is not also the
+    head, and experts that the token is not routed to."""
     head: int
-    """Those of the projection to the vocabulary, among them."""
+    """The part of `multiplied` in the projection to the vocabulary."""
     read: int
-    """Weights that are read where many tokens are computed at once: of all experts."""
+    """Weights read when many tokens are computed at once: includes all experts."""
     attended: int
     """L Hq d."""
     cached: int
-    """Numbers of the KV cache for a token in all layers: 2 L Hkv d."""
+    """KV cache elements per token over all layers: 2 L Hkv d."""
     layers: int
     vocabulary: int
 
 
 def model_cost(config: Any) -> ModelCost:
-    """Counted over the parameters of the model, which is built without storage."""
+    """Counts the parameters of the model, built on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -154,7 +159,7 @@ def model_cost(config: Any) -> ModelCost:
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     head = text.vocab_size * text.hidden_size
     experts, chosen = _experts(text)
-    # Tied or not, the head is counted once.
+    # The head is counted once, tied or not.
     apart = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     multiplied = read = head
     for name, parameter in model.named_parameters():
@@ -170,7 +175,7 @@ def model_cost(config: Any) -> ModelCost:
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """How many a layer has, and how many of them a token goes to."""
+    """Experts per layer, and experts per token."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, name, None):
             return getattr(config, name), config.num_experts_per_tok
@@ -178,39 +183,39 @@ def _experts(config: Any) -> tuple[int, int]:
 
 
 def weights_seconds(cost: ModelCost, batch: int, flops: float, bandwidth: float, size: int = 2) -> float:
-    """A token of each of `batch` sequences through all weights: max(2 N / BW, 2 N B / F)."""
+    """Seconds to pass one token of each of `batch` sequences through all weights: max(2 N / BW, 2 N B / F)."""
     return max(size * cost.read / bandwidth, 2 * cost.multiplied * batch / flops)
 
 
 def cache_seconds(cost: ModelCost, batch: int, context: float, bandwidth: float, size: int = 2) -> float:
-    """Keys and values of `batch` sequences of `context` tokens: B S kv / BW."""
+    """Seconds to read the keys and values of `batch` sequences of `context` tokens: B S kv / BW."""
     return batch * context * size * cost.cached / bandwidth
 
 
 def decode_seconds(cost: ModelCost, batch: int, context: float, flops: float, bandwidth: float) -> float:
-    """A token for each of `batch` sequences: max(2 N / BW, 2 N B / F) + B S kv / BW."""
+    """Seconds of one decode step for `batch` sequences: max(2 N / BW, 2 N B / F) + B S kv / BW."""
     return weights_seconds(cost, batch, flops, bandwidth) + cache_seconds(cost, batch, context, bandwidth)
 
 
 def generation_seconds(
     cost: ModelCost, batch: int, prompt: int, response: int, flops: float, bandwidth: float
 ) -> float:
-    """Decoding alone, at the mean context of a response: what is before it has other limits."""
+    """Seconds of decoding at the mean context of a response. Excludes prefill."""
     return response * decode_seconds(cost, batch, prompt + response / 2, flops, bandwidth)
 
 
 def product_flops(cost: ModelCost, tokens: float, *, frozen: bool = False) -> float:
-    """Forward and backward of weights: 6 N T; 4 N T where they are frozen and have no gradients of their own."""
+    """FLOPs of the weights in forward and backward: 6 N T, or 4 N T for frozen weights (no weight gradients)."""
     return (4 if frozen else 6) * cost.multiplied * tokens
 
 
 def attention_flops(cost: ModelCost, squares: float) -> float:
-    """Forward and backward of causal attention: 6 L Hq d S^2 a sequence; `squares` is the sum of S^2."""
+    """FLOPs of causal attention in forward and backward: 6 L Hq d S^2 per sequence; `squares` is the sum of S^2."""
     return 6 * cost.attended * squares
 
 
 def training_flops(cost: ModelCost, lengths: Sequence[int], *, frozen: bool = False) -> float:
-    """Forward and backward of causal sequences: 6 N S + 6 L Hq d S^2 each."""
+    """FLOPs of forward and backward over causal sequences: 6 N S + 6 L Hq d S^2 each."""
     squares = sum(length**2 for length in lengths)
     return float(product_flops(cost, sum(lengths), frozen=frozen) + attention_flops(cost, squares))
 
@@ -219,21 +224,21 @@ def forward_flops(cost: ModelCost, lengths: Sequence[int]) -> float:
     return training_flops(cost, lengths) / 3
 
 
-# The work of one step, in tokens: what a prediction of memory and time needs of the rows or prompts.
+# The work of one step in tokens, from which memory and time are predicted.
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """One step on all devices together. Of an offline run it is one update, and generates nothing."""
+    """The work of one step on all devices. A step of an offline run is one update without generation."""
 
     rows: int
-    """What an update divides over the devices: sequences of an online run, rows of an offline one."""
+    """Units that an update divides over the devices: sequences of an online run, rows of an offline run."""
     tokens: float
-    """On the lines of all micro-batches; a prompt counts once for the responses that share it there."""
+    """Tokens of all micro-batches. A prompt shared by packed responses counts once."""
     squares: float
-    """Sum of S^2 over the sequences, without what is shared and computed once."""
+    """Sum of S^2 over the sequences, excluding shared prefixes that are computed once."""
     whole: float
-    """Tokens of the sequences, each with its whole prompt."""
+    """Tokens of all sequences, each with its prompt."""
     targets: float
     updates: int = 1
     epochs: int = 1
@@ -244,25 +249,25 @@ class StepWork:
 
 
 class StepSource(Protocol):
-    """The steps of a run, whatever keys of its recipe are changed that do not change what it trains on."""
+    """Gives the work of a step. It may be called with changed recipe keys that do not change the training data."""
 
     def work(self, recipe: Recipe) -> StepWork: ...
 
     def longest(self, recipe: Recipe) -> int:
-        """Tokens of a micro-batch that the longest row takes."""
+        """Micro-batch tokens of the longest row."""
         ...
 
     def rows(self, recipe: Recipe) -> int:
-        """Sequences of an update, none longer than that."""
+        """Sequences per update, each of at most `longest` tokens."""
         ...
 
 
 class OfflineSteps:
-    """Updates of mean rows."""
+    """StepSource of an offline run: updates of mean rows."""
 
     def __init__(self, prepared: Prepared):
         self.prepared = prepared
-        # By whether rows are packed, and whether the sequences of a row share their beginning.
+        # Keyed by (packed, sequences of a row share their prefix).
         self._works: dict[tuple[bool, bool], StepWork] = {}
         self._longest: dict[tuple[bool, bool], int] = {}
 
@@ -276,7 +281,7 @@ class OfflineSteps:
         batches, items = self.prepared.batches, self.prepared.train.items
         rows = min(batches.rows_per_update, batches.total_rows)
         each = rows / len(items)
-        # Padded rows are as wide as the widest of their micro-batch.
+        # Padded rows have the width of the longest row of their micro-batch.
         width = 1 if packed else 1 / batches.fill
         examples = [example for item in items for example in item.examples]
         return StepWork(
@@ -313,7 +318,7 @@ def _squares(item: Item, shared: bool) -> int:
 
 @dataclass(frozen=True)
 class OnlineSteps:
-    """StepSource of prompts of a mean length, each response of another."""
+    """StepSource of an online run: prompts and responses of mean length."""
 
     prompt_tokens: float
     response_tokens: float
@@ -349,7 +354,7 @@ class OnlineSteps:
         )
 
     def _shared(self, recipe: Recipe) -> int:
-        """Responses of a group whose prompt stands on the line already: on each of its lines all but one."""
+        """Responses of a group whose prompt is already in their packed row: all but one per packed row."""
         if recipe.batch.tokens is None or recipe.parallel.context_parallel > 1:
             return 0
         on_a_line = max(1, int((recipe.batch.tokens - self.prompt_tokens) // self.response_tokens))

@@ -27,9 +27,9 @@ from lockstep.recipe.recipe_checks import combination_problems
 from lockstep.recipe.registry import estimator_row
 from lockstep.rollout.native.native_engine import fitting_prefill, kept_cache
 
-# A recipe on a cluster that need not be here: the memory of each phase and the time of a step.
+# Prediction for a recipe on a cluster that may be absent: memory of each phase and step time.
 
-# Keys of `parallel` that the reckoning follows, or that change nothing in it.
+# Keys of `parallel` that the prediction models, or that do not affect it.
 RECKONED = {
     *("devices", "launcher", "stall_seconds", "max_restarts", "elastic", "shard", "replicate", "tensor_parallel"),
     *(
@@ -46,7 +46,7 @@ RECKONED = {
 
 @dataclass(frozen=True)
 class Outlook:
-    """A recipe, its models and its steps. Another recipe may have other keys, but the same models and rows."""
+    """A recipe with its models and steps. The recipe may be replaced if models and rows stay the same."""
 
     recipe: Recipe
     models: ModelCosts
@@ -84,13 +84,13 @@ class Outlook:
         plan = on_device(recipe, memory, planned)
         if recipe.method not in ONLINE:
             return plan
-        # The table has no memory of a device that is the host.
+        # The chip table has no memory size for a CPU.
         on_host = cluster.chip.memory is None
         return with_worker(plan, recipe, config, cluster.devices, longest, prefill, on_host=on_host, memory=memory)
 
     def held(self, cluster: TargetCluster) -> int | None:
-        """Sequences of a mean length that the KV cache of a device holds at once; None where it holds all, or where
-        not even the least cache fits."""
+        """Sequences of mean length that fit into the KV cache of a device at once. None if all fit, or if not even the
+        minimum cache fits."""
         plan, work = self.memory(cluster), self.steps.work(self.recipe)
         fits = all(phase.name != "generation" or phase.total <= cluster.memory for phase in plan.phases)
         if plan.cache >= plan.wanted_cache or not fits:
@@ -100,7 +100,7 @@ class Outlook:
         return max(1, int(plan.cache / (each * (work.prompt_tokens + work.response_tokens))))
 
     def divided_over(self, tensor: int) -> Outlook:
-        """The same with tensor groups of this size. Raises Indivisible where the model has no such parts."""
+        """Returns the outlook with tensor groups of this size. Raises Indivisible if the model cannot be divided so."""
         refuse_heads(self.models.config, tensor)
         parallel = self.recipe.parallel.model_copy(update={"tensor_parallel": tensor})
         recipe = self.recipe.model_copy(update={"parallel": parallel})
@@ -108,7 +108,7 @@ class Outlook:
         return replace(self, recipe=recipe, models=replace(self.models, counted=counted))
 
     def phases(self, cluster: TargetCluster) -> list[Phase]:
-        """Those of a step and around it: load, generate, reference, update, save."""
+        """Memory of the phases of a run: load, generate, reference, update, save, and the worker's phase."""
         named = {phase.name: phase for phase in self.memory(cluster).phases}
         update = max((named["forward and backward"], named["optimizer step"]), key=lambda phase: phase.total)
         found = [named["load"]]
@@ -116,18 +116,18 @@ class Outlook:
             found.append(replace(named["generation"], name="generate"))
         if reference_kind(self.recipe) in ("model", "adapter"):
             found.append(replace(named.get("reference", named["validation"]), name="reference"))
-        # A checkpoint is copied to the host from where it stands.
+        # Saving copies a checkpoint to the host and needs no activations.
         standing = replace(named["validation"], name="save", activations=0)
         worker = [named[WORKER]] if WORKER in named else []
         return [*found, replace(update, name="update"), standing, *worker]
 
     def over(self, cluster: TargetCluster) -> list[Phase]:
-        """The phases that a device does not hold, the largest first."""
+        """The phases that exceed the memory of a device, largest first."""
         found = [phase for phase in self.phases(cluster) if phase.total > cluster.memory]
         return sorted(found, key=lambda phase: -phase.total)
 
     def times(self, cluster: TargetCluster) -> list[PhaseTime] | None:
-        """None where the table has no figure for the chip and the number format."""
+        """Times of the phases of a step; None if the chip table has no FLOP/s for this dtype."""
         if cluster.chip.flops(DTYPES[self.recipe.model.dtype].itemsize) is None:
             return None
         recipe, held = self.recipe, self.held(cluster) if self.recipe.method in ONLINE else None
@@ -139,7 +139,7 @@ class Outlook:
 
 
 def _other_model(recipe: Recipe) -> str | None:
-    """The folder of a reference or teacher that is another model than the policy."""
+    """The folder of a reference or teacher that is not the policy's model."""
     if recipe.method not in ONLINE and recipe.distill.teacher is not None:
         return recipe.distill.teacher
     if reference_kind(recipe) == "model" and reference_folder(recipe) != recipe.model.path:
@@ -148,30 +148,34 @@ def _other_model(recipe: Recipe) -> str | None:
 
 
 def refuse_uncounted(settings: Parallel) -> None:
-    """A key that the reckoning does not know would make it wrong without a word."""
+    """Refuses keys of `parallel` that the prediction does not model."""
     unknown = {name: field for name, field in type(settings).model_fields.items() if name not in RECKONED}
     changed = [name for name, field in unknown.items() if getattr(settings, name) != field.default]
     why, remedy = "is not in the cost model of --cluster", "plan without it"
-    refuse_all([Problem(f"parallel.{name}", why, remedy) for name in changed])
+    refuse_all([Problem(f"parallel.{name}", why, remedy, code="unsupported-setting") for name in changed])
 
 
 def refuse_over(outlook: Outlook, cluster: TargetCluster, proposal: str | None) -> None:
-    """Every phase that does not fit, by its bytes; and what does."""
+    """Refuses a plan that exceeds the memory, with the bytes of each phase and a proposal that fits."""
     remedy = proposal or "no keys make it fit: take larger devices, a smaller model, or an adapter (model.lora)"
     problems: list[Problem] = []
     for phase in outlook.over(cluster):
         why = f"needs about {phase.total / 2**30:,.1f} GiB ({phase.total:,} bytes) on each device"
         room = f"and {cluster.chip.name} has {cluster.memory / 2**30:,.1f} GiB"
-        problems.append(Problem(f"{phase.name} on {cluster}", f"{why}, {room}", "" if problems else remedy))
+        problems.append(
+            Problem(
+                f"{phase.name} on {cluster}", f"{why}, {room}", "" if problems else remedy, code="not-enough-memory"
+            )
+        )
     refuse_all(problems)
 
 
-# Keys that make a recipe fit on a cluster: of all that do, those with the shortest step.
+# Search for the recipe keys that fit on a cluster and give the shortest step.
 
 KeyValues = dict[str, Any]
-# Up to so many times as many nodes are tried where no keys help.
+# If no keys fit, up to this many times as many nodes are tried.
 MOST_TIMES = 64
-# Keys that save less time than this are not worth saying.
+# Keys that save a smaller part of the time are not proposed.
 WORTH = 0.05
 
 
@@ -181,11 +185,11 @@ class Fit:
     keys: Mapping[str, Any]
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items()) or "the recipe as it is"
+        return " ".join(f"{key}={value_text(value)}" for key, value in self.keys.items()) or "the unchanged recipe"
 
 
 def fitting(outlook: Outlook, cluster: TargetCluster) -> Fit | None:
-    """What fits on that cluster, or on more nodes of its kind; None where nothing was found."""
+    """Finds the fastest fitting keys on the cluster, or on more nodes of the same kind; None if nothing fits."""
     nodes, most = cluster.nodes, min(MOST_TIMES * cluster.nodes, cluster.chip.most_nodes or MOST_TIMES * cluster.nodes)
     while nodes <= most:
         larger = replace(cluster, nodes=nodes)
@@ -204,8 +208,8 @@ def with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
 
 
 def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
-    """By the time of a step, rounded, so that a change that gains next to nothing is left out. Tensor groups only where
-    nothing else fits: what their sums wait for is not known."""
+    """The keys with the shortest rounded step time, so that changes with negligible gain are left out. Tensor groups
+    are tried only if nothing else fits, because the latency of their all-reduces is not modelled."""
     found = list(_timed(outlook, cluster))
     if not found:
         found = [
@@ -220,14 +224,14 @@ def _fastest(outlook: Outlook, cluster: TargetCluster) -> KeyValues | None:
 
 
 def _timed(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[float, int, KeyValues]]:
-    """What fits: the seconds of a step, the number of keys, and the keys."""
+    """Yields the candidates that fit: step seconds, number of keys, keys."""
     for keys, changed in _candidates(outlook, cluster):
         times = changed.times(cluster)
         yield sum(time.open for time in times) if times is not None else 0.0, len(keys), keys
 
 
 def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
-    """Larger tensor groups inside a node, of a model that can be divided so."""
+    """Yields larger tensor groups inside a node that can divide the model."""
     recipe = outlook.recipe
     for size in (2, 4, 8, 16):
         if size <= recipe.parallel.tensor_parallel or cluster.each % size:
@@ -241,7 +245,7 @@ def _tensors(outlook: Outlook, cluster: TargetCluster) -> Iterator[Outlook]:
 
 
 def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyValues, Outlook]]:
-    """All combinations that the recipe may have and that fit, with as many sequences at once as have room then."""
+    """Yields all valid combinations of keys that fit, each with as many concurrent sequences as fit."""
     recipe = outlook.recipe
     for parts in product(
         *(one(recipe, cluster) for one in (_slices, _hosts, _references, _rewards, _layers, _contexts))
@@ -262,7 +266,7 @@ def _candidates(outlook: Outlook, cluster: TargetCluster) -> Iterator[tuple[KeyV
 
 
 def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool:
-    """Whether the recipe may have these keys, and a micro-batch still holds the longest row."""
+    """Whether the recipe is valid with these keys, and a micro-batch still holds the longest row."""
     recipe = with_keys(outlook.recipe, keys)
     try:
         grid_of(recipe.parallel, cluster.devices)
@@ -272,13 +276,13 @@ def _possible(outlook: Outlook, cluster: TargetCluster, keys: KeyValues) -> bool
     return held and cluster.devices % recipe.parallel.context_parallel == 0 and not list(combination_problems(recipe))
 
 
-# -- what may be changed: for each, nothing first, then the keys
+# -- alternatives per setting: first no change, then key values
 
 
 def _slices(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
     try:
         whole = grid_of(recipe.parallel, cluster.devices).replicate == 1
-    except Refusal:  # of the recipe's own keys, on more devices than it was written for
+    except Refusal:  # the recipe's keys may be invalid on more devices
         whole = False
     return (
         [{}]
@@ -305,15 +309,15 @@ def _rewards(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
 
 
 def _layers(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    """Activations wait on the host only where layers keep no more than their inputs: all that a layer keeps would take
-    a host's memory, which nobody counts here, and its link."""
+    """Offloads activations only together with checkpointing: full layer activations would need host memory and host
+    bandwidth that are not modelled."""
     whole: KeyValues = {} if recipe.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
     moved: KeyValues = {} if recipe.model.activation_offload else {"model.activation_offload": True}
     return [{}, *([whole] if whole else []), *([{**whole, **moved}] if moved else [])]
 
 
 def _contexts(recipe: Recipe, cluster: TargetCluster) -> list[KeyValues]:
-    """Only inside a node: keys and values travel in every layer."""
+    """Context groups stay inside a node because every layer exchanges keys and values."""
     if recipe.batch.tokens is None:
         return [{}]
     counts = (2, 4, 8, 16)

@@ -29,17 +29,17 @@ from lockstep.recipe.registry import ENGINES, estimator_row
 from lockstep.rollout.native.native_engine import FREE_SHARE, prefill_bytes
 from lockstep.rollout.native.scheduler import Scheduler
 
-# Master, moments and gradient in fp32, of a number that an update brings to the device.
+# Bytes per parameter of an offloaded update: master, two moments and gradient in fp32.
 UPDATED_BYTES = 16
 STEP = "optimizer step"
-# Of the layers whose activations wait on the host: the one that computes, and the one whose are on their way.
+# With activation offload two layers stay on the device: the one being computed and the one being copied.
 LAYERS_HERE = 2
 
 
 @dataclass(frozen=True)
 class TrainedBytes:
-    """Bytes on one device of a model that is trained: its state, and its weights and gradients. `layer` are those of
-    the weights that are gathered at a time, `largest` the numbers of its largest tensor, which an update takes whole.
+    """Bytes of a trained model on one device. `layer`: weights gathered at a time; `largest`: elements of the largest
+    tensor, which an update keeps in one piece.
     """
 
     state: int
@@ -50,13 +50,13 @@ class TrainedBytes:
 
     @property
     def updated(self) -> int:
-        """Bytes of the state that are on the device together, where it lives on the host."""
+        """Bytes of an offloaded optimizer state that are on the device at once."""
         return min(self.state, UPDATED_BYTES * max(TOGETHER, self.largest))
 
 
 @dataclass(frozen=True)
 class Freed:
-    """What a key takes off each device, whether the recipe has set it or not."""
+    """Bytes that an offload key frees on each device, whether it is set or not."""
 
     setting: str
     bytes: int
@@ -69,7 +69,7 @@ class Freed:
 def freed_by(
     settings: Parallel, ranks: int, policy: TrainedBytes, critic: TrainedBytes | None, frozen: dict[str, int]
 ) -> list[Freed]:
-    """`frozen` are the weights of reference, teacher and reward models by the key that moves them."""
+    """`frozen`: weights of reference, teacher and reward models by the key that offloads them."""
     found = []
     for key, chosen, part in (
         ("offload", settings.offload, policy),
@@ -87,14 +87,14 @@ def freed_by(
 
 
 def waiting_activations(layers: int, each: int) -> int:
-    """Bytes on the host, with `model.activation_offload`, of layers that keep `each` for the backward pass."""
+    """Host bytes of `model.activation_offload`, for layers that each keep `each` bytes for the backward pass."""
     return max(0, layers - LAYERS_HERE) * each
 
 
 def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: bool = False) -> Phase:
-    """A phase of a model that lives on the host in part. `gathered`: its weights are whole on the device in it."""
+    """Returns the phase without the offloaded parts of a model. `gathered`: the phase needs the full weights."""
     if phase.name == "load":
-        # Slices come from the files to where they live. What an optimizer keeps is made later.
+        # Shards are loaded to where they stay. The optimizer state is created later.
         return replace(phase, weights=phase.weights - (part.weights if offload in ("params", "all") else 0))
     if offload in ("optimizer", "all"):
         stays = part.updated if phase.name == STEP else 0
@@ -107,8 +107,8 @@ def without(phase: Phase, offload: Offload, part: TrainedBytes, *, gathered: boo
 
 
 def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[str, int]) -> tuple[Phase, ...]:
-    """A reference is on the device for its own pass, without anything that is kept for a backward pass; a teacher
-    answers in the middle of the student's, a reward model while others of its responses are still generated."""
+    """Subtracts offloaded frozen models. A reference returns only for its forward pass, without stored activations. A
+    teacher is needed in forward and backward, a reward model during generation."""
     reference = frozen.get("offload_reference", 0) * int(settings.offload_reference)
     teacher = frozen.get("offload_teacher", 0) * int(settings.offload_teacher)
     reward = frozen.get("offload_reward", 0) * int(settings.offload_reward)
@@ -119,18 +119,18 @@ def without_frozen(phases: tuple[Phase, ...], settings: Parallel, frozen: dict[s
         if phase.name in (STEP, "generation"):
             gone += teacher
         if phase.name != "generation":
-            gone += reward  # also while the policy is loaded: the rewards are tried before, and have left
+            gone += reward  # also during the load of the policy: the rewards are tried before it and offloaded again
         found.append(replace(phase, weights=phase.weights - gone))
     own_pass = replace(validation, name="reference", weights=validation.weights - reward)
     return (*found, own_pass) if reference else tuple(found)
 
 
-# What a run will take of a device's memory, phase by phase, told before a weight is loaded.
+# Memory of a run by phase, computed before weights load.
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes on one device while something happens."""
+    """Bytes on one device during one phase."""
 
     name: str
     weights: int
@@ -150,14 +150,14 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     checkpoint_bytes: int
     freed: tuple[Freed, ...] = ()
-    """What could be kept on the host, or is."""
+    """Parts that an offload key frees or would free."""
     remarks: tuple[str, ...] = ()
     handed_bytes: int = 0
-    """Of the host's memory, for each rank that hands its rollout worker weights through it."""
+    """Host bytes per rank of a weight sync through host memory."""
     cache: int = 0
     """Bytes of the KV cache."""
     wanted_cache: int = 0
-    """Bytes with which every sequence that may be generated at once would have its place."""
+    """KV cache bytes with which no sequence would wait."""
 
     @property
     def peak(self) -> Phase:
@@ -179,8 +179,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Estimates memory from shapes. An update has `rows` rows of at most `longest` tokens.
 
-    `prefill_tokens`: of one prefill pass. `keeps_cache`: bytes of KV cache that may stay on the device during training.
-    `counted`: saves counting parameters again. `cache_room`: maximum of the KV cache (`on_device`).
+    `prefill_tokens`: tokens of one prefill pass. `keeps_cache`: KV cache bytes that may stay on the device during
+    training. `counted`: parameter counts, if already computed. `cache_room`: maximum of the KV cache (`on_device`).
     """
     grid = grid_of(recipe.parallel, devices)
     shards, tensor = grid.shard * grid.tensor, grid.tensor
@@ -188,7 +188,7 @@ def plan_memory(
     parameters, trained = counted.parameters, counted.trained
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     single = _one_micro_batch(recipe, rows, longest)
-    # AdamW of the device reads the gradients of a single micro-batch in the dtype of the model.
+    # The device's AdamW reads the gradients of a single micro-batch in the dtype of the model.
     fp32_gradients = masters and not (device.adamw != Device.adamw and devices == 1 and single)
     model = _trained_bytes(recipe, config, counted, shards, 4 if fp32_gradients else size)
     tokens = _micro_batch_tokens(recipe, rows, longest)
@@ -217,7 +217,7 @@ def plan_memory(
 
 
 def _critic_bytes(policy: TrainedBytes, without: Phase, with_critic: Phase) -> TrainedBytes | None:
-    """The critic, from a phase without and with it."""
+    """The bytes of the critic: the difference between a phase with and without it."""
     state, weights = with_critic.optimizer - without.optimizer, with_critic.weights - without.weights
     return replace(policy, state=state, weights=weights, gradients=0) if weights > 0 else None
 
@@ -226,9 +226,9 @@ def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, g
     size, masters = DTYPES[recipe.model.dtype].itemsize, bool(recipe.model.master_weights)
     trained = counted.trained
     return TrainedBytes(
-        # Both moments, and master weights.
+        # Two moments and the master weights.
         state=trained * 2 * (4 if masters else size) // shards + (trained * 4 // shards if masters else 0),
-        # Weights are divided over the devices of a copy. The spare share covers the layer that is gathered.
+        # Weights are sharded. The spare share covers the gathered layer.
         weights=counted.parameters * size // shards,
         gradients=trained * gradient_size // shards,
         layer=counted.parameters * size // max(1, config.num_hidden_layers),
@@ -238,13 +238,13 @@ def _trained_bytes(recipe: Recipe, config: Any, counted: Counted, shards: int, g
 
 @dataclass(frozen=True)
 class _Activations:
-    """Bytes of activations: of all layers, of the last layer in its backward pass, and of the head."""
+    """Activation bytes: of all layers, of the last layer in its backward pass, and of the head."""
 
     layers: int
     last: int
     head: int
     on_host: int
-    """What `model.activation_offload` moves to the host."""
+    """Bytes that `model.activation_offload` moves to the host."""
     validation: int
 
     @classmethod
@@ -259,9 +259,9 @@ class _Activations:
 
 
 def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activations, arriving: int) -> Phase:
-    """The larger of the two ends of a backward pass: all activations, or all gradients.
+    """The larger end of a backward pass: all activations at its start, or all gradients at its end.
 
-    `arriving` are the gradients of a micro-batch, which are added to the fp32 gradients of those before it.
+    `arriving`: gradients of one micro-batch, which are added to the fp32 gradients of the previous ones.
     """
     on_host = recipe.parallel.offload in ("params", "all")
     arriving = arriving if recipe.model.master_weights and not on_host else 0
@@ -274,13 +274,13 @@ def _forward_backward(recipe: Recipe, model: TrainedBytes, activations: _Activat
 
 
 def _micro_batch_tokens(recipe: Recipe, rows: int, longest: int) -> int:
-    """Of the largest micro-batch: those of one device, where several divide it."""
+    """Tokens per device of the largest micro-batch."""
     most = min(recipe.batch.micro_batch_size or rows, rows) * longest
     return -(-min(recipe.line_tokens or most, most) // recipe.parallel.context_parallel)
 
 
 def _one_micro_batch(recipe: Recipe, rows: int, longest: int) -> bool:
-    """Whether an update surely is one, however long its rows are."""
+    """Whether an update is one micro-batch for any row lengths."""
     fits_rows = recipe.batch.micro_batch_size is None or recipe.batch.micro_batch_size >= rows
     return fits_rows and (recipe.line_tokens is None or recipe.line_tokens >= rows * longest)
 
@@ -293,7 +293,7 @@ def _with_offload(
     critic: TrainedBytes | None,
     frozen: dict[str, int],
 ) -> MemoryPlan:
-    """What lives on the host is on a device only where a phase needs it there."""
+    """Removes offloaded parts from the phases that do not need them on the device."""
     phases = tuple(without(one, settings.offload, policy, gathered=one.name == "generation") for one in plan.phases)
     if critic is not None:
         phases = tuple(without(one, settings.offload_critic, critic) for one in phases)
@@ -307,28 +307,28 @@ def _with_weights(plan: MemoryPlan, weights: int) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What of the engine's memory follows from: the devices that share the prompts, the longest sequence, the tokens of
-    a pass over prompts, and up to how many bytes of cache are kept while something else happens."""
+    """Settings of the engine's memory: devices that share the prompts, longest sequence, tokens per prefill pass, and
+    the cache bytes that may stay allocated outside generation."""
 
     devices: int
     longest: int
     prefill_tokens: int
     keeps_cache: int
     cache_room: int | None = None
-    """Bytes that the cache may take; None where it takes all that it can use."""
+    """Maximum bytes of the cache; None if it is not limited."""
 
     def prompts(self, recipe: Recipe) -> int:
-        """Those that one device answers."""
+        """Prompts per device."""
         return -(-recipe.batch.prompts // self.devices)
 
     def cache(self, recipe: Recipe, wanted: int, longest: int) -> int:
-        """Bytes of the cache: what all sequences want, within the room, and no less than the longest one takes."""
+        """Bytes of the cache: enough for all sequences, limited by the room, but at least one longest sequence."""
         if recipe.rollout.cache_gb:
             return min(wanted, int(recipe.rollout.cache_gb * 1e9))
         return wanted if self.cache_room is None else min(wanted, max(self.cache_room, longest))
 
     def kept(self, recipe: Recipe, cache: int) -> int:
-        """Bytes of the cache that stay on the device between two generations."""
+        """Cache bytes that stay allocated between two generations."""
         free = recipe.rollout.free_cache
         return 0 if (cache > self.keeps_cache if free is None else free) else cache
 
@@ -336,15 +336,15 @@ class EnginePlan:
 def _with_online_parts(
     plan: MemoryPlan, recipe: Recipe, config: Any, shards: int, gathered: int, engine: EnginePlan
 ) -> MemoryPlan:
-    """What else stands beside the policy in an online run: a critic with its optimizer, the cache, a prefill pass.
+    """Adds the parts of an online run: a critic with its optimizer, the KV cache and a prefill pass.
 
-    `gathered` are the parameters that a device has while it generates.
+    `gathered`: parameters that a device has during generation.
     """
     size = DTYPES[recipe.model.dtype].itemsize
     masters = bool(recipe.model.master_weights)
     lora = recipe.model.lora
     has_critic = estimator_row(recipe.algorithm.advantage).critic
-    # With an adapter the critic trains one too, and its head.
+    # With an adapter the critic trains an adapter and its head.
     trained = (plan.trained + config.hidden_size * int(lora is not None)) * int(has_critic)
     weights = plan.parameters * int(has_critic) * size // shards
     state = trained * (2 * (4 if masters else size) + (4 if masters else 0)) // shards
@@ -363,7 +363,7 @@ def _with_online_parts(
     phases = tuple(
         phase if phase.name == "load" else replace(phase, activations=phase.activations + kept) for phase in phases
     )
-    # The policy's weights are gathered to generate; what stands beside them stays divided.
+    # Generation gathers the policy's weights; all other weights stay sharded.
     beside = standing.weights - plan.parameters * size // shards
     prompts = asked * max(0, engine.longest - recipe.rollout.max_tokens)
     passes = prefill_bytes(config.get_text_config(), min(engine.prefill_tokens, prompts), size)
@@ -374,8 +374,8 @@ def _with_online_parts(
 
 
 def on_device(recipe: Recipe, memory: int, plan_of: Callable[[int | None], MemoryPlan]) -> MemoryPlan:
-    """The plan on a device of this memory: the built-in engine takes a share of what is free beside all else for its KV
-    cache, and lets sequences wait that have no place in it. `plan_of` is asked with the bound of the cache."""
+    """The plan on a device with this memory. The KV cache of the built-in engine takes a share of the free memory;
+    sequences that do not fit wait. `plan_of` gets the maximum of the cache."""
     plan = plan_of(None)
     standing = next((phase for phase in plan.phases if phase.name == "generation"), None)
     if standing is None or recipe.rollout.cache_gb is not None or not ENGINES[recipe.rollout.engine].paged:
@@ -385,7 +385,7 @@ def on_device(recipe: Recipe, memory: int, plan_of: Callable[[int | None], Memor
 
 
 def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
-    """Say it now rather than after the model is loaded."""
+    """Refuses a plan that exceeds the memory before the model is loaded."""
     peak = memory.peak
     if peak.total > available:
         raise Refusal.at(
@@ -395,6 +395,7 @@ def refuse_misfit(memory: MemoryPlan, available: int, device: str) -> None:
             "lower batch.tokens, set model.gradient_checkpointing or model.activation_offload, train a LoRA adapter "
             "(model.lora.rank), use model.dtype=bf16, keep the optimizer on the host (parallel.offload=optimizer), or "
             "shard over more devices (parallel.devices, torchrun)",
+            code="not-enough-memory",
         )
 
 

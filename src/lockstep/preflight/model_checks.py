@@ -25,12 +25,12 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 from lockstep.types import Origin
 
-# Names of token ids that stand for an image, a video or sound in a configuration.
+# Configuration keys of placeholder token ids for images, video or audio.
 _PLACEHOLDERS = re.compile(r"(image|video|audio|vision|speech)_token_(id|index)")
 
 
 def placeholder_ids(config: Any) -> dict[int, str]:
-    """Token ids that stand for an image, a video or sound, with the key of the configuration."""
+    """Placeholder token ids for images, video or audio, with their configuration keys."""
     ids = {}
     parts = [config.to_dict()]
     while parts:
@@ -43,7 +43,7 @@ def placeholder_ids(config: Any) -> dict[int, str]:
 
 
 def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]]) -> list[Problem]:
-    """Rows of text with such a token: transformers would replace its embedding with that of an image."""
+    """Finds text rows with a placeholder token: transformers would replace its embedding with an image's."""
     ids = placeholder_ids(config)
     if not ids:
         return []
@@ -52,12 +52,12 @@ def refuse_placeholders(config: Any, rows: Iterable[tuple[Origin, Iterable[int]]
         token = next((token for token in tokens if token in ids), None)
         if token is not None:
             why = f"holds token {token}, which stands for a picture or sound ({ids[token]} of config.json)"
-            problems.append(Problem(str(origin), why, "take it out: only text is trained on here"))
+            problems.append(Problem(str(origin), why, "take it out: only text is trained on here", code="not-text"))
     return shortened(problems, "rows")
 
 
 def trained_folders(recipe: Recipe) -> dict[str, str]:
-    """The folders of trained models by key, each once. References and teachers are only read."""
+    """The folders of trained models by key, without duplicates. Excludes references and teachers."""
     folders = {"model.path": recipe.model.path}
     if has_critic(recipe) and recipe.critic.path not in (None, recipe.model.path):
         folders["critic.path"] = str(recipe.critic.path)
@@ -65,7 +65,7 @@ def trained_folders(recipe: Recipe) -> dict[str, str]:
 
 
 def model_folders(recipe: Recipe) -> dict[str, str]:
-    """The folders of all models that process the tokens of the policy, trained or only read, each once."""
+    """The folders by key of all models that process the policy's tokens, trained or frozen, without duplicates."""
     folders = trained_folders(recipe)
     if reference_kind(recipe) in ("model", "disk"):
         folders.setdefault("the reference", reference_folder(recipe))
@@ -94,20 +94,25 @@ def open_config(context: Context) -> None:
 
 
 def dtype_of_device(context: Context) -> Iterator[Problem]:
-    """A dtype in which the device does not compute."""
+    """Reports a dtype that the device does not support."""
     device, dtype = context.device, context.recipe.model.dtype
     if not device.supports(DTYPES[dtype]):
         usable = [name for name, kind in DTYPES.items() if device.supports(kind)]
-        yield Problem("model.dtype", f"{device.name} does not compute in {dtype}", f"use {' or '.join(usable)}")
+        yield Problem(
+            "model.dtype",
+            f"{device.name} does not compute in {dtype}",
+            f"use {' or '.join(usable)}",
+            code="unsupported-dtype",
+        )
 
 
 def tokenizer_of_model(context: Context) -> None:
-    """A tokenizer with ids beyond the embedding of the model."""
+    """Refuses a tokenizer with ids beyond the embedding of the model."""
     refuse_foreign_tokenizer(context.tokenizer, context.config.vocab_size, context.recipe.model.path)
 
 
 def routers(context: Context) -> Iterator[Problem]:
-    """Load-balancing losses and router noise of trained models."""
+    """Reports load-balancing losses and router noise that a trained model does not support."""
     coefficient = context.recipe.model.aux_loss_coef
     for key, path in trained_folders(context.recipe).items():
         config, where = load_config(path), f"{key} {path}"
@@ -118,12 +123,12 @@ def routers(context: Context) -> Iterator[Problem]:
 
 
 def classifier(context: Context) -> None:
-    """An architecture that cannot be exported as a reward model."""
+    """Refuses an architecture that cannot be exported as a reward model."""
     refuse_no_classifier(context.config, context.recipe.model.path)
 
 
 def architectures(context: Context) -> Iterator[Problem]:
-    """Models that loading would refuse, found without reading weights."""
+    """Reports models that loading would refuse, without reading weights."""
     recipe, device = context.recipe, context.device
     kernel, dtype = kernel_of(recipe.model, device.attention), DTYPES[recipe.model.dtype]
     for key, path in model_folders(recipe).items():
@@ -141,29 +146,32 @@ def architectures(context: Context) -> Iterator[Problem]:
 
 
 def missing_weights(context: Context) -> Iterator[Problem]:
-    """Models whose folders lack weight files."""
+    """Reports models whose folders lack weight files."""
     for key, path in model_folders(context.recipe).items():
         yield from problems_of(refuse_no_weights, model_folder(path), f"{key} {path}")
 
 
 def tensor_division(context: Context) -> Iterator[Problem]:
-    """Models, trained or only read, that tensor parallelism cannot divide."""
+    """Reports models, trained or frozen, that tensor parallelism cannot divide."""
     for path in model_folders(context.recipe).values():
         yield from problems_of(refuse_indivisible, load_config(path), path, context.recipe.parallel.tensor_parallel)
 
 
 def refuse_other_vocabulary(recipe: Recipe, key: str, path: str) -> None:
-    """Refuse a model with another number of tokens than the policy."""
+    """Refuses a model whose vocabulary size differs from the policy's."""
     expected = load_config(recipe.model.path).vocab_size
     actual = load_config(path).vocab_size
     if expected != actual:
         raise Refusal.at(
-            f"{key} {path}", f"has {actual:,} tokens, and the policy {expected:,}", "use a model of the same family"
+            f"{key} {path}",
+            f"has {actual:,} tokens, and the policy {expected:,}",
+            "use a model of the same family",
+            code="other-vocabulary",
         )
 
 
 def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:
-    """Refuse a tokenizer with other ids: vocabularies of equal size may number their tokens differently."""
+    """Refuses a tokenizer with different ids: vocabularies of equal size may number their tokens differently."""
     expected, actual = load_tokenizer(recipe.model.path).get_vocab(), load_tokenizer(path).get_vocab()
     differing = sorted(expected.items() ^ actual.items())
     if differing:
@@ -174,4 +182,5 @@ def refuse_other_tokenizer(recipe: Recipe, key: str, path: str) -> None:
             f"its tokenizer is another one: {len(differing):,} tokens differ, the first is {token!r} "
             f"({number} in {side})",
             "use a teacher of the same family",
+            code="other-vocabulary",
         )

@@ -1,4 +1,4 @@
-"""Parameter counts and activation sizes of the models of a run, from their configurations alone."""
+"""Parameter counts and activation sizes of the models of a run, from their configurations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lockstep.recipe.methods import ONLINE
 from lockstep.reward.model import reward_config
 from lockstep.reward.process_model import process_config
 
-# What reward models take of a device, told from their config alone.
+# Memory of reward models, from their configurations.
 
 
 def reward_bytes(recipe: Recipe) -> int:
-    """The weights of `reward.model` and `reward.process`, each in the precision it is stored in. Every device has all
-    of them: they are not sliced."""
+    """Bytes of `reward.model` and `reward.process` in their stored precision. They are not sharded: every device has a
+    full copy."""
     if recipe.method not in ONLINE:
         return 0
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -45,44 +45,44 @@ def reward_bytes(recipe: Recipe) -> int:
 def _weights(kind: Any, config: Any) -> int:
     with torch.device("meta"):
         model = kind.from_config(config, trust_remote_code=False)
-    # A config that does not say it: transformers then looks into the files, which hold no more than fp32.
+    # Without a dtype in the configuration transformers reads it from the files; fp32 is the upper bound.
     size = (getattr(config, "dtype", None) or torch.float32).itemsize
     return sum(parameter.numel() for parameter in model.parameters()) * int(size)
 
 
-# How many numbers the models of a run have, from shapes alone.
+# Parameter counts from shapes.
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Parameter counts: of the policy, of its trained part, and of each frozen model by the key that offloads it."""
+    """Parameter counts of the policy, of its trained part, and of each frozen model by its offload key."""
 
     parameters: int
     trained: int
     divided: int
-    """Those that the ranks of a tensor group divide."""
+    """Parameters that a tensor group divides."""
     largest: int
-    """Those of the largest tensor that is trained."""
+    """Parameters of the largest trained tensor."""
     layer: int
-    """Those of the largest layer, whole."""
+    """Parameters of the largest layer, undivided."""
     outside: int
-    """Those that no layer has: the embedding, the output head, the last norm."""
+    """Parameters outside the layers: embedding, output head, final norm."""
     whole: str | None
-    """Why every process loads the whole model into the host's memory, where that is so."""
+    """Why every process loads the full model into host memory; None if it does not."""
     fused: bool
-    """Whether every feed-forward is one that devices with lean layers have fused, where no adapter is in it."""
+    """Whether the device's fused kernels support every feed-forward, without adapters in it."""
     frozen: dict[str, int]
     reward: int = 0
-    """Bytes of the reward models, which have a precision of their own and are whole on every device."""
+    """Bytes of the reward models, which keep their stored precision and are not sharded."""
 
 
 def count_parameters(recipe: Recipe, config: Any) -> Counted:
-    """From shapes alone: the models are built without storage."""
+    """Counts parameters from shapes: the models are built on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        # The norms, biases and adapters of a tensor group are too small to count apart.
+        # Norms, biases and adapters of a tensor group are too small to count separately.
         divided = divided_parameters(base, recipe.parallel.tensor_parallel)
         styles = styles_of(base, recipe.parallel.tensor_parallel) if recipe.parallel.tensor_parallel > 1 else {}
         layers, whole = decoder_layers(base), loaded_whole(base, DTYPES[recipe.model.dtype])
@@ -99,20 +99,19 @@ def count_parameters(recipe: Recipe, config: Any) -> Counted:
 
 
 def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
-    """Numbers that a device has for a moment beside its slices, while a sharded model is loaded: in the pass that
-    enters it, what no layer has is gathered, and of the layers one, in the buffer that it came in, while that of the
-    layer before it is there still. Fused operators, which are tried one layer at a time, hold less."""
+    """Extra parameters that a device holds for a moment while a sharded model loads: the parameters outside the layers
+    and one gathered layer with its buffer, while the previous layer is still allocated. The trials of fused operators
+    hold less."""
     kept = counted.divided // grid.tensor
     layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)
     entered = counted.outside + 2 * layer + max(counted.outside, layer)
-    # What every process has whole on the host is divided over a tensor group before it is sliced.
+    # A full model on the host is divided over the tensor group before it is sharded.
     parted = kept - kept // grid.shard if counted.whole and grid.tensor > 1 else 0
     return max(entered, parted)
 
 
 def _frozen(recipe: Recipe, own: int) -> dict[str, int]:
-    """Parameters of a reference or a teacher beside what is trained; `own` are those of a reference that is the policy
-    at its start."""
+    """Parameters of a frozen reference or teacher. `own`: of the policy, if it is also the reference."""
     if reference_kind(recipe) == "model":
         folder = reference_folder(recipe)
         return {"offload_reference": own if folder == recipe.model.path else _parameters_of(folder)}
@@ -129,21 +128,21 @@ def _parameters_of(folder: str) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-# What the layers and the head of a model keep on a device, from shapes alone.
+# Activation and KV cache sizes of layers and head, from shapes.
 
 
 class LayerKernels(NamedTuple):
-    """By which kernels a device computes the layers, as far as it decides what they keep."""
+    """The kernels of the layers, as far as they affect stored activations."""
 
     lean: bool = False
-    """Norms, rotary and attention of the device's own."""
+    """Norms, rotary and attention use the device's fused kernels."""
     fused: bool = False
-    """And its own feed-forward."""
+    """The feed-forward does too."""
 
 
 def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], devices: int) -> LayerKernels:
     model = recipe.model
-    # In fp32 attention is torch's own, which copies what it is given.
+    # In fp32 attention uses torch, which copies its inputs.
     half = DTYPES[model.dtype].itemsize < 4
     lean = device.lean_layers and devices == 1 and counted.fused and half and not (model.lora and model.lora.dropout)
     return LayerKernels(lean, lean and model.lora is None)
@@ -152,11 +151,11 @@ def kernels_of(recipe: Recipe, counted: Counted, device: Device | type[Device], 
 def activation_bytes(
     config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels | None = None, *, tensor: int = 1
 ) -> int:
-    """What the decoder layers keep for the backward pass, counted over the tensors of a Llama-like layer.
+    """Bytes that the decoder layers keep for the backward pass, from the tensors of a Llama-like layer.
 
-    Per token: the inputs of two norms and of the projections, queries, keys, values, the attention's output, and
-    four tensors as wide as the feed-forward; the norms also keep fp32 copies of their input. Lean layers keep no such
-    copies, and queries, keys and values once; a fused feed-forward keeps two tensors of its width.
+    Per token: inputs of two norms and of the projections, queries, keys, values, attention output, and four tensors
+    as wide as the feed-forward. Norms also keep fp32 copies of their input. Lean layers have no such copies and keep
+    queries, keys and values once. A fused feed-forward keeps two tensors of its width.
     """
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
     heads = config.num_attention_heads
@@ -165,7 +164,7 @@ def activation_bytes(
     lean, fused = kernels or LayerKernels()
     attention = (1 if lean else 3) * (heads + 2 * key_heads) * head_size + heads * head_size
     copies = 0 if lean else 2 * 2 * 4 * hidden
-    # Heads and feed-forward are divided over a tensor group, the stream between them is not.
+    # A tensor group divides heads and feed-forward, but not the residual stream.
     layer = tokens * (size * (4 * hidden + (attention + (2 if fused else 4) * inner) // tensor) + copies)
     if checkpointing:
         return config.num_hidden_layers * tokens * hidden * size + layer
@@ -175,20 +174,20 @@ def activation_bytes(
 def kept_by_layer(
     config: Any, tokens: int, size: int, checkpointing: bool, kernels: LayerKernels, *, tensor: int = 1
 ) -> int:
-    """Of what the layers keep until the backward pass reaches them, the part of one: with checkpointing its input."""
+    """Bytes that one layer keeps until its backward pass; with checkpointing only its input."""
     if checkpointing:
         return tokens * int(config.hidden_size) * size
     return activation_bytes(config, tokens, size, False, kernels, tensor=tensor) // max(1, config.num_hidden_layers)
 
 
 def head_bytes(config: Any, tokens: int, head_trained: bool) -> int:
-    """A chunk of logits with its working copies, and the head's fp32 gradient."""
+    """Bytes of a chunk of logits with its working copies, and of the head's fp32 gradient."""
     chunk = min(FUSED_CHUNK_BYTES, 3 * 4 * config.vocab_size * tokens)
     return chunk + (4 * config.vocab_size * config.hidden_size if head_trained else 0)
 
 
 def kv_bytes(config: Any, size: int) -> int:
-    """Keys and values of one token in all layers."""
+    """Bytes of the keys and values of one token in all layers."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_size * size

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 
 @dataclass
 class Context:
-    """A recipe and what is read for it. A check reads it and returns problems."""
+    """A recipe and its inputs read so far. A check reads it and returns problems."""
 
     recipe: Recipe
     device: Device

@@ -1,4 +1,4 @@
-"""Rows, prompts and questions of a run: reading them, their problems, and remarks about them."""
+"""Reads the rows, prompts and questions of a run and reports problems and remarks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lockstep.types import Question
 
 
 def unreadable_files(context: Context) -> Iterator[Problem]:
-    """Problems of the row files alone, when rows cannot be encoded."""
+    """Reports problems of the row files only, when rows cannot be encoded."""
     data = context.recipe.data
     for source in (*data.train, *data.val):
         yield from problems_of(read_rows, source.path, reader=UserReader.of(data))
@@ -99,7 +99,7 @@ def validation_questions(recipe: Recipe) -> list[Question]:
             columns = find_question_columns(finder, read_by_rewards(recipe.reward))
         questions += read_questions(rows, recipe.val.question_rows, columns)
     if not online:
-        # An online run scores them with its rewards, which have their own checks.
+        # An online run scores them with its rewards, which are checked separately.
         for source, rule in recipe.val.rules.items():
             rule_named(rule, f"val.rules.{source}")
         sources = sorted({question.data_source for question in questions})
@@ -113,7 +113,7 @@ def validation_questions(recipe: Recipe) -> list[Question]:
 
 
 def long_questions(context: Context) -> list[Problem]:
-    """Questions whose answers could exceed the model's context, or what the engine can cache of it."""
+    """Reports questions whose answers could exceed the model's context or the engine's cache."""
     recipe, text = context.recipe, context.config.get_text_config()
     max_positions = getattr(text, "max_position_embeddings", None)
     if not context.questions or max_positions is None:
@@ -129,6 +129,7 @@ def long_questions(context: Context) -> list[Problem]:
                 "val.max_new_tokens",
                 f"{why} ({longest_prompt.question.origin}) are over the model's context of {max_positions}",
                 "lower it" if prompt_tokens < max_positions else "leave the question out",
+                code="over-context",
             )
         ]
     if not ENGINES[recipe.rollout.engine].paged:
@@ -137,7 +138,7 @@ def long_questions(context: Context) -> list[Problem]:
 
 
 def method_rows(context: Context) -> Iterator[Problem]:
-    """Problems that a method finds in all its rows together."""
+    """Reports problems that a method finds in all its rows together."""
     for key, rows in context.row_sets.items():
         problems, remarks = METHODS[context.recipe.method].check(context.recipe, rows, key)
         context.remarks += remarks
@@ -145,7 +146,7 @@ def method_rows(context: Context) -> Iterator[Problem]:
 
 
 def oversized_rows(context: Context) -> Iterator[Problem]:
-    """Rows whose sequences, which one loss compares, do not fit into a micro-batch together."""
+    """Reports rows whose sequences must share a micro-batch for the loss but do not fit into one."""
     recipe = context.recipe
     tokens, context_parallel = recipe.line_tokens, recipe.parallel.context_parallel
     if tokens is None:
@@ -160,6 +161,7 @@ def oversized_rows(context: Context) -> Iterator[Problem]:
                 f"batch.tokens={recipe.batch.tokens}"
                 + (f" on each of {context_parallel} devices" if context_parallel > 1 else ""),
                 "raise batch.tokens, or lower data.max_tokens and choose data.overlong",
+                code="over-batch-tokens",
             )
             for number in np.flatnonzero((counts > 1) & (sizes > tokens)).tolist()
         ]
@@ -167,7 +169,7 @@ def oversized_rows(context: Context) -> Iterator[Problem]:
 
 
 def placeholder_tokens(context: Context) -> Iterator[Problem]:
-    """Rows and prompts of text with a token that stands for a picture or sound."""
+    """Reports text rows and prompts with a placeholder token for images or audio."""
     if context.online:
         prompts = (prompt for source in context.prompts.sources for prompt in source)
         yield from refuse_placeholders(context.config, ((prompt.question.origin, prompt.ids) for prompt in prompts))
@@ -178,7 +180,7 @@ def placeholder_tokens(context: Context) -> Iterator[Problem]:
 
 
 def moving_row_positions(context: Context) -> Iterator[Problem]:
-    """Rows that packing would give wrong positions in one of the models."""
+    """Reports rows that packing would give wrong positions in one of the models."""
     recipe = context.recipe
     configs = [context.config]
     if reference_kind(recipe) in ("model", "disk") and reference_folder(recipe) != recipe.model.path:
@@ -188,7 +190,7 @@ def moving_row_positions(context: Context) -> Iterator[Problem]:
 
 
 def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
-    """Rows whose packed sequences share a prefix, in a model whose positions depend on the sequence length."""
+    """Finds rows whose packed sequences share a prefix, for models whose positions depend on the sequence length."""
     lengths = [(fixed_length(config.get_text_config()), config) for config in configs]
     moving = [(fixed, config) for fixed, config in lengths if fixed is not None]
     if not moving:
@@ -202,6 +204,7 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
             f"{longest[number]} tokens: over {fixed} tokens all positions of {config.model_type} depend on the length "
             "of a sequence (longrope or dynamic rotary embedding), and packed sequences of a row share their prefix",
             "set batch.micro_batch_size instead of batch.tokens, or lower data.max_tokens",
+            code="rotary-limit",
         )
         for number in np.flatnonzero((sequence_counts(items) > 1) & (longest > fixed)).tolist()
     ]
@@ -209,7 +212,7 @@ def shared_and_moving(rows: Dataset[Any], *configs: Any) -> list[Problem]:
 
 
 def reward_rules(context: Context) -> Iterator[Problem]:
-    """Weights of rewards that are not set, data sources without a rule, and rules without a data source."""
+    """Reports unset reward weights, data sources without a rule, and rules without a data source."""
     recipe = context.recipe
     weights, problems = active_weights(recipe.reward)
     yield from problems
@@ -227,7 +230,7 @@ def reward_rules(context: Context) -> Iterator[Problem]:
 
 
 def repeated_rows(recipe: Recipe, read: Dataset[Any] | PromptSet) -> list[str]:
-    """An update that contains a row twice, because there are fewer rows than it takes."""
+    """Reports that an update contains rows twice because there are too few rows."""
     key, name = ("batch.prompts", "prompts") if isinstance(read, PromptSet) else ("batch.rows_per_update", "rows")
     taken, different = make_loader(recipe, read).different()
     if different == taken:
@@ -241,18 +244,18 @@ def repeated_rows(recipe: Recipe, read: Dataset[Any] | PromptSet) -> list[str]:
 
 
 def seen_in_training(train: Sequence[Any], held_out: Sequence[Any], key: str) -> list[str]:
-    """Validation rows that are also trained on."""
+    """Reports validation rows that are also training rows."""
     both = int(np.isin(item_digests(held_out), item_digests(train)).sum())
     if not both:
         return []
     return [
-        f"{key}: {both:,} of {len(held_out):,} are in data.train too, token for token: "
-        "what is measured on them is memory, not skill"
+        f"{key}: {both:,} of {len(held_out):,} are in data.train too, with the same tokens: "
+        "metrics on them do not measure generalization"
     ]
 
 
 def longest_row(recipe: Recipe, rows: Dataset[Any]) -> int:
-    """Tokens of a micro-batch that the longest row takes."""
+    """Micro-batch tokens of the longest row."""
     packed, shared = recipe.batch.tokens is not None, recipe.parallel.context_parallel == 1
     sizes = row_sizes(rows.items, packed=packed, shared=shared)
     return int((sizes if packed else sizes * sequence_counts(rows.items)).max())

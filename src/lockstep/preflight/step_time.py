@@ -1,7 +1,7 @@
-"""How long a step takes on a cluster: floors by arithmetic and memory, what our kernels reach of them, and the links.
+"""Step time on a cluster: roofline minimum, measured kernel efficiency, and link bandwidth.
 
-A phase is told as three times: of computing, of collectives over the links between devices, and of copies to and from
-the host. What of the latter two hides behind computing is not known before it was run, so a step has two ends.
+A phase has three times: compute, collectives between devices, and copies to and from the host. How much of the last
+two overlaps with compute is unknown before a run, so the step time is a range.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lockstep.recipe.method_checks import reference_kind
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.registry import estimator_row
 
-# Of a parameter with an fp32 master: its gradient and the new weight, and master and moments read and written; and of
-# one that is its own master, all in fp32.
+# Bytes moved per parameter by the optimizer. With an fp32 master: gradient, new weight, master and moments read and
+# written. Without a master: all in fp32.
 MASTER_BYTES, PLAIN_BYTES = 4 + 2 + 6 * 4, 4 + 6 * 4
 
 
 class Traffic(NamedTuple):
-    """Bytes that reach a device over its links in a step, by the collective."""
+    """Bytes that a device receives over its links in a step, by collective."""
 
     gathered: float = 0.0
     scattered: float = 0.0
@@ -47,26 +47,26 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Seconds of a phase in a step."""
+    """Seconds of one phase of a step."""
 
     name: str
     computing: float = 0.0
     waiting: float = 0.0
-    """For collectives in the middle of a layer, which nothing can hide."""
+    """Collectives in the middle of a layer, which cannot overlap with compute."""
     links: float = 0.0
     host: float = 0.0
     tail: float = 0.0
-    """Until a response that goes on to the limit is done, when all others are."""
+    """Time until a response of maximum length is done after all others."""
     traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def open(self) -> float:
-        """Where nothing hides behind computing, and a response goes on to the limit."""
+        """Upper bound: no overlap, and one response reaches the length limit."""
         return self.computing + self.waiting + self.links + self.host + self.tail
 
     @property
     def hidden(self) -> float:
-        """Where all hides that can (weights are gathered before anything is generated), and responses end together."""
+        """Lower bound: full overlap (weights are gathered before generation starts), and all responses end together."""
         if self.name == "generate":
             return self.open - self.tail
         return max(self.computing + self.waiting, self.links + self.host)
@@ -74,7 +74,7 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What is computed: the policy, its parameters, and a reference or teacher that may be another model."""
+    """The policy, its parameter counts, and the reference or teacher, which may be another model."""
 
     config: Any
     cost: ModelCost
@@ -83,7 +83,7 @@ class ModelCosts:
 
 
 class StepTimes:
-    """The phases of a step of a recipe on a cluster."""
+    """Computes the times of the phases of a step for a recipe on a cluster."""
 
     def __init__(
         self, recipe: Recipe, models: ModelCosts, work: StepWork, cluster: TargetCluster, kernels: LayerKernels
@@ -91,10 +91,10 @@ class StepTimes:
         self.recipe, self.models, self.work, self.cluster, self.kernels = recipe, models, work, cluster, kernels
         self.chip, self.size = cluster.chip, DTYPES[recipe.model.dtype].itemsize
         flops = self.chip.flops(self.size)
-        assert flops is not None, "asked for a chip without a figure"
+        assert flops is not None, "the chip table has no FLOP/s for this dtype"
         self.flops, self.memory = flops, self.chip.memory_speed
         self.grid = grid_of(recipe.parallel, cluster.devices)
-        # A tensor group stands side by side; its slices of what it divides are with the same rank of other groups.
+        # A tensor group has consecutive ranks. Its parameters are sharded over the same rank of other groups.
         self.tensor, self.pieces = cluster.neighbours(self.grid.tensor), self.grid.shard * self.grid.tensor
         self.slices = cluster.apart(self.grid.shard, self.grid.tensor)
         self.every = cluster.neighbours(self.pieces)
@@ -102,9 +102,9 @@ class StepTimes:
         self.context = recipe.parallel.context_parallel
         self.groups = cluster.devices // recipe.parallel.group
         cost = models.cost
-        # Of the weights but the head: nearly all of them, where a group divides any.
+        # Fraction of the weights without the head that a tensor group divides.
         self.divided = min(1.0, models.counted.divided / (cost.read - cost.head))
-        # Of what the rows of an update are divided into, the largest share decides; a group divides it again.
+        # The device with the most rows determines the time of an update. A context group divides its rows again.
         rows = max(1, work.rows // work.updates)
         self.share = -(-rows // self.groups) / rows / self.context
 
@@ -149,7 +149,7 @@ class StepTimes:
         )
 
     def _decoding(self, batch: int, context: float) -> float:
-        """A token for each of `batch` sequences."""
+        """Seconds of one decode step for `batch` sequences."""
         cost, reached = self._part_of(self.models.cost), self.chip.reached
         return (
             weights_seconds(cost, batch, self.flops * reached.decoding, self.memory, self.size)
@@ -165,7 +165,7 @@ class StepTimes:
         return replace(found, name="reference", host=once if moved else 0.0)
 
     def scored(self, cost: ModelCost, *, head: bool = True) -> PhaseTime:
-        """A forward pass over the step."""
+        """Time of a forward pass over the step."""
         work, updates = self.work, self.work.updates
         tokens, squares, targets = self._shares()
         micro = self.micro_batches
@@ -188,11 +188,11 @@ class StepTimes:
         own = counted.trained / self.pieces
         state = own * (MASTER_BYTES if masters else PLAIN_BYTES * self.size / 4)
         adamw = state / self.memory * self.chip.reached.optimizer_passes
-        # Gradients of several micro-batches are added up in fp32.
+        # Gradients of several micro-batches are accumulated in fp32.
         adding = micro * own * (8 + self.size) / self.memory if micro > 1 else 0.0
-        # A layer is gathered before its forward and before its backward pass; gradients are summed in fp32.
+        # A layer is gathered before its forward and its backward pass; gradients are reduced in fp32.
         whole = self._gathering(counted.parameters, counted.divided, 2 * self.size * micro)
-        # An adapter is too small to tell what of it is divided.
+        # An adapter is too small for its division to matter.
         back = self._gathering(counted.trained, 0 if frozen else counted.divided, 4 * micro)
         slice_bytes = own * 4 * micro
         cut = self._cut_sequences(tokens, backward=True)
@@ -209,14 +209,14 @@ class StepTimes:
 
     @property
     def micro_batches(self) -> int:
-        """Of an update on each device."""
+        """Micro-batches of an update on each device."""
         work, batch = self.work, self.recipe.batch
         budget = self.recipe.line_tokens
         if budget is None:
             rows = -(-max(1, work.rows // work.updates) // self.groups)
             return -(-rows // (batch.micro_batch_size or rows))
         lines, whole = (part / work.updates / self.groups / budget for part in (work.tokens, work.whole))
-        # No more whole sequences than fill the budget twice; see `data/batching.py`.
+        # The sequences of a micro-batch, each with its prompt, fill at most twice the budget; see `data/batching.py`.
         return max(1, _up(lines), _up(whole / 2))
 
     def _shares(self) -> tuple[float, float, float]:
@@ -227,7 +227,7 @@ class StepTimes:
     def _pass(
         self, cost: ModelCost, tokens: float, squares: float, targets: float, micro: int, *, frozen: bool = False
     ) -> float:
-        """Forward and backward of so many tokens; a forward pass is a third of it. The head sees the targets alone."""
+        """Seconds of forward and backward; the forward pass is a third of it. The head computes only the targets."""
         reached, cost = self.chip.reached, self._part_of(cost)
         multiplied = (cost.multiplied - cost.head) * tokens + cost.head * targets
         kept = activation_bytes(self.models.config, 1, self.size, False, self.kernels, tensor=self.grid.tensor) * tokens
@@ -240,7 +240,7 @@ class StepTimes:
         )
 
     def _part_of(self, cost: ModelCost) -> ModelCost:
-        """What a rank of a tensor group has of a model: all of the head, and of the layers its heads and columns."""
+        """The part of a model on one rank of a tensor group: the full head, and its heads and columns of the layers."""
         count = self.grid.tensor
         left = 1 - self.divided + self.divided / count
         return replace(
@@ -252,15 +252,15 @@ class StepTimes:
         )
 
     def _gathering(self, parameters: float, divided: float, each: float) -> PhaseTime:
-        """All-gather of parameters, `each` bytes for one. What a tensor group divides comes from the slices of it; of
-        all else every rank of the group has a slice too."""
+        """All-gather of parameters of `each` bytes: the divided part over the shard group, the rest over the shard and
+        tensor groups."""
         part, rest = divided / self.grid.tensor * each, (parameters - divided) * each
         seconds = self.cluster.gather_seconds(part, self.slices) + self.cluster.gather_seconds(rest, self.every)
         return PhaseTime("", links=seconds, traffic=Traffic(_others(part, self.slices) + _others(rest, self.every)))
 
     def _sums(self, tokens: float, *, times: int = 1) -> PhaseTime:
-        """All-reduces of a tensor group for so many tokens: of what attention and feed-forward of each layer give; once
-        more for their gradients backward, and once more where layers are computed twice. Their latency is not known."""
+        """All-reduces of a tensor group: the outputs of attention and feed-forward of each layer. `times`: 2 with the
+        backward pass, 3 with checkpointing. Excludes latency."""
         if self.grid.tensor == 1:
             return PhaseTime("")
         hidden = self.models.config.get_text_config().hidden_size
@@ -269,10 +269,10 @@ class StepTimes:
         return PhaseTime("", waiting=seconds, traffic=Traffic(summed=2 * _others(whole, self.tensor)))
 
     def _cut_sequences(self, tokens: float, *, backward: bool) -> PhaseTime:
-        """What attention over sequences that several devices divide sends, for so many tokens of a device.
+        """Communication of context-parallel attention for `tokens` tokens per device.
 
-        Forward keys and values, or with ulysses also queries and outputs; backward the same again, and with the others
-        the gradients of keys and values in fp32.
+        The forward pass sends keys and values, and with ulysses also queries and outputs. The backward pass sends the
+        same again; the other layouts also send the gradients of keys and values in fp32.
         """
         count = self.context
         if count == 1:
@@ -293,7 +293,7 @@ class StepTimes:
         return PhaseTime("", links=seconds, traffic=Traffic(gathered=sent - back, scattered=back))
 
     def _host_bytes(self, own: float, micro: int, masters: bool) -> float:
-        """To and from the host in an update."""
+        """Bytes copied to and from the host by offload in an update."""
         offload, found = self.recipe.parallel.offload, 0.0
         if offload in ("optimizer", "all"):
             found += 2 * own * ((3 if masters else 2) * (4 if masters else self.size))
@@ -302,7 +302,7 @@ class StepTimes:
         return found
 
     def _activations(self, tokens: float) -> float:
-        """Those of an update that wait on the host, there and back: of all layers but the last."""
+        """Bytes of offloaded activations of an update, both directions: all layers but the last."""
         model, config = self.recipe.model, self.models.config
         if not model.activation_offload:
             return 0.0
@@ -311,7 +311,7 @@ class StepTimes:
 
 
 def _others(whole: float, group: Members) -> float:
-    """What the other members of a group have of it."""
+    """Bytes held by the other members of a group."""
     return whole * (group.size - 1) / group.size
 
 

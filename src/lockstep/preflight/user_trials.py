@@ -87,7 +87,9 @@ def try_loss(function_path: str, seconds: float) -> str:
     where = f"{LOSS} {function_path}"
     if gradient is None or not bool(gradient.any()) or not bool(torch.isfinite(gradient).all()):
         why = "no gradient" if gradient is None or not bool(gradient.any()) else "a gradient that is not finite"
-        raise Refusal.at(where, f"has {why} at the log-probabilities", "compute the losses from tokens.logprobs_K")
+        raise Refusal.at(
+            where, f"has {why} at the log-probabilities", "compute the losses from tokens.logprobs_K", code="not-finite"
+        )
     mean = sums.loss.item() / len(steps)
     return f"{where}: mean {mean:.3g}, tried on {len(steps)} generated tokens"
 
@@ -117,7 +119,7 @@ def _stub_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 @contextmanager
 def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
-    """The scorer of an online run, tried on real rows."""
+    """Opens the scorer of an online run after a trial on real rows."""
     recipe, world = prepared.recipe, runtime.world
     output = run_folder(recipe).reward_output(world.rank)
     device = runtime.device.torch_device(world.local_rank)
@@ -128,7 +130,7 @@ def open_scorer(prepared: PreparedOnline, runtime: Runtime) -> Iterator[Scorer]:
 
 
 def try_rewards(prepared: PreparedOnline, device: Device, console: Console) -> None:
-    """The trial of a plan: of rewards that need no weights and no server."""
+    """Tries the rewards that need no weights and no server."""
     reward = prepared.recipe.reward
     not_tried = [name for name in ("model", "process", "remote") if getattr(reward, name) is not None]
     if not_tried:

@@ -1,4 +1,4 @@
-"""The recipe: one schema, a YAML file and dotted overrides; `load_recipe` is the way in. Any folder may import it."""
+"""The recipe: one schema, a YAML file and dotted overrides. Use `load_recipe`. Every folder may import this one."""
 
 from lockstep.recipe.keys_data import Source
 from lockstep.recipe.loader import load_recipe, recipe_text

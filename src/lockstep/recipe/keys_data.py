@@ -10,7 +10,7 @@ from lockstep.recipe.section import COLUMN, GROUPS, LIMIT, Effect, Field, Sectio
 
 
 def _as_sources(value: Any) -> Any:
-    """`train: rows.parquet` and `train: [a.jsonl, b.jsonl]` are short for a list of sources."""
+    """Expands `train: rows.parquet` and `train: [a.jsonl, b.jsonl]` to a list of sources."""
     items = value if isinstance(value, list) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
@@ -50,7 +50,7 @@ class Source(Section):
 
 
 def _as_switch(value: object) -> object:
-    """YAML reads on and off as true and false."""
+    """Converts true and false back to on and off, which YAML reads as booleans."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -194,14 +194,14 @@ class Data(Section):
     cache: Annotated[str, BeforeValidator(_as_switch)] = Field(
         "on",
         description="Where encoded rows are cached by content for later runs: `on`: the user's cache "
-        "(`LOCKSTEP_CACHE`); `off`: nowhere; otherwise a folder.",
+        "directory (`LOCKSTEP_CACHE`); `off`: nowhere; otherwise a folder.",
         effect=Effect("harmless", "changes only the start-up time"),
         resumable=True,
     )
     cache_gb: float = Field(
         20.0,
         gt=0,
-        description="Size limit of this cache in GiB. The least recently used entries are deleted first.",
+        description="Size limit of the row cache in GiB. The least recently used entries are deleted first.",
         effect=Effect("harmless", "changes only the start-up time"),
         resumable=True,
     )

@@ -11,7 +11,7 @@ from lockstep.recipe.section import FOLDER, RATE, REWARD, Effect, Field, Named, 
 class Reject(Section):
     over: Literal["token", "sum", "mean", "max"] = Field(
         "token",
-        description="What one range applies to: a token, or a response by the sum, mean or maximum over its tokens.",
+        description="Unit that is tested: a token, or a response by the sum, mean or maximum over its tokens.",
     )
     by: Literal["ratio", "k2", "k3", "binary_kl", "tv"] = Field(
         description="Measure of the mismatch. `ratio`: trainer probability / engine probability; `k2`, `k3`: "
@@ -71,7 +71,7 @@ class RolloutCorrection(Section):
     )
     reject: list[Reject] = Field(
         default_factory=list,
-        description="Further accepted ranges. Tokens outside any of them are masked, as by `mask`.",
+        description="Additional accepted ranges. Tokens outside any of them are masked, as with `mask`.",
     )
     rejected: Literal["left_out", "zero"] = Field(
         "left_out", description="`left_out`: masked tokens do not count in the means; `zero`: they count with 0."
@@ -79,7 +79,7 @@ class RolloutCorrection(Section):
 
     @property
     def compares(self) -> bool:
-        """Whether the trainer must compute log-probabilities before the first update."""
+        """Returns whether the trainer must compute log-probabilities before the first update."""
         return self.weight != "none" or self.mask != "none" or bool(self.reject)
 
 
@@ -143,7 +143,7 @@ class Kl(Section):
     )
 
     def in_reward(self) -> bool:
-        """Whether the reward contains a KL penalty, as the only one or in addition to the one in the loss."""
+        """Whether the reward contains a KL penalty, alone or in addition to one in the loss."""
         return self.where == "reward" or self.reward_coefficient > 0
 
 
@@ -154,7 +154,7 @@ class Whiten(Section):
         "step. `own`: if the estimator's paper does so (`gae`, `reinforce_pp`, `reinforce_pp_baseline`); `none`: "
         "never; `step`: always. An estimator function of yours must normalise by itself.",
     )
-    biased: bool = Field(False, description="Compute the variance with n instead of n - 1.")
+    biased: bool = Field(False, description="Divide by n instead of n - 1 in the variance.")
     divide: bool = Field(True, description="`false` subtracts the mean without dividing by the standard deviation.")
 
 
@@ -173,7 +173,7 @@ class DynamicSampling(Section):
     )
     metric: str | None = Field(
         None,
-        description="Part of the reward to use: `rule`, `function`, or `function/NAME` for a number that your "
+        description="Reward component to use: `rule`, `function`, or `function/NAME` for a number that your "
         "function returns by name. Default: the total score.",
     )
 

@@ -75,7 +75,7 @@ class Parallel(Section):
         1,
         ge=1,
         description="Context parallelism: number of processes that split every micro-batch, for sequences too long "
-        "for one device. Each holds `batch.tokens` of it. Must divide the number of processes.",
+        "for one device. Each process gets `batch.tokens` of it. Must divide the number of processes.",
         effect=MICRO,
         resumable=True,
     )
@@ -103,7 +103,7 @@ class Tape(Section):
     every: int = Field(
         10,
         ge=1,
-        description="Steps between snapshots. A snapshot holds digests per module and parameter, and the weights "
+        description="Steps between snapshots. A snapshot contains digests per module and parameter, and the weights "
         "if they are kept.",
     )
     modules: list[str] = Field(

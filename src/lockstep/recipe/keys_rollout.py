@@ -11,7 +11,7 @@ from lockstep.recipe.registry import ENGINES
 from lockstep.recipe.section import CACHE, GROUPS, SAMPLING, Effect, Field, Named, Section
 
 _WHERE = Effect("harmless", "changes only where the engine runs")
-_HOW = Effect("matters", "the engine starts with other settings: rounding or more; compare the log-probs")
+_HOW = Effect("matters", "the engine starts with other settings: rounding or larger differences; compare the log-probs")
 _LIMIT = Effect("harmless", "changes only when the run stops")
 
 
@@ -19,7 +19,7 @@ class ServerSettings(Section):
     devices: list[int] | None = Field(
         None,
         min_length=1,
-        description="Numbers of the devices on this machine that the engine may use. Default: the devices of the run.",
+        description="Indices of the devices on this machine that the engine may use. Default: the devices of the run.",
         effect=_WHERE,
         resumable=True,
     )
@@ -171,19 +171,19 @@ class RolloutSettings(Section):
         resumable=True,
     )
     block_tokens: int = Field(
-        16, ge=1, description="Native: tokens per block of the key/value cache.", effect=CACHE, resumable=True
+        16, ge=1, description="Native: tokens per block of the KV cache.", effect=CACHE, resumable=True
     )
     cache_gb: float | None = Field(
         None,
         gt=0,
-        description="Native: size of the key/value cache in GB. Default: what the step can use, at most half of "
+        description="Native: size of the KV cache in GB. Default: as much as the step can use, at most half of "
         "the free memory.",
         effect=CACHE,
         resumable=True,
     )
     free_cache: bool | None = Field(
         None,
-        description="Native: free the cache after each generation phase. `false` keeps the cache and the graphs "
+        description="Native: free the KV cache after each generation phase. `false` keeps it and the graphs "
         "captured for it: faster if memory is plentiful. Default: keep it if graphs are captured and it takes at "
         "most a twentieth of the memory.",
         effect=CACHE,
@@ -201,8 +201,8 @@ class RolloutSettings(Section):
     worker_device: int | None = Field(
         None,
         ge=0,
-        description="With `max_staleness`: number of the device on which this process generates. With several "
-        "ranks on a machine, local rank r uses this number plus r. Default: the training device.",
+        description="With `max_staleness`: index of the device on which this process generates. With several "
+        "ranks on a machine, local rank r uses this index plus r. Default: the training device.",
         effect=Effect("harmless", "the same model on another device of the same kind"),
         resumable=True,
     )

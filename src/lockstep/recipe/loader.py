@@ -40,7 +40,7 @@ from lockstep.recipe.section import invalid_reason
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-5 as a number (YAML 1.1 requires 1.0e-5) and rejects duplicate keys."""
+    """A safe YAML loader that reads 1e-5 as a number (YAML 1.1 requires 1.0e-5) and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would read as a number."""
+    """A YAML dumper that quotes text that `_Loader` would read as a number."""
 
 
 _EXPONENT = re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$")
@@ -68,19 +68,19 @@ for _kind in (_Loader, _Dumper):
 
 
 def builtin_names() -> list[str]:
-    """Recipes shipped with the package."""
+    """Returns the names of the recipes shipped with the package."""
     folder = resources.files("lockstep") / "recipes"
     return sorted(entry.name[: -len(".yaml")] for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def recipe_text(name_or_path: str) -> str:
-    """The YAML text of a recipe file or of a built-in recipe."""
+    """Returns the YAML text of a recipe file or of a built-in recipe."""
     path = Path(name_or_path)
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise Refusal.at(name_or_path, f"is not UTF-8 text ({error})") from error
+            raise Refusal.at(name_or_path, f"is not UTF-8 text ({error})", code="unreadable") from error
     names = builtin_names()
     if name_or_path in names:
         return (resources.files("lockstep") / "recipes" / f"{name_or_path}.yaml").read_text(encoding="utf-8")
@@ -90,6 +90,7 @@ def recipe_text(name_or_path: str) -> str:
         f"recipe {name_or_path}",
         "no such file, and no built-in recipe with this name",
         f"{hint}built in: {', '.join(names)}",
+        code="no-such-file",
     )
 
 
@@ -108,15 +109,17 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), *, stored: boo
 
 
 def _mapping(name_or_path: str) -> dict[str, Any]:
-    """The values of a recipe file or of a built-in recipe."""
+    """Returns the values of a recipe file or of a built-in recipe."""
     values = _parse_yaml(recipe_text(name_or_path), name_or_path)
     if not isinstance(values, dict):
-        raise Refusal.at(name_or_path, f"a recipe must be a mapping of keys, not {type(values).__name__}")
+        raise Refusal.at(
+            name_or_path, f"a recipe must be a mapping of keys, not {type(values).__name__}", code="wrong-type"
+        )
     return values
 
 
 def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """A recipe (object, file or built-in name) with overrides given as Python values.
+    """Returns a recipe (object, file or built-in name) with overrides given as Python values.
 
     A key is dotted (`{"optim.lr": 1e-4}`) or a group (`{"optim": {"lr": 1e-4}}`). A Python function may replace
     `path/to/file.py:name`: it is registered for the runs of this process, and the recipe stores its location.
@@ -139,12 +142,12 @@ def recipe_with(recipe: str | Path | Recipe, overrides: Mapping[str, Any]) -> Re
 
 
 def checked_recipe(values: dict[str, Any]) -> Recipe:
-    """A recipe from nested plain values, as in a YAML file."""
+    """Returns a recipe from nested plain values, as in a YAML file."""
     return _checked(*with_current_names(values))
 
 
 def value_text(value: Any) -> str:
-    """One value as one line of YAML that `load_recipe` reads back to the same value."""
+    """Returns one value as one line of YAML that `load_recipe` reads back to the same value."""
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=2**20, sort_keys=False
     ).strip()
@@ -152,7 +155,7 @@ def value_text(value: Any) -> str:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Plain values as in a YAML file; a function becomes its path."""
+    """Returns plain values as in a YAML file; a function becomes its path."""
     if isinstance(value, Mapping):
         return {name: _plain(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -167,7 +170,11 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
-    problems = [*problems, *(Problem(*secret) for secret in secrets_in(values)), *import_plugins(values)]
+    problems = [
+        *problems,
+        *(Problem(*secret, code="secret-in-recipe") for secret in secrets_in(values)),
+        *import_plugins(values),
+    ]
     recipe, more = _validate(with_method_defaults(values))
     if problems or more or recipe is None:
         raise Refusal([*problems, *more])
@@ -175,12 +182,12 @@ def _checked(values: dict[str, Any], problems: list[Problem]) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; `load_recipe` reads it back to the same recipe."""
+    """Returns the resolved recipe as YAML; `load_recipe` reads it back to the same recipe."""
     return yaml.dump(resolved(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
-    """Every key that the method reads, with its value."""
+    """Returns every key that the method reads, with its value."""
     unread = [section for section in OPTIONAL_SECTIONS if section not in sections_read(recipe.method)]
     unused: dict[str, Any] = dict.fromkeys(unread, True)
     if recipe.method in ONLINE:
@@ -195,7 +202,7 @@ def resolved(recipe: Recipe) -> dict[str, Any]:
 
 
 def method_text(name: str) -> str | None:
-    """The defaults of a method as YAML; None when there is no such method."""
+    """Returns the defaults of a method as YAML; None if there is no such method."""
     if name not in OFFLINE and name not in ONLINE:
         return None
     return yaml.dump({"method": name, **method_defaults(name)}, Dumper=_Dumper, sort_keys=False)
@@ -205,21 +212,23 @@ def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise Refusal.at(where, f"not valid YAML: {error}") from error
+        raise Refusal.at(where, f"not valid YAML: {error}", code="invalid-yaml") from error
     except RecursionError as error:
-        raise Refusal.at(where, "is nested too deeply", "a recipe has only a few levels of keys") from error
+        raise Refusal.at(
+            where, "is nested too deeply", "a recipe has only a few levels of keys", code="nested-too-deeply"
+        ) from error
 
 
 def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
     key, equals, text = word.partition("=")
     if not equals or not key:
-        return [Problem(word, "an override must be key=value", "for example optim.lr=1e-5")]
+        return [Problem(word, "an override must be key=value", "for example optim.lr=1e-5", code="invalid-syntax")]
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        return [Problem(key, f"value {text!r} is not valid YAML: {error}")]
+        return [Problem(key, f"value {text!r} is not valid YAML: {error}", code="invalid-yaml")]
     except RecursionError:
-        return [Problem(key, f"value {text[:20]}... is nested too deeply")]
+        return [Problem(key, f"value {text[:20]}... is nested too deeply", code="nested-too-deeply")]
     warn_renamed(key)
     key = current_key(key)
     both: list[Problem] = []
@@ -230,17 +239,19 @@ def _apply_override(values: dict[str, Any], word: str) -> list[Problem]:
     for parent in parents:
         if isinstance(target, list):
             if not parent.isdigit() or int(parent) >= len(target):
-                return [Problem(key, f"{parent} is not an index of a list with {len(target)} entries")]
+                return [
+                    Problem(key, f"{parent} is not an index of a list with {len(target)} entries", code="out-of-range")
+                ]
             target = target[int(parent)]
         else:
             if target.get(parent) is None or isinstance(target[parent], bool):
                 target[parent] = _expand_short_form(parent, target.get(parent))
             target = target[parent]
         if not isinstance(target, dict | list):
-            return [Problem(key, f"{parent} is a value, not a group of keys")]
+            return [Problem(key, f"{parent} is a value, not a group of keys", code="not-a-group")]
     if isinstance(target, list):
         if not leaf.isdigit() or int(leaf) >= len(target):
-            return [Problem(key, f"{leaf} is not an index of a list with {len(target)} entries")]
+            return [Problem(key, f"{leaf} is not an index of a list with {len(target)} entries", code="out-of-range")]
         target[int(leaf)] = value
     elif isinstance(value, bool) and key == "tape" and isinstance(target.get(key), dict):
         target[key]["record"] = value
@@ -277,7 +288,7 @@ def _validate(values: dict[str, Any]) -> tuple[Recipe | None, list[Problem]]:
     except ValidationError as failure:
         problems = _first_of_each_key([_problem(error) for error in failure.errors()])
         rest = _without(values, [_plain_loc(error["loc"]) for error in failure.errors()])
-        # Required keys get a placeholder, so that a missing one does not hide other problems.
+        # Required keys get a placeholder, so that a missing key does not hide other problems.
         for section, key in (("model", "path"), ("data", "train")):
             given = rest.get(section)
             rest[section] = {key: "unset", **(given if isinstance(given, dict) else {})}
@@ -297,7 +308,7 @@ def _first_of_each_key(problems: list[Problem]) -> list[Problem]:
 
 
 def _plain_loc(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The location without the union branches that pydantic adds ('list[str]', 'literal[...]')."""
+    """Returns the location without the union branches that pydantic adds ('list[str]', 'literal[...]')."""
     return tuple(part for part in loc if isinstance(part, int) or ("[" not in part and part not in ("int", "float")))
 
 
@@ -305,11 +316,13 @@ def _problem(error: Any) -> Problem:
     loc = _plain_loc(error["loc"])
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
-        return Problem(key, "no such key", _nearest(loc))
+        return Problem(key, "no such key", _nearest(loc), code="unknown-key")
     if error["type"] == "missing":
-        return Problem(key, "must be set", _describe(loc))
+        return Problem(key, "must be set", _describe(loc), code="not-set")
     if error["type"] == "model_type":
-        return Problem(key, f"must be a group of keys (given: {error['input']!r})", f"write {key}.NAME=VALUE")
+        return Problem(
+            key, f"must be a group of keys (given: {error['input']!r})", f"write {key}.NAME=VALUE", code="not-a-group"
+        )
     reason = invalid_reason(error)
     remedy = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
@@ -318,7 +331,7 @@ def _problem(error: Any) -> Problem:
         remedy = f"did you mean {near[0]}?" if near else ""
     if error["type"] == "string_type" and isinstance(error["input"], bool):
         remedy = "YAML reads yes, no, on and off as true and false: quote the word"
-    return Problem(key, f"{reason} (given: {error['input']!r})", remedy)
+    return Problem(key, f"{reason} (given: {error['input']!r})", remedy, code="invalid-value")
 
 
 def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:
@@ -335,7 +348,7 @@ def _without(values: Any, locs: list[tuple[int | str, ...]]) -> Any:
 
 
 def described_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, str]:
-    """Every full key of the schema with its description."""
+    """Returns every full key of the schema with its description."""
     keys: dict[str, str] = {}
     for name, info in model.model_fields.items():
         full = f"{prefix}{name}"
@@ -346,7 +359,7 @@ def described_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[st
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """Schema classes inside an annotation, such as `Lora | None` or `list[Source]`."""
+    """Returns the schema classes inside an annotation, such as `Lora | None` or `list[Source]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in getattr(annotation, "__args__", ()) for section in sections_of(part)]
@@ -431,7 +444,7 @@ _ELSEWHERE = {
 }
 
 
-# Keys of other trainers without a counterpart here, and what to do instead.
+# Keys of other trainers that lockstep does not have, and what to do instead.
 _ABSENT = {
     **dict.fromkeys(
         ("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type"),

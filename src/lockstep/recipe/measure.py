@@ -1,4 +1,4 @@
-"""Metrics named in a recipe (`checkpoint.best`, early stopping), and the declared properties of a key."""
+"""The metrics named in a recipe (`checkpoint.best`, early stopping), and the declared properties of a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from lockstep.errors import Problem
+from lockstep.errors import Problem, conflict, needs
 from lockstep.recipe.methods import ONLINE
 from lockstep.recipe.schema import Recipe
 from lockstep.recipe.section import Effect, Section
@@ -25,7 +25,7 @@ class Facts:
 
 @cache
 def facts_of(key: str) -> Facts:
-    """Properties of a dotted key, inherited from its groups. Numbers in the key are list indices and are skipped."""
+    """Returns the properties of a dotted key, which inherits from its groups. List indices in the key are skipped."""
     facts = Facts()
     for field in _fields_along(key):
         declared: Any = field.json_schema_extra or {}
@@ -49,16 +49,16 @@ def _fields_along(key: str) -> Iterator[FieldInfo]:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    """The section class in an annotation, also inside `| None`, `list[...]` or `Annotated[...]`."""
+    """Returns the section class in an annotation, also inside `| None`, `list[...]` or `Annotated[...]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((found for inner in get_args(annotation) if (found := _section(inner)) is not None), None)
 
 
 DEFAULT = "val/loss"
-# Short names, as in the columns of the console.
+# Short names of metrics, as in the columns of the console.
 _SHORT = {"reward": "critic/score/mean"}
-# Parts of a metric name that imply whether lower or higher is better.
+# Substrings of a metric name that imply whether lower or higher is better.
 _LOW = ("loss", "nll", "perplexity", "kl", "ppo_kl", "grad_norm", "failed")
 _HIGH = ("accuracy", "step_accuracy", "reward", "rewards", "score", "margin", "margins", "answered")
 _VALIDATION = ("val/", "val-core/")
@@ -73,16 +73,16 @@ class Measure:
 
     @property
     def validated(self) -> bool:
-        """Whether validations measure it, and not every step."""
+        """Whether the metric is measured at validations instead of at every step."""
         return self.name.startswith(_VALIDATION)
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """The measured value; None if it is missing or not finite, so it is never the best."""
+        """Returns the measured value; None if it is missing or not finite, so it is never the best."""
         value = metrics.get(self.name)
         return value if value is not None and math.isfinite(value) else None
 
     def rank(self, value: float) -> float:
-        """Sort key: lower is better."""
+        """Returns a sort key: lower is better."""
         return -value if self.highest else value
 
     def __str__(self) -> str:
@@ -110,10 +110,10 @@ def best_measure(recipe: Recipe) -> Measure:
 
 
 def measure_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Metrics that the run will not have, or whose direction is undefined."""
+    """Yields problems of metrics that the run will not have, or whose direction is undefined."""
     stop, settings = recipe.run.early_stopping, recipe.checkpoint
     if settings.best is not None and settings.keep_best == 0 and "keep_best" in settings.model_fields_set:
-        yield Problem("checkpoint.best", "checkpoint.keep_best=0 keeps no best checkpoint", "remove one of the two")
+        yield conflict("checkpoint.best", "checkpoint.keep_best=0 keeps no best checkpoint", "remove one of the two")
     if settings.best is not None:
         yield from _problems_of("checkpoint.best", settings.best, recipe)
     elif settings.keep_best:
@@ -123,27 +123,34 @@ def measure_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from problems
         if not problems and measure_of(stop.metric).validated and recipe.val.every is None:
             why = f"{stop.metric} is measured only at the end"
-            yield Problem("run.early_stopping.metric", why, "set val.every")
+            yield needs("run.early_stopping.metric", why, "set val.every")
 
 
 def _problems_of(key: str, words: str, recipe: Recipe) -> Iterator[Problem]:
     if not words.split():
-        yield Problem(key, "is empty", "name a metric: reward, val/accuracy, val/loss")
+        yield Problem(key, "is empty", "give a metric: reward, val/accuracy, val/loss", code="empty-value")
         return
     try:
         measure = measure_of(words)
     except ValueError as error:
-        yield Problem(key, str(error), f"write `{words.split()[0]} max` or `{words.split()[0]} min`")
+        yield Problem(
+            key, str(error), f"write `{words.split()[0]} max` or `{words.split()[0]} min`", code="invalid-value"
+        )
         return
     name, online = measure.name, recipe.method in ONLINE
     if name == "val/loss" and online:
         why = "val/loss is measured on rows, and online runs have none"
-        remedy = "name reward, or val/accuracy with val.questions"
-        yield Problem(key, why, f"set checkpoint.best: {remedy}" if key == "checkpoint.keep_best" else remedy)
+        remedy = "use reward, or val/accuracy with val.questions"
+        yield Problem(
+            key,
+            why,
+            f"set checkpoint.best: {remedy}" if key == "checkpoint.keep_best" else remedy,
+            code="unknown-metric",
+        )
     elif name == "val/loss" and not recipe.data.val:
-        yield Problem(key, "val/loss needs data.val, which is empty", "set data.val")
+        yield needs(key, "val/loss needs data.val, which is empty", "set data.val")
     elif measure.validated and not (recipe.val.questions or recipe.data.val):
-        yield Problem(key, f"no validation measures {name}", "set val.questions or data.val")
+        yield needs(key, f"no validation measures {name}", "set val.questions or data.val")
     elif not measure.validated and name.startswith("train/") == online:
         other = "reward, or critic/ and actor/ metrics" if online else "train/ and val/ metrics"
-        yield Problem(key, f"a run of method {recipe.method} has no {name}", f"it has {other}")
+        yield Problem(key, f"a run of method {recipe.method} has no {name}", f"it has {other}", code="unknown-metric")

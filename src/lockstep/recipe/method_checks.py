@@ -1,22 +1,24 @@
-"""What a method makes of a recipe: invalid combinations of its keys, and which reference model it uses."""
+"""Checks the keys of a method: invalid combinations, and which reference model it uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from lockstep.errors import Problem
+from lockstep.errors import Problem, conflict, unused
 from lockstep.recipe.methods import OFFLINE, ONLINE, PREFERENCE_READS, sections_read
 from lockstep.recipe.schema import Recipe
 
 
 def _rm_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rm.loss == "logexp" and recipe.rm.ranking == "plackett_luce":
-        yield Problem("rm.loss", "ranking plackett_luce defines its loss", "remove it, or set rm.ranking=pairs")
+        yield conflict("rm.loss", "ranking plackett_luce defines its loss", "remove it, or set rm.ranking=pairs")
 
 
 def _prm_problems(recipe: Recipe) -> Iterator[Problem]:
     if len(set(recipe.prm.tokens)) < len(recipe.prm.tokens):
-        yield Problem("prm.tokens", "contains a word twice", "use a different word for each label")
+        yield Problem(
+            "prm.tokens", "contains a word twice", "use a different word for each label", code="duplicate-name"
+        )
 
 
 def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -25,17 +27,20 @@ def _kto_problems(recipe: Recipe) -> Iterator[Problem]:
             "batch.rows_per_update",
             "KTO estimates the KL from mismatched pairs, and an update of one row has none",
             "set it to 2 or more",
+            code="too-few-rows",
         )
     if recipe.preference.reference_free and recipe.preference.reference:
-        yield Problem("preference.reference", "cannot be combined with preference.reference_free", "remove one of them")
+        yield conflict(
+            "preference.reference", "cannot be combined with preference.reference_free", "remove one of them"
+        )
 
 
 def _distill_problems(recipe: Recipe) -> Iterator[Problem]:
     settings = recipe.distill
     if settings.teacher is None:
-        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher")
+        yield Problem("distill.teacher", "must be set", "the Hugging Face folder of the teacher", code="not-set")
     if settings.divergence != "jsd" and settings.mix != type(settings).model_fields["mix"].default:
-        yield Problem("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
+        yield unused("distill.mix", f"divergence {settings.divergence} does not read it", "remove it")
 
 
 METHOD_CHECKS: dict[str, Callable[[Recipe], Iterator[Problem]]] = {
@@ -47,18 +52,18 @@ METHOD_CHECKS: dict[str, Callable[[Recipe], Iterator[Problem]]] = {
 
 
 def method_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Problems of the keys that only this offline method reads."""
+    """Yields problems of the keys that only this offline method reads."""
     check = METHOD_CHECKS.get(recipe.method)
     return iter(()) if check is None else check(recipe)
 
 
 def preference_reads(recipe: Recipe) -> tuple[str, ...]:
-    """The keys of `preference` that the recipe's method reads."""
+    """Returns the keys of `preference` that the recipe's method reads."""
     return PREFERENCE_READS[OFFLINE[recipe.method].preference or recipe.preference.loss]
 
 
 def reference_kind(recipe: Recipe) -> str:
-    """Kind of reference: `none`, `adapter` (the policy without its adapter), `model` (a separate model) or `disk`."""
+    """Returns the kind of reference: `none`, `adapter` (policy without its adapter), `model` (separate) or `disk`."""
     if recipe.method in ONLINE:
         used, folder, precompute = recipe.algorithm.kl.where != "none", recipe.algorithm.kl.reference, False
     elif "preference" in sections_read(recipe.method):
@@ -75,6 +80,6 @@ def reference_kind(recipe: Recipe) -> str:
 
 
 def reference_folder(recipe: Recipe) -> str:
-    """The folder of the reference; default: the folder of the policy."""
+    """Returns the folder of the reference; by default, the folder of the policy."""
     named = recipe.algorithm.kl.reference if recipe.method in ONLINE else recipe.preference.reference
     return named or recipe.model.path

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.recipe.renamed_keys import stored_recipe
 
-# Keys of `data` that name columns, by the kind of rows.
+# Keys of `data` that contain column names, by the kind of rows.
 SUPERVISED_COLUMNS = ("shape", "messages_key", "prompt_key", "response_key", "text_key")
 PAIR_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "responses_key", "scores_key")
 JUDGED_COLUMNS = ("messages_key", "prompt_key", "chosen_key", "rejected_key", "response_key", "label_key")
@@ -26,11 +26,11 @@ class OfflineRow:
     """Groups of keys that only this kind of method reads."""
     columns: tuple[str, ...] = SUPERVISED_COLUMNS
     compares: bool = False
-    """A row has two or more sequences, which stay in one micro-batch."""
+    """Whether a row has two or more sequences, which must be in one micro-batch."""
     judges: bool = False
-    """The trained model scores responses and does not generate."""
+    """Whether the trained model scores responses and does not generate."""
     preference: str | None = None
-    """Key in PREFERENCE_READS, for a method that reads `preference` with a fixed loss."""
+    """The key in PREFERENCE_READS, for a method that reads `preference` with a fixed loss."""
 
 
 def _pairs(**preference: Any) -> OfflineRow:
@@ -70,18 +70,18 @@ OFFLINE: dict[str, OfflineRow] = {
 }
 
 ONLINE: dict[str, dict[str, Any]] = {
-    # Schulman et al. 2017 (arXiv 1707.06347), with a critic; the divergence is a part of the reward, as in RLHF.
+    # Schulman et al. 2017 (arXiv 1707.06347), with a critic; the KL penalty is part of the reward, as in RLHF.
     "ppo": {
         "rollout": {"n": 1},
         "algorithm": {"advantage": "gae", "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001}},
     },
-    # Shao et al. 2024 (arXiv 2402.03300): group-normalised rewards, divergence in the loss.
+    # Shao et al. 2024 (arXiv 2402.03300): group-normalised rewards, KL penalty in the loss.
     "grpo": {"algorithm": {"advantage": "grpo", "kl": {"where": "loss", "coefficient": 0.001}}},
-    # Liu et al. 2025 (arXiv 2503.20783): no division by the group's deviation nor by a response's length.
+    # Liu et al. 2025 (arXiv 2503.20783): no division by the group's standard deviation nor by a response's length.
     "dr_grpo": {"algorithm": {"advantage": "dr_grpo", "aggregation": "seq_mean_token_sum_norm"}},
-    # Williams 1992: return to go, no baseline.
+    # Williams 1992: sum of later rewards, no baseline.
     "reinforce": {"rollout": {"n": 1}, "algorithm": {"advantage": "reinforce", "loss": "policy_gradient"}},
-    # Hu 2025 (arXiv 2501.03262): PPO's clip without a critic, k1 divergence in the reward, global whitening.
+    # Hu 2025 (arXiv 2501.03262): PPO's clip without a critic, k1 KL penalty in the reward, global whitening.
     "reinforce_pp": {
         "rollout": {"n": 1},
         "algorithm": {"advantage": "reinforce_pp", "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001}},
@@ -107,11 +107,11 @@ ONLINE: dict[str, dict[str, Any]] = {
             "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001},
         },
     },
-    # Hao et al. 2025 (arXiv 2505.23585): the length-weighted baseline of least variance, exactly on policy.
+    # Hao et al. 2025 (arXiv 2505.23585): the length-weighted baseline with the least variance, exactly on policy.
     "opo": {"algorithm": {"advantage": "opo", "loss": "policy_gradient"}},
     # Chu et al. 2025 (arXiv 2504.02546).
     "gpg": {"algorithm": {"advantage": "gpg", "loss": "policy_gradient"}},
-    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a sequence, with tiny bounds.
+    # Zheng et al. 2025 (arXiv 2507.18071): the ratio of a sequence, with tight clip bounds.
     "gspo": {
         "algorithm": {
             "advantage": "grpo",
@@ -121,7 +121,7 @@ ONLINE: dict[str, dict[str, Any]] = {
             "clip_high": 0.0004,
         }
     },
-    # Yu et al. 2025 (arXiv 2503.14476): clip higher, dynamic sampling, overlong shaping (set its buffer), token mean.
+    # Yu et al. 2025 (arXiv 2503.14476): clip-higher, dynamic sampling, overlong shaping (set its buffer), token mean.
     "dapo": {"algorithm": {"advantage": "grpo", "clip_high": 0.28, "dynamic_sampling": {"max_gen_batches": 3}}},
     # MiniMax 2025 (arXiv 2506.13585): the clipped ratio as a constant weight; only the upper bound is used.
     "cispo": {"algorithm": {"advantage": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}},
@@ -175,19 +175,19 @@ def sections_read(method: str) -> tuple[str, ...]:
 
 
 def with_method_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a recipe merged over the defaults of its method."""
+    """Merges the values of a recipe over the defaults of its method."""
     return over(method_defaults(str(values.get("method", "sft"))), values)
 
 
 def method_defaults(name: str) -> dict[str, Any]:
-    """Defaults of a method; empty for an undefined method, which the schema rejects."""
+    """Returns the defaults of a method; empty for an undefined method, which the schema rejects."""
     # A plug-in's defaults may use old names.
     defaults: dict[str, Any] = stored_recipe(dict(OFFLINE[name].defaults) if name in OFFLINE else ONLINE.get(name, {}))
     return defaults
 
 
 def over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` merged over `below`, recursively."""
+    """Merges `above` over `below`, recursively."""
     merged = {**below, **above}
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):

@@ -1,4 +1,4 @@
-"""The registry: every name a recipe may use and what it stands for; user modules may add names."""
+"""The registry of every name that a recipe may use and what it refers to. User modules may add names."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 from lockstep.errors import Problem
 from lockstep.functions import Unloadable, describe_error, run_file
 
-# Estimators, losses and engines declare what they need; callers check these rows, never the names. A new estimator or
-# loss is a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so their rows hold
-# `package.module:name`, which is imported on use.
+# Estimators, losses and engines declare their requirements; callers check these rows, never the names. A new estimator
+# or loss is a row here and a function in `algorithms/`. Engines and trackers are in higher layers, so their rows
+# contain `package.module:name`, which is imported on use.
 
 
 @dataclass(frozen=True)
 class EstimatorRow:
     critic: bool = False
-    """Needs the values of a critic."""
+    """Whether it needs the values of a critic."""
     groups: bool = False
-    """Compares several responses to the same prompt."""
+    """Whether it compares several responses to the same prompt."""
     greedy_baseline: bool = False
-    """Needs the score of the greedy response to each prompt."""
+    """Whether it needs the score of the greedy response to each prompt."""
     energy: bool = False
-    """Needs the sum of squared probabilities over the vocabulary at each token."""
+    """Whether it needs the sum of squared probabilities over the vocabulary at each token."""
     parts: bool = False
-    """Needs the separate rewards."""
+    """Whether it needs each reward separately, not only their sum."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LossRow:
     ratio: bool = True
     """Whether the loss uses the ratio of new to old probability. Without it, a step can have only one update."""
     tokenwise: bool = False
-    """Whether the loss at a token depends on no other token of the update."""
+    """Whether the loss of a token is independent of all other tokens of the update."""
     selection_keys: Mapping[str, str] | None = None
     """For losses that select tokens: maps arguments of the selecting function to keys of `algorithm`. Such losses need
     old log-probs before the update."""
@@ -54,10 +54,10 @@ class EngineRow:
     opener: str
     """`package.module:name` of the engine's `open_engine`."""
     paged: bool = False
-    """Uses the paged key/value cache of lockstep. The architecture is tested on a miniature model, and models whose
+    """Whether it uses lockstep's paged KV cache. The architecture is then tested on a miniature model, and models whose
     positions change with the length are rejected beyond the cacheable length."""
     divided: bool = False
-    """Supports tensor parallelism (`parallel.tensor_parallel`)."""
+    """Whether it supports tensor parallelism (`parallel.tensor_parallel`)."""
     server_adapter: str = ""
     """Serving engines only (weights in another process, reached over HTTP): `package.module:name` of the
     `ServerAdapter` (`rollout/servers/`). `rollout.server` and `rollout.url` start or locate the server. Its
@@ -133,7 +133,7 @@ TRACKERS: dict[str, str] = {
 
 
 def estimator_row(name: str) -> EstimatorRow:
-    """The row of an estimator; a user function has no declared needs."""
+    """Returns the row of an estimator; a user function has no declared requirements."""
     return ESTIMATORS.get(name, EstimatorRow())
 
 
@@ -142,7 +142,7 @@ def loss_row(name: str) -> LossRow:
 
 
 def drawn_by(engine: str) -> str:
-    """Whose random generator samples the tokens: `lockstep` for built-in engines, or the name of a serving engine."""
+    """Returns whose random generator samples the tokens: `lockstep`, or the name of a serving engine."""
     return engine if ENGINES.get(engine, ENGINES["native"]).served else "lockstep"
 
 
@@ -153,7 +153,7 @@ def imported(path: str) -> Any:
 
 
 KEY = "run.plugins"
-# Imported plug-ins by the name in the recipe. Their registrations last for the process.
+# Imported plug-ins by their name in the recipe. Their registered names remain until the process ends.
 _imported: dict[str, ModuleType] = {}
 
 
@@ -161,13 +161,13 @@ def import_plugins(values: Mapping[str, Any]) -> list[Problem]:
     """Imports the plug-ins of an unchecked recipe; returns a problem for each one that fails."""
     run = values.get("run")
     named = run.get("plugins") if isinstance(run, Mapping) else None
-    # The schema reports anything that is not a list of texts.
+    # The schema reports a value that is not a list of texts.
     words = [word for word in named if isinstance(word, str)] if isinstance(named, list) else []
     return [problem for word in words if (problem := _import(word)) is not None]
 
 
 def plugin_file(word: str) -> Path | None:
-    """The file of an imported plug-in; None if it has none."""
+    """Returns the file of an imported plug-in; None if it has none."""
     file = getattr(_imported.get(word), "__file__", None)
     return None if file is None else Path(file)
 
@@ -182,16 +182,29 @@ def _import(word: str) -> Problem | None:
         elif file.is_file():
             _imported[word] = run_file(file)
         else:
-            return Problem(KEY, f"file {word} does not exist", "give the path relative to the working directory")
+            return Problem(
+                KEY,
+                f"file {word} does not exist",
+                "give the path relative to the working directory",
+                code="no-such-file",
+            )
     except Unloadable as error:
-        return Problem(f"{KEY} {word}", error.why, error.remedy)
+        return Problem(f"{KEY} {word}", error.why, error.remedy, code=error.code)
     except ModuleNotFoundError as error:
         if error.name != word.split(".")[0] and error.name != word:
             return Problem(
-                f"{KEY} {word}", f"cannot be imported: {describe_error(error, word)}", "install what it needs"
+                f"{KEY} {word}",
+                f"cannot be imported: {describe_error(error, word)}",
+                "install what it needs",
+                code="import-failed",
             )
-        remedy = "install it, or name its file: path/to/file.py"
-        return Problem(f"{KEY} {word}", "no such module", remedy)
+        remedy = "install it, or give its file: path/to/file.py"
+        return Problem(f"{KEY} {word}", "no such module", remedy, code="import-failed")
     except Exception as error:  # noqa: BLE001 - a user module may raise anything, and it is reported
-        return Problem(f"{KEY} {word}", f"cannot be imported: {describe_error(error, word)}", "fix the module")
+        return Problem(
+            f"{KEY} {word}",
+            f"cannot be imported: {describe_error(error, word)}",
+            "fix the module",
+            code="import-failed",
+        )
     return None

@@ -1,4 +1,4 @@
-"""Old names of recipe keys. They work for one release, with a warning; stored recipes are read with the new names."""
+"""The old names of recipe keys. They work for one release, with a warning. Stored recipes are read with new names."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _GROUPS = {".".join(parts[:end]) for parts in (old.split(".") for old in RENAMED
 
 
 def current_key(key: str) -> str:
-    """The dotted key with its new name."""
+    """Returns the dotted key with its new name."""
     old = _old_name(key)
     return key if old is None else RENAMED[old] + key[len(old) :]
 
 
 def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[str, Any], list[Problem]]:
-    """Nested values with the new names of keys, with a warning for each old name.
+    """Returns nested values with the new names of keys, and a warning for each old name.
 
-    `group`: the key that contains the values. It is a problem if the values contain both names of a key.
+    `group`: the key that contains the values. Values that contain both names of a key are a problem.
     """
     found: list[str] = []
     renamed = _renamed(values, group, found)
@@ -54,12 +54,12 @@ def with_current_names(values: dict[str, Any], group: str = "") -> tuple[dict[st
 
 
 def stored_recipe(values: Any) -> Any:
-    """The recipe of a run, checkpoint or tape with the new names of keys. Anything but a mapping is returned as is."""
+    """Returns the recipe of a run, checkpoint or tape with new key names. Other types are returned unchanged."""
     return _renamed(values, "", []) if isinstance(values, dict) else values
 
 
 def both_names(keys: Iterable[str]) -> list[Problem]:
-    """One problem for each key that dotted keys set by its old and by its new name."""
+    """Returns one problem for each key that dotted keys set by both its old and its new name."""
     given = list(keys)
     old_names = {old for key in given if (old := _old_name(key)) is not None}
     return [_both(old) for old in sorted(old_names) if any(_within(key, RENAMED[old]) for key in given)]
@@ -69,18 +69,18 @@ def warn_renamed(key: str) -> None:
     """Warns if the dotted key, or a group that contains it, is an old name."""
     if (old := _old_name(key)) is not None:
         note = f"{old} is now {RENAMED[old]}; the old name works until the next release"
-        # Always this line: Python shows the same text from the same line once.
+        # The warning always comes from this line, because Python shows the same text from the same line only once.
         warnings.warn(note, RenamedKey, stacklevel=1)
 
 
 def new_attribute(name: str, fields: Iterable[str]) -> str | None:
-    """The field of a section that had this name; None if there is none."""
+    """Returns the field of a section that had this name; None if there is none."""
     names = [new.rpartition(".")[2] for old, new in RENAMED.items() if old.rpartition(".")[2] == name]
     return next((new for new in names if new in fields), None)
 
 
 def _renamed(values: dict[str, Any], group: str, found: list[str]) -> dict[str, Any]:
-    """The values with new names, in the same order. Old names are added to `found`. If both are given, the new wins."""
+    """Returns the values with new names and adds old names to `found`. If both are given, the new one is used."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{group}.{name}" if group else str(name)
@@ -112,4 +112,6 @@ def _contains(values: Any, key: str, group: str) -> bool:
 
 
 def _both(old: str) -> Problem:
-    return Problem(RENAMED[old], f"is the new name of {old}, and both are given", f"remove {old}")
+    return Problem(
+        RENAMED[old], f"is the new name of {old}, and both are given", f"remove {old}", code="conflicting-keys"
+    )

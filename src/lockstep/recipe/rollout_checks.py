@@ -1,11 +1,11 @@
-"""Invalid combinations of generation keys: prompts and samples, engines and servers, weight sync."""
+"""Checks for invalid combinations of generation keys: prompts and samples, engines and servers, weight sync."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lockstep.errors import Problem
+from lockstep.errors import Problem, needs, unfit, unused
 from lockstep.recipe.registry import ENGINES, estimator_row
 
 if TYPE_CHECKING:
@@ -19,18 +19,21 @@ def rollout_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Problems of prompts per update, samples per prompt and sampling."""
+    """Yields problems of prompts per update, samples per prompt and sampling."""
     batch, rollout, algorithm = recipe.batch, recipe.rollout, recipe.algorithm
     if "rows_per_update" in batch.model_fields_set:
-        yield Problem("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
+        yield unused("batch.rows_per_update", "online methods count prompts", "use batch.prompts_per_update")
     per_update = batch.prompts_per_update or batch.prompts
     if batch.prompts % per_update:
         fitting = max(d for d in range(1, per_update + 1) if batch.prompts % d == 0)
         yield Problem(
-            "batch.prompts_per_update", f"{per_update} does not divide batch.prompts={batch.prompts}", f"use {fitting}"
+            "batch.prompts_per_update",
+            f"{per_update} does not divide batch.prompts={batch.prompts}",
+            f"use {fitting}",
+            code="indivisible",
         )
     if rollout.max_staleness is not None and rollout.function is not None:
-        yield Problem(
+        yield unfit(
             "rollout.max_staleness",
             "the asynchronous generation process cannot run rollout.function",
             "remove one of them",
@@ -38,12 +41,13 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _logprob_check_problems(recipe)
     if rollout.max_staleness is None and rollout.worker_device is not None:
         why = "applies to asynchronous generation, which is off"
-        yield Problem("rollout.worker_device", why, "set rollout.max_staleness, or remove it")
+        yield needs("rollout.worker_device", why, "set rollout.max_staleness, or remove it")
     if estimator_row(algorithm.advantage).groups and rollout.n < 2:
         yield Problem(
             "rollout.n",
             f"{algorithm.advantage} compares the samples of a prompt and needs at least 2",
             "set it to 2 or more",
+            code="out-of-range",
         )
     truncated = [key for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, key) != off]
     if truncated and rollout.truncated_sampling == "refuse":
@@ -52,15 +56,16 @@ def _prompt_problems(recipe: Recipe) -> Iterator[Problem]:
             "responses would be sampled from a truncated distribution while the trainer scores the full one: every "
             "ratio of new to old probability would be biased",
             "remove it, or set rollout.truncated_sampling=mask (the trainer truncates too) or ignore",
+            code="truncated-sampling",
         )
 
 
 def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
     limit, key = recipe.rollout.max_logprob_diff, "rollout.max_logprob_diff"
     if isinstance(limit, float) and limit <= 0:
-        yield Problem(key, f"must be greater than 0 (given: {limit:g})", "null disables the check")
+        yield Problem(key, f"must be greater than 0 (given: {limit:g})", "null disables the check", code="out-of-range")
     if recipe.rollout.max_staleness and isinstance(limit, float):
-        yield Problem(
+        yield unfit(
             key,
             "compares with the current policy, and with rollout.max_staleness an older policy generated the responses",
             "remove it; rollout_corr/k3 shows the divergence of the two",
@@ -68,44 +73,45 @@ def _logprob_check_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _weight_sync_problems(recipe: Recipe) -> Iterator[Problem]:
-    """The weight sync must match the engine: a server, an asynchronous process, or none."""
+    """Yields problems of a weight sync that does not match the engine (a server, an asynchronous process or
+    neither)."""
     rollout, served = recipe.rollout, ENGINES[recipe.rollout.engine].served
     mode, key = rollout.weight_sync, "rollout.weight_sync"
     if mode == "auto":
         return
     if not served and rollout.max_staleness is None:
         why = "applies to a server or to asynchronous generation, and the run uses neither"
-        yield Problem(key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness")
+        yield needs(key, why, "remove it, or set rollout.engine to a serving engine, or rollout.max_staleness")
     elif served and mode == "memory" and rollout.engine != "vllm":
-        yield Problem(
+        yield unfit(
             key, f"{rollout.engine} cannot open the memory of the run", "use files (in /dev/shm), or collective"
         )
     elif not served and mode == "files":
-        yield Problem(key, "asynchronous generation does not read files", "use memory, or collective")
+        yield unfit(key, "asynchronous generation does not read files", "use memory, or collective")
     elif served and mode in ("collective", "memory") and recipe.model.lora is not None:
-        yield Problem(key, "an adapter is sent to a server as files", "use files")
+        yield unfit(key, "an adapter is sent to a server as files", "use files")
 
 
 def _server_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Server keys without a serving engine, and keys that a serving engine does not support."""
+    """Yields problems of server keys without a serving engine, and of keys that a serving engine does not support."""
     rollout = recipe.rollout
     if not ENGINES[rollout.engine].served:
         for key in ("url", "server", "sleep"):
             if getattr(rollout, key) != type(rollout).model_fields[key].get_default(call_default_factory=True):
-                yield Problem(
+                yield unused(
                     f"rollout.{key}",
                     f"engine {rollout.engine} is not a server",
                     f"set rollout.engine to {' or '.join(name for name, row in ENGINES.items() if row.served)}",
                 )
         return
     if rollout.url is not None:
-        # The other keys of the section apply to a server that already runs too.
+        # The other keys of the section also apply to a server that is already running.
         for key in ("devices", "tensor_parallel", "args", "env", "python"):
             field = type(rollout.server).model_fields[key]
             if getattr(rollout.server, key) != field.get_default(call_default_factory=True):
-                yield Problem(f"rollout.server.{key}", "lockstep does not start the server at rollout.url", "remove it")
+                yield unused(f"rollout.server.{key}", "lockstep does not start the server at rollout.url", "remove it")
     if rollout.max_staleness is not None:
-        yield Problem(
+        yield unfit(
             "rollout.max_staleness",
             f"asynchronous generation does not support engine {rollout.engine}",
             "remove one of them",
@@ -114,13 +120,14 @@ def _server_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Truncated sampling for which the engine's log-probs would not match the trainer's."""
+    """Yields problems of truncated sampling for which the engine's log-probs would not match the trainer's."""
     rollout, row = recipe.rollout, ENGINES[recipe.rollout.engine]
     if rollout.truncated_sampling not in ("refuse", *row.scored):
         yield Problem(
             "rollout.truncated_sampling",
             f"engine {rollout.engine} returns log-probs of the truncated distribution, which the trainer would not use",
             "use mask: the trainer truncates too",
+            code="truncated-sampling",
         )
     for key in ("top_p", "top_k", "min_p"):
         unused = getattr(rollout, key) == type(rollout).model_fields[key].default
@@ -131,4 +138,5 @@ def _truncation_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"engine {rollout.engine} does not return its log-probs with "
                 f"truncated_sampling: {rollout.truncated_sampling}",
                 f"use truncated_sampling: {' or '.join(modes)}" if modes else "remove it",
+                code="truncated-sampling",
             )

@@ -36,7 +36,7 @@ from lockstep.recipe.section import (
 
 
 def _as_tape(value: Any) -> Any:
-    """`tape: true` is short for the group with `record: true`."""
+    """Expands `tape: true` to the group with `record: true`."""
     return {"record": value} if isinstance(value, bool) else value
 
 
@@ -95,7 +95,7 @@ class RunSettings(Section):
     deterministic: bool = Field(
         False,
         description="Use the device's deterministic kernels. On an NVIDIA device in bf16 or fp16, generation and "
-        "training then compute a token with the same bits.",
+        "training then compute bit-identical values for a token.",
         effect=Effect("matters", "nondeterministic kernels add noise between runs"),
         resumable=True,
     )
@@ -192,13 +192,13 @@ class Model(Section):
         "auto",
         description="`auto` uses the device's packed attention kernel and its fused norm, feed-forward and rotary "
         "embedding kernels; `sdpa` uses plain PyTorch for all of them.",
-        effect=Effect("matters", "another kernel sums in another order: rounding"),
+        effect=Effect("matters", "another kernel sums in another order, which changes rounding"),
     )
 
     @model_validator(mode="before")
     @classmethod
     def _adapter(cls, values: Any) -> Any:
-        """`adapter: FOLDER` is short for `lora: {adapter: FOLDER}`."""
+        """Expands `adapter: FOLDER` to `lora: {adapter: FOLDER}`."""
         if not isinstance(values, dict) or "adapter" not in values:
             return values
         adapter, lora = values["adapter"], values.get("lora") or {}
@@ -342,7 +342,7 @@ class LogSettings(Section):
 
 
 class Recipe(Section):
-    """All keys of a run."""
+    """A complete recipe: all keys of a run."""
 
     method: Annotated[str, Named(OFFLINE, ONLINE)] = Field(
         "sft",
@@ -395,7 +395,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _current_names(cls, values: Any) -> Any:
-        """Accepts the old names of keys."""
+        """Renames old keys to their current names."""
         if not isinstance(values, dict):
             return values
         renamed, problems = with_current_names(values)
@@ -405,5 +405,5 @@ class Recipe(Section):
 
     @property
     def line_tokens(self) -> int | None:
-        """Token budget of one packed micro-batch over all context-parallel devices; None for padded micro-batches."""
+        """The tokens of one packed micro-batch over all context-parallel devices; None for padded micro-batches."""
         return None if self.batch.tokens is None else self.batch.tokens * self.parallel.context_parallel

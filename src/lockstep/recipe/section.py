@@ -1,4 +1,4 @@
-"""Base class of a recipe section, the declaration of a key, and what a difference in a key means for two runs."""
+"""The base class of a recipe section, the declaration of a key, and the effect of a different key value on two runs."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SPREAD = Effect("harmless", "changes where parts of a model are stored; the sums
 
 
 class Section(BaseModel):
-    """A group of keys. Strict: a quoted number is not a number, and an undefined key is an error."""
+    """A group of keys. Types are strict: a quoted number is text, and an undefined key is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """The value of a renamed key by its old name."""
+            """Returns the value of a renamed key by its old name."""
             if (new := new_attribute(name, type(self).model_fields)) is None:
                 return super().__getattr__(name)
             note = f"{type(self).__name__}.{name} is now {new}; the old name works until the next release"
@@ -104,7 +104,7 @@ class Named:
         raise PydanticCustomError("literal_error", "must be {expected}", {"expected": expected})
 
 
-# Words for pydantic's error types; `ctx` of the error fills the braces.
+# Our messages for pydantic's error types; the error's `ctx` fills the braces.
 _REASONS = {
     "literal_error": "must be {expected}",
     "float_type": "must be a number",
@@ -127,7 +127,7 @@ _REASONS = {
 
 
 def invalid_reason(error: Any) -> str:
-    """Why a value is invalid, from a pydantic error. Messages of the validators in the schema are used unchanged."""
+    """Returns why a value is invalid, from a pydantic error. Messages of the schema's validators are used unchanged."""
     if (reason := _REASONS.get(error["type"])) is not None:
         values = {
             key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()

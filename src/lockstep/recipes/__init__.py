@@ -1,1 +1,1 @@
-"""The built-in recipes, as YAML files. No code lives here, and nothing is imported from it."""
+"""The built-in recipes as YAML files. This package contains no code."""

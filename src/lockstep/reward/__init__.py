@@ -1,1 +1,1 @@
-"""Rewards: rules, a function, models, a remote endpoint. For `methods`, `train` and all above."""
+"""Rewards: rules, functions, models, endpoints. May be imported by `methods`, `train` and the layers above them."""

@@ -1,4 +1,4 @@
-"""Dry run of the rewards before the first step: do they distinguish a correct answer from an empty one?"""
+"""Tests before the first step whether the rewards distinguish a correct answer from an empty one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lockstep.reward.parts import PartOutcome, RewardPart
 from lockstep.reward.rules import Rule, boxed_example
 from lockstep.types import Failure, Question
 
-# Rows of each data source that are tried.
+# Number of rows of each data source that are tested.
 ROWS = 3
-# Parts that get the ground truth, so their score of it is the score of a correct answer.
+# Reward components that get the ground truth: their score for it is the score of a correct answer.
 KNOWING = ("rule", "function", "remote")
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """The scores of one part for one row: the empty answer, and each candidate of a correct answer."""
+    """The scores of one reward component for one row: of the empty answer, and of candidates for a correct one."""
 
     question: Question
     tried: list[str]
@@ -28,7 +28,7 @@ class _Trial:
     right: list[Future[PartOutcome]]
 
     def scores(self, name: str) -> tuple[float, dict[str, float]]:
-        """The score of the empty answer, and the other scores by text. Waits for the results."""
+        """Returns the score of the empty answer, and the other scores by text. Waits for the results."""
         empty, *right = [future.result() for future in (self.empty, *self.right)]
         assert not isinstance(empty, Failure)
         by_text = {text: score[name] for text, score in zip(self.tried, right, strict=True) if isinstance(score, dict)}
@@ -41,11 +41,12 @@ def dry_run(
     rule_of: Callable[[str], Rule | None],
     weights: Mapping[str, float],
 ) -> TrialReport:
-    """One line per part and data source. Refuses exceptions and scores that are not finite numbers.
+    """Scores empty and correct answers to some rows; reports one line per reward component and data source.
 
-    With a rule every ground truth is checked. The candidates are those of `right_answers`. Warns if a part gives equal
-    scores to correct and empty answers (its format may be missing), and if the weighted score of the empty answer is
-    above that of all candidates.
+    Raises a refusal if scoring fails, if a score is not a finite number, or if a ground truth is invalid for its rule.
+    `right_answers` gives the candidates for a correct answer. Warns if a component gives equal scores to correct and
+    empty answers (the candidates may lack its format), and if the weighted score of the empty answer is above that of
+    all candidates.
     """
     problems: list[Problem] = []
     if any(part.name == "rule" for part in parts):
@@ -74,8 +75,8 @@ def dry_run(
 
 
 def right_answers(part: str, question: Question, rule: Rule | None) -> list[str]:
-    """Candidates of a correct answer: the plain ground truth, the formats of rules and common reward functions, and the
-    worked answer of the data set. For the rule its format comes first."""
+    """Returns candidates for a correct answer: the plain ground truth, the formats of rules and common reward
+    functions, and the worked answer of the data set. For a rule, its own format comes first."""
     truth = question.ground_truth
     worked = question.extra_info.get("answer")
     boxed = boxed_example(truth)
@@ -100,7 +101,14 @@ def _bad_truths(questions: Sequence[Question], rule_of: Callable[[str], Rule | N
         rule = rule_of(question.data_source)
         why = rule.truth_problem(question.ground_truth) if rule else None
         if rule and why:
-            problems.append(Problem(str(question.origin), f"ground truth {why}", f"fix the row: rule {rule.name}"))
+            problems.append(
+                Problem(
+                    str(question.origin),
+                    f"ground truth {why}",
+                    f"fix the row: rule {rule.name}",
+                    code="invalid-ground-truth",
+                )
+            )
     return shortened(problems, "rows")
 
 
@@ -119,28 +127,29 @@ def _first_failure(name: str, trials: Sequence[_Trial]) -> Problem | None:
 
 
 def _summary(name: str, source: str, trials: Sequence[_Trial], *, say_source: bool) -> tuple[str, str | None]:
-    """The summary line of a part and source, and a warning if it does not distinguish correct from empty answers."""
+    """Returns the summary line of a reward component and data source, and a warning if the component does not
+    distinguish correct from empty answers."""
     where = f"reward {name}" + (f" ({source})" if say_source else "")
     shown: tuple[float, float] | None = None
     distinct = False
     for trial in trials:
         empty, scores = trial.scores(name)
-        # For the rule only its format counts, which comes first.
+        # For a rule, only the first candidate counts, which has the format of the rule.
         right = list(scores.values())[: 1 if name == "rule" else None]
         better = [score for score in right if score != empty]
         if shown is None or (better and not distinct):
             shown = (better or right)[0], empty
         distinct = distinct or bool(better)
     if shown is None:
-        return f"{where}: no rows to try", None
+        return f"{where}: no rows to test", None
     if name != "rule" and not any(trial.question.ground_truth for trial in trials):
-        return f"{where}: empty answer {shown[1]:g}; no ground truth to try a right one with", None
+        return f"{where}: empty answer {shown[1]:g}; no ground truth to test a right answer with", None
     line = f"{where}: right answer {shown[0]:g}, empty answer {shown[1]:g}"
     return line, None if distinct or name == "format" else _indistinct_warning(name, source, trials, shown[1])
 
 
 def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights: Mapping[str, float]) -> str | None:
-    """A warning if the empty answer scores higher than every candidate."""
+    """Returns a warning if the empty answer scores higher than every candidate."""
     worse: list[tuple[Question, str, float, float]] = []
     for row in zip(*by_part, strict=True):
         if row and not row[0].question.ground_truth:
@@ -157,19 +166,20 @@ def _inverted_warning(source: str, by_part: Sequence[Sequence[_Trial]], weights:
         return None
     question, text, score, empty = worse[0]
     return (
-        f"data source {source}: on {len(worse)} of {len(by_part[0])} rows that were tried the empty answer earns more "
+        f"data source {source}: on {len(worse)} of {len(by_part[0])} tested rows the empty answer scores higher "
         f"than a right one, by reward {' + '.join(weights)}; on {question.origin} {empty:g} against {score:g} for "
-        f"{text[:60]!r}. Training would teach the policy to say nothing. Check sign and weights, or put a right answer "
-        "in the form that the reward reads into extra_info.answer"
+        f"{text[:60]!r}. Training would teach the policy to say nothing. Check sign and weights, or set "
+        "extra_info.answer to a right answer in the format that the reward reads"
     )
 
 
 def _failure_problem(name: str, question: Question, text: str, failure: Failure) -> Problem:
     return Problem(
         f"reward.{'rules' if name == 'rule' else name}",
-        f"tried on {question.origin} (data source {question.data_source}), the answer {text[:60]!r} could not be "
+        f"tested on {question.origin} (data source {question.data_source}), the answer {text[:60]!r} could not be "
         f"scored: {failure.message}",
         "fix it before training: a failure is never scored 0",
+        code="reward-failed",
     )
 
 
@@ -178,10 +188,10 @@ def _indistinct_warning(name: str, source: str, trials: Sequence[_Trial], score:
     remedy = (
         "Check the rule of this data source and its ground truths"
         if name == "rule"
-        else "If it reads another form, put a right answer in that form into extra_info.answer; a reward that is the "
-        "same for all answers trains nothing"
+        else "If it expects another format, put a right answer in that format into extra_info.answer; a reward that is "
+        "the same for all answers trains nothing"
     )
     return (
         f"reward {name}: data source {source}: the empty answer and right answers both score {score:g} on all of "
-        f"{len(trials)} rows; tried on {trials[0].question.origin}: {tried}. {remedy}"
+        f"{len(trials)} rows; tested on {trials[0].question.origin}: {tried}. {remedy}"
     )

@@ -1,4 +1,4 @@
-"""The reward part `function`: a user's function in killable worker processes."""
+"""The reward component `function`: calls a user's function in worker processes that can be killed."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from lockstep.types import Failure, Question
 
 @dataclass(frozen=True)
 class Target:
-    """The function to call and its limits. `key` is its setting."""
+    """The function to call and its limits. `key` is the recipe key of the function."""
 
     path: str
     name: str
     time_limit: float
     memory_limit_gb: float
     output: Path | None = None
-    """OUTPUT-N.log keeps the last output lines of worker N; None drops them."""
+    """OUTPUT-N.log keeps the last output lines of worker N; with None they are dropped."""
     key: str = "reward.function"
     extra: tuple[str, ...] = ()
     """Names of additional arguments."""
@@ -54,12 +54,12 @@ class Target:
         return None if self.output is None else self.output.with_name(f"{self.output.name}-{index}.log")
 
     def shown_log(self, index: int) -> str | None:
-        """The log as it is named in a failure; None if the run folder does not exist."""
+        """Returns the log as it is named in a failure; None if the run folder does not exist."""
         log = self.log(index)
         return str(log) if log is not None and log.parent.parent.is_dir() else None
 
     def failed(self, index: int, why: str) -> Raised:
-        """The reply of worker `index` to a call that it could not get."""
+        """Returns the reply for a call that could not be sent to worker `index`."""
         return Raised(why, log=self.shown_log(index))
 
 
@@ -81,14 +81,14 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         where = f"{self._target.key} {self._target.path}:{self._target.name}"
         if self.lost:
             remedy = "find out what killed or stopped it, for example a lack of memory; then try again"
-            raise LostProcess.at(where, reply.why, remedy)
-        raise Refusal.at(where, reply.why, reply.remedy)
+            raise LostProcess.at(where, reply.why, remedy, code=reply.code)
+        raise Refusal.at(where, reply.why, reply.remedy, code=reply.code)
 
     def call(self, call: dict[str, Any]) -> Given | Raised:
         try:
             pickled = pickle.dumps(call)
         except Exception as error:  # noqa: BLE001 - whatever the objects of the row raise is the reason
-            return self._target.failed(self._index, f"the row cannot be handed to its process: {error}")
+            return self._target.failed(self._index, f"the row cannot be sent to its process: {error}")
         self._calls += 1
         message = HEADER.pack(self._calls, len(pickled)) + pickled
         reply = self._reply(self._target.time_limit, "reward.time_limit", message)
@@ -99,7 +99,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
         return replace(raised, log=self._target.shown_log(self._index))
 
     def _reply(self, seconds: float, limit: str, message: bytes = b"") -> Reply:
-        """The reply to the current call. Replies to earlier calls come from forked copies and are ignored."""
+        """Waits for the reply to the current call. Ignores replies to earlier calls, which forked copies send."""
         deadline = time.monotonic() + seconds
         try:
             self.send(message, deadline)
@@ -118,7 +118,7 @@ class FunctionWorker(PoolWorker[dict[str, Any], Given | Raised]):
 
 
 def reward_pool(target: Target, workers: int) -> ProcessPool[dict[str, Any], Given | Raised]:
-    """Processes that call the function. Refuses a function that cannot be loaded or called."""
+    """Returns worker processes that call the function. Raises a refusal if it cannot be loaded or called."""
     return ProcessPool(
         lambda index: FunctionWorker(target, index), workers, name="reward", failed=target.failed, closed=_CLOSED
     )
@@ -131,21 +131,21 @@ class _Job:
 
 
 class LocalCalls:
-    """Like a pool, for a function that exists only in this process: calls run one by one in a thread. A thread over the
-    time limit cannot be killed; it is abandoned, and the next call gets a new one.
-    """
+    """Has the interface of a process pool, for a function that exists only in this process. Calls run one by one in
+    a thread. A thread that exceeds the time limit cannot be killed: it is abandoned, and the next call gets a new
+    thread."""
 
     def __init__(self, function: Callable[..., Any], path: str, seconds: float):
         self._function, self._path, self._seconds = function, path, seconds
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._submit_lock, self._closing = threading.Lock(), False
         self._calls: queue.SimpleQueue[_Job | None] | None = None
-        """Queue of the calling thread; None ends the thread."""
+        """Queue of calls for the thread; None ends the thread."""
         self._supervisor = threading.Thread(target=self._supervise, name="reward-calls", daemon=True)
         self._supervisor.start()
 
     def submit(self, call: dict[str, Any]) -> Future[Given | Raised]:
-        """Returns at once. The future never raises and cannot be cancelled."""
+        """Queues a call and returns its future at once. The future never raises and cannot be cancelled."""
         job = _Job(call, running_future())
         with self._submit_lock:
             if not self._closing:
@@ -155,7 +155,7 @@ class LocalCalls:
         return job.future
 
     def close(self) -> None:
-        """Fails waiting calls; waits for the running one within its time limit."""
+        """Fails the waiting calls, and waits for the running one within its time limit."""
         with self._submit_lock:
             self._closing = True
             self._jobs.put(None)
@@ -193,17 +193,17 @@ class LocalCalls:
         return answer(self._function, copied, self._path)
 
 
-_CLOSED = Raised("the run was ending before it was scored")
-_INVALID = Raised("wrote something else than its answer to the connection of its process", spent=True)
+_CLOSED = Raised("the run ended before it was scored")
+_INVALID = Raised("wrote something other than its answer to the connection of its process", spent=True)
 
 
 class FunctionPart(RewardPart):
     """Calls `f(data_source=, solution_str=, ground_truth=, extra_info=)` for each response in worker processes, or
-    `f(queries=, prompts=, labels=)` with lists of one if that is its signature.
+    `f(queries=, prompts=, labels=)` with lists of one entry if that is its signature.
 
-    `name` is the part of scores and failures; `reference` is `path/to/file.py:name` from the setting `key`.
-    `output`-N.log keeps the last output lines of process N, if the parent folder exists. A function that only exists in
-    this process (`only_here`) is called in it.
+    `name` is the name of the component in scores and failures; `reference` is `path/to/file.py:name` from the recipe
+    key `key`. `output`-N.log keeps the last output lines of process N, if the parent folder exists. A function that no
+    other process can load (`local_callable`) is called in this process.
     """
 
     def __init__(
@@ -265,5 +265,5 @@ def _local_calls(
     try:
         usable = as_reward_function(function, name, (*CALL, *extra))
     except Unloadable as error:
-        raise Refusal.at(f"{key} {reference}", error.why, error.remedy) from error
+        raise Refusal.at(f"{key} {reference}", error.why, error.remedy, code=error.code) from error
     return LocalCalls(usable, file, settings.time_limit)

@@ -1,4 +1,4 @@
-"""The worker process that calls a user's reward function, and the format of its answers. It imports nothing heavy."""
+"""Worker process that calls a user's reward function, and the format of its replies. It imports no large packages."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ LOADING = 0
 
 @dataclass(frozen=True)
 class Loaded:
-    """The function is loaded."""
+    """Reply: the function is loaded."""
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """The function cannot be called."""
+    """Reply: the function cannot be called."""
 
     why: str
     remedy: str = ""
+    code: str = "import-failed"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Raised:
-    """A call without a score. `spent`: the process must be replaced. `log`: the file with its last output."""
+    """A call that gave no score. `spent`: the process must be replaced. `log`: the file with its last output."""
 
     why: str
     spent: bool = False
@@ -77,7 +78,7 @@ def line_of(call: int, reply: Reply) -> bytes:
 
 
 def read_line(line: bytes) -> tuple[int, Reply]:
-    """The call number and the reply; ValueError for an invalid line."""
+    """Returns the call number and the reply; raises ValueError for an invalid line."""
     try:
         fields = json.loads(line)
         call, kind = fields.pop("call"), fields.pop("kind")
@@ -90,7 +91,7 @@ def read_line(line: bytes) -> tuple[int, Reply]:
 
 
 def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
-    """The reply; None if a field is invalid."""
+    """Returns the reply; None if a field is invalid."""
     reply: Reply
     if kind == "Given":
         reply = Given(fields["score"], fields["more"])
@@ -100,15 +101,15 @@ def _read(kind: str, fields: dict[str, Any]) -> Reply | None:
         reply = Raised(fields["why"][: 2 * LONGEST_WHY], fields["spent"])
         good = isinstance(reply.why, str) and isinstance(reply.spent, bool)
     elif kind == "Unusable":
-        reply = Unusable(fields["why"], fields["remedy"])
-        good = isinstance(reply.why, str) and isinstance(reply.remedy, str)
+        reply = Unusable(fields["why"], fields["remedy"], fields["code"])
+        good = all(isinstance(field, str) for field in vars(reply).values())
     else:
         reply, good = Loaded(), kind == "Loaded"
     return reply if good else None
 
 
 def number(value: Any) -> float | None:
-    """The value as a float; None for text and for what is not a finite number."""
+    """Returns the value as a float; None for text and for anything that is not a finite number."""
     if not isinstance(value, SupportsFloat):
         return None
     try:
@@ -119,10 +120,10 @@ def number(value: Any) -> float | None:
 
 
 def awaited(value: Any) -> Any:
-    """The value, or the result of an awaitable."""
+    """Returns the value, or the result of an awaitable."""
     if not inspect.isawaitable(value):
         return value
-    # The import takes nearly as long as the rest of the start, and few functions need it.
+    # Imported here, because the import takes nearly as long as the rest of the start, and few functions need it.
     import asyncio
 
     async def wait() -> Any:
@@ -131,16 +132,17 @@ def awaited(value: Any) -> Any:
     return asyncio.run(wait())
 
 
-# Arguments of OpenRLHF's batch form.
+# Arguments of OpenRLHF's batch signature.
 BATCH_CALL = ("queries", "prompts", "labels")
 
 
 class BatchFunction:
-    """A reward function in OpenRLHF's form, called with lists of one. A query is prompt and response without chat
-    template.
+    """Wraps a reward function with OpenRLHF's signature and calls it with lists of one entry. A query is prompt and
+    response without chat template.
 
-    It returns a list, array or tensor of one number, or a dict of these: `rewards` is the score, other entries are
-    logged."""
+    The function returns a list, array or tensor of one number, or a dict of these: `rewards` is the score, other
+    entries are logged.
+    """
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
@@ -157,12 +159,12 @@ class BatchFunction:
 
 
 def prompt_text(prompt: list[Message]) -> str:
-    """The contents of a chat, each followed by a line break."""
+    """Returns the contents of a chat, each followed by a line break."""
     return "".join(f"{message.get('content')}\n" for message in prompt)
 
 
 def _single_value(value: Any) -> Any:
-    """The single entry of a list, array or tensor, or the number itself."""
+    """Returns the single entry of a list, array or tensor, or the number itself."""
     entries = value.tolist() if hasattr(value, "tolist") else value
     while isinstance(entries, list | tuple):
         if len(entries) != 1:
@@ -197,7 +199,7 @@ def serve(descriptor: int, path: str, name: str, memory_bytes: int, extra: tuple
 
 
 def _receive(connection: socket.socket, calls: queue.SimpleQueue[tuple[int, bytes]]) -> None:
-    """Reads calls in a separate thread, to detect the end of the parent during a call."""
+    """Reads calls in a separate thread, so that the end of the parent is detected during a call."""
     try:
         with connection.makefile("rb") as stream:
             while len(header := stream.read(HEADER.size)) == HEADER.size:
@@ -213,11 +215,12 @@ def _load(path: Path, name: str, call: tuple[str, ...]) -> Callable[..., Any] | 
     try:
         return as_reward_function(get_function(run_file(path), name, call, path), name, call)
     except Unloadable as error:
-        return Unusable(error.why, error.remedy)
+        return Unusable(error.why, error.remedy, error.code)
 
 
 def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str, ...]) -> Callable[..., Any]:
-    """The function with arguments `call`, wrapped if it has the batch form; `Unloadable` for other signatures."""
+    """Returns the function with arguments `call`, wrapped if it has OpenRLHF's batch signature. Raises `Unloadable` for
+    other signatures."""
     try:
         check_signature(function, name, call, by_name=True)
     except Unloadable:
@@ -229,7 +232,7 @@ def as_reward_function(function: Callable[..., Any], name: str, call: tuple[str,
 
 
 def answer(function: Callable[..., Any], call: bytes, path: str) -> Given | Raised:
-    """Runs one call; always returns an outcome."""
+    """Runs one call and returns its outcome; never raises."""
     try:
         arguments = pickle.loads(call)
     except Exception as error:  # noqa: BLE001 - whatever the classes of the row raise is the reason
@@ -262,6 +265,6 @@ def checked(value: Any) -> Given | Raised:
 
 
 def _shown(value: Any) -> str:
-    """The start of the value's repr, without copying a long text."""
+    """Returns the start of the value's repr, without copying a long text."""
     text = repr(value[:80] if isinstance(value, str | bytes) else value)
     return text[:80] + ("..." if len(text) > 80 or (isinstance(value, str | bytes) and len(value) > 80) else "")

@@ -15,5 +15,5 @@ math_score(r"\boxed{1+x}", "x+1")
 
 
 def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """`math_score` as a reward function."""
+    """Calls `math_score`, with the arguments of a reward function."""
     return math_score(solution_str, ground_truth)

@@ -1,4 +1,4 @@
-"""The reward part `model`: sequence classification models that score batches of responses."""
+"""The reward component `model`: sequence classification models that score batches of responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Tokens of one right-padded batch. Scores do not depend on it.
+# Token limit of one right-padded batch. Scores do not depend on it.
 BATCH_TOKENS = 16384
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ TokenRows = Sequence[Sequence[int]]
 
 
 def in_batches(rows: TokenRows, run: Callable[[TokenRows], Sequence[T]]) -> list[T]:
-    """Runs rows in batches of similar length; returns the results in row order."""
+    """Calls `run` on batches of rows of similar length; returns the results in row order."""
     results: dict[int, T] = {}
     for members in batches([len(row) for row in rows], BATCH_TOKENS):
         results.update(zip(members, run([rows[i] for i in members]), strict=True))
@@ -43,7 +43,8 @@ def in_batches(rows: TokenRows, run: Callable[[TokenRows], Sequence[T]]) -> list
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Batches of row indices sorted by length, within a budget of padded tokens; a longer row is a batch alone."""
+    """Yields batches of row indices sorted by length, within a budget of padded tokens. A longer row is its own
+    batch."""
     members: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if members and lengths[i] * (len(members) + 1) > tokens:
@@ -56,7 +57,7 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 @contextmanager
 def padded(model: Any, rows: TokenRows, padding: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """The padded rows as model inputs, valid inside the block."""
+    """Yields the padded rows as model inputs, which are valid inside the block."""
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
@@ -74,7 +75,7 @@ class Waiting:
 
 
 class BatchedPart(RewardPart):
-    """Collects responses until `flush` scores them in the caller's thread. `context`: context length of the model."""
+    """Collects responses until `flush` scores them in the caller's thread. `context` is the model's context length."""
 
     def __init__(self, context: int | None):
         self._context = context
@@ -82,7 +83,7 @@ class BatchedPart(RewardPart):
         self._waiting: list[Waiting] = []
 
     def outcomes(self, waiting: Sequence[Waiting]) -> Sequence[PartOutcome]:
-        """The outcome of each response."""
+        """Returns the outcome of each response."""
         raise NotImplementedError
 
     def wait(self, ids: Sequence[int], ends: Sequence[int] = ()) -> Future[PartOutcome]:
@@ -100,7 +101,7 @@ class BatchedPart(RewardPart):
 
     def close(self) -> None:
         for entry in self._taken():
-            entry.future.set_result(Failure(self.name, "the run was ending before it was scored"))
+            entry.future.set_result(Failure(self.name, "the run ended before it was scored"))
 
     def _taken(self) -> list[Waiting]:
         with self._lock:
@@ -125,7 +126,7 @@ class RewardModel:
     std: float = 1.0
 
     def encode(self, question: Question, answer: str) -> list[int]:
-        """The chat with the answer as last turn, in the chat template of the reward model.
+        """Returns the tokens of the chat with the answer as last turn, in the chat template of the reward model.
 
         Without a template: the contents of the prompt and the answer joined by line breaks, with the tokenizer's
         special tokens.
@@ -139,7 +140,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The scores of encoded rows."""
+        """Returns the scores of encoded rows."""
         with resident(self.model):
             return [(score - self.mean) / self.std for score in in_batches(rows, self._forward)]
 
@@ -173,20 +174,25 @@ def load_reward_model(path: str, device: torch.device) -> RewardModel:
     model, info = pretrained(kind, folder, where, "its weights", config=config, **how)
     missing = sorted(info.get("missing_keys", ()))
     if missing:
-        problems = [Problem(where, f"the weights lack {key}, which would start random") for key in missing]
+        problems = [
+            Problem(where, f"the weights lack {key}, which would be initialised randomly", code="missing-weight")
+            for key in missing
+        ]
         raise Refusal(shortened(problems, "weights"))
     refuse_not_finite(dict(model.named_parameters()), where)
     largest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if largest >= rows:
         why = f"its tokenizer has a token with id {largest}, but its embedding has {rows} rows"
-        raise Refusal.at(where, why, "use the tokenizer that the reward model was trained with")
+        raise Refusal.at(
+            where, why, "use the tokenizer that the reward model was trained with", code="other-vocabulary"
+        )
     model.to(device).eval().requires_grad_(False)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return RewardModel(model, tokenizer, device, context, mean, std)
 
 
 def reward_config(path: str) -> Any:
-    """The config of the model; refuses models that do not give one score per text."""
+    """Returns the config of the model; refuses models that do not give one score per text."""
     from transformers import AutoConfig
 
     where = f"reward.model {path}"
@@ -202,7 +208,12 @@ def normalized_by_config(model: RewardModel) -> RewardModel:
         return model
     mean, std = float(config.mean), float(getattr(config, "std", 1.0))
     if not (abs(mean) < float("inf") and 0 < std < float("inf")):
-        raise Refusal.at("config.json", f"mean {mean} and std {std} cannot normalise a score", "fix the model's folder")
+        raise Refusal.at(
+            "config.json",
+            f"mean {mean} and std {std} cannot normalise a score",
+            "fix the model's folder",
+            code="not-a-number",
+        )
     return replace(model, mean=mean, std=std)
 
 
@@ -212,24 +223,35 @@ def _refuse_wrong_kind(where: str, config: Any) -> None:
         raise Refusal.at(
             where,
             f"is not a sequence classification model but {', '.join(kinds) or 'of no stated kind'}",
-            "train a reward model, or name the folder of one",
+            "train a reward model, or give the path of one",
+            code="wrong-model-kind",
         )
     if config.num_labels != 1:
-        raise Refusal.at(where, f"gives {config.num_labels} labels; a reward is one number", "use a model of one label")
+        raise Refusal.at(
+            where,
+            f"gives {config.num_labels} labels; a reward is one number",
+            "use a model of one label",
+            code="wrong-model-kind",
+        )
 
 
 def _statistics(file: Path) -> tuple[float, float]:
-    """Mean and standard deviation for normalisation; 0 and 1 without a file."""
+    """Returns mean and standard deviation for normalisation; 0 and 1 without a file."""
     if not file.is_file():
         return 0.0, 1.0
     try:
         stats = json.loads(file.read_text(encoding="utf-8"))
         mean, std = float(stats["mean"]), float(stats["std"])
     except (ValueError, KeyError, TypeError) as error:
-        remedy = 'it holds {"mean": NUMBER, "std": NUMBER}'
-        raise Refusal.at(file, f"cannot be read: {type(error).__name__} {error}", remedy) from error
+        remedy = 'it must contain {"mean": NUMBER, "std": NUMBER}'
+        raise Refusal.at(file, f"cannot be read: {type(error).__name__} {error}", remedy, code="unreadable") from error
     if not (abs(mean) < float("inf") and 0 < std < float("inf")):
-        raise Refusal.at(file, f"mean {mean} and std {std} cannot normalise a score", "std is over 0, both finite")
+        raise Refusal.at(
+            file,
+            f"mean {mean} and std {std} cannot normalise a score",
+            "use finite numbers, with std above 0",
+            code="not-a-number",
+        )
     return mean, std
 
 
@@ -289,7 +311,7 @@ class ModelsPart(RewardPart):
             part.close()
 
     def _sum(self, outcomes: Sequence[PartOutcome]) -> PartOutcome:
-        """The first failure in the order of the models, or the weighted sum of their scores."""
+        """Returns the first failure in the order of the models, or the weighted sum of their scores."""
         scores: list[float] = []
         for outcome in outcomes:
             if isinstance(outcome, Failure):

@@ -1,4 +1,4 @@
-"""`RewardPart`: the interface of the parts whose weighted sum is the reward."""
+"""`RewardPart`: the interface of the components whose weighted sum is the reward."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from lockstep.types import Failure, Question
 
 PartOutcome = dict[str, float] | Failure
-"""The outcome of a part for one response: its score under its name and further numbers to log; or a failure."""
+"""The outcome of a component for one response: its score under its name and numbers to log, or a failure."""
 
 
 class StepOutcome(dict[str, float]):
-    """An outcome with a score per step: (end of the step in the text, its share)."""
+    """An outcome with a score for each step: (end of the step in the text, score of the step)."""
 
     def __init__(self, parts: dict[str, float], steps: Sequence[tuple[int, float]]):
         super().__init__(parts)
@@ -22,39 +22,39 @@ class StepOutcome(dict[str, float]):
 
 
 class RewardPart(ABC):
-    """One summand of the reward."""
+    """One component of the reward."""
 
     name: str
     note: str = ""
-    """A note for the user."""
+    """A note that is printed for the user."""
 
     @abstractmethod
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
-        """Returns at once. The future never raises."""
+        """Submits a response and returns the future of its outcome at once. The future never raises."""
 
-    def flush(self) -> None:  # noqa: B027 - most parts do not batch
+    def flush(self) -> None:  # noqa: B027 - most components do not batch
         """Scores all waiting responses."""
 
-    def close(self) -> None:  # noqa: B027 - some parts have no resources
+    def close(self) -> None:  # noqa: B027 - some components have no resources
         """Frees all resources; unscored responses become failures."""
 
 
 def promised() -> Future[PartOutcome]:
-    """A future that cannot be cancelled."""
+    """Returns a future that cannot be cancelled."""
     future: Future[PartOutcome] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def settled(outcome: PartOutcome) -> Future[PartOutcome]:
-    """A future with a result."""
+    """Returns a future with a result."""
     future: Future[PartOutcome] = Future()
     future.set_result(outcome)
     return future
 
 
 class Countdown:
-    """Calls `then` after `count` futures, in the thread of the last one."""
+    """Calls `then` once `count` futures are done, in the thread of the last one."""
 
     def __init__(self, count: int, then: Callable[[], None]):
         self._left = count

@@ -1,7 +1,7 @@
-"""The reward part `process`: a process reward model scores each step of a response.
+"""The reward component `process`: a process reward model scores each step of a response.
 
 A separator splits the response into steps. The score of a step is its probability of being good divided by the number
-of steps, so the response gets the mean. A response without steps gets 0.
+of steps, so the score of the response is the mean probability. A response without steps gets 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.reward.model import BatchedPart, Waiting, in_batches, padded
 from lockstep.reward.parts import PartOutcome, StepOutcome, settled
 from lockstep.types import Failure, Question
 
-# File in the model folder with the placeholder and judging tokens.
+# File in the model folder with the placeholder and the label tokens.
 PROCESS = "process_reward.json"
 
 
@@ -42,7 +42,7 @@ class ProcessModel:
 
     @torch.no_grad()
     def judge(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The probability of being good for each step of each encoded row."""
+        """Returns the probability of being good for each step of each encoded row."""
         with resident(self.model):
             return in_batches(rows, self._forward)
 
@@ -50,7 +50,7 @@ class ProcessModel:
         with padded(self.model, rows, 0, self.device) as inputs:
             hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state
         head, judging = output_head(self.model), torch.tensor(self.writer.marks.token_ids, device=self.device)
-        # Only the logits of the judging tokens are needed.
+        # Only the logits of the label tokens are needed.
         bias = None if head.bias_V is None else head.bias_V[judging]
         head = head._replace(weight_VH=head.weight_VH[judging], bias_V=bias)
         verdicts = []
@@ -61,13 +61,14 @@ class ProcessModel:
 
 
 def load_process_model(path: str, device: torch.device, key: str = "reward.process") -> ProcessModel:
-    """Loads the model in its stored precision, with its judging tokens."""
+    """Loads the model in its stored precision, with its placeholder and label tokens."""
     where, folder = f"{key} {path}", Path(model_folder(path, key))
     if not (folder / PROCESS).is_file():
         raise Refusal.at(
             where,
             f"is not a process reward model: it has no {PROCESS}",
             'train one with method prm, or write it: {"placeholder": TEXT, "tokens": [GOOD, BAD]}',
+            code="wrong-model-kind",
         )
     from transformers import AutoModelForCausalLM
 
@@ -76,34 +77,41 @@ def load_process_model(path: str, device: torch.device, key: str = "reward.proce
     marks = Marks.of(tokenizer, trained_with["placeholder"], trained_with["tokens"])
     model = whole_model(AutoModelForCausalLM, str(folder), where, "its weights", dtype="auto")
     if not tokenizer.chat_template:
-        raise Refusal.at(where, "its tokenizer has no chat template", "put a chat_template.jinja into its folder")
+        raise Refusal.at(
+            where,
+            "its tokenizer has no chat template",
+            "put a chat_template.jinja into its folder",
+            code="no-chat-template",
+        )
     model.to(device).eval().requires_grad_(False)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return ProcessModel(model, StepWriter(tokenizer, marks), device, context)
 
 
 def process_config(path: str) -> Any:
-    """The config of the model."""
+    """Returns the config of the model."""
     from transformers import AutoConfig
 
     return pretrained(AutoConfig, model_folder(path, "reward.process"), f"reward.process {path}", "its config.json")
 
 
 def read_judging(folder: Path) -> dict[str, Any]:
-    """Reads the `placeholder` and judging `tokens` of a process reward model."""
-    file, remedy = folder / PROCESS, 'it holds {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
+    """Reads the `placeholder` and the label `tokens` of a process reward model."""
+    file, remedy = folder / PROCESS, 'it must contain {"placeholder": TEXT, "tokens": [GOOD, BAD]}'
     try:
         trained_with: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         texts = [trained_with["placeholder"], *trained_with["tokens"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal.at(file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy) from error
+        raise Refusal.at(
+            file, f"cannot be read: {type(error).__name__}: {first_line(error)}", remedy, code="unreadable"
+        ) from error
     if not isinstance(trained_with["tokens"], list) or not all(isinstance(text, str) for text in texts):
-        raise Refusal.at(file, "its placeholder and tokens are not all texts", remedy)
+        raise Refusal.at(file, "its placeholder and tokens are not all texts", remedy, code="damaged-file")
     return trained_with
 
 
 def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
-    """The non-blank steps of a response, each with its end in the text."""
+    """Returns the non-blank steps of a response, each with its end position in the text."""
     steps, start = [], 0
     for piece in text.split(separator):
         if piece.strip():

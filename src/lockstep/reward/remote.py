@@ -1,12 +1,12 @@
-"""The reward part `remote`: HTTP endpoints that score batches.
+"""The reward component `remote`: HTTP endpoints that score batches.
 
 The request is `{"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]}`; the response is
 `{"scores": [...]}` or the list alone, with one number per item in the same order. In OpenRLHF's format the request is
-`{"query": [...], "prompts": [...], "labels": [...]}`, where a query is prompt and response, and the
-response is `{"rewards": [...]}`. `lockstep serve` of a reward model accepts both formats.
+`{"query": [...], "prompts": [...], "labels": [...]}`, where a query is prompt and response, and the response is
+`{"rewards": [...]}`. `lockstep serve` of a reward model accepts both formats.
 
-Each endpoint has a circuit breaker: an endpoint that keeps failing is skipped for a while, so that it does not cost
-every batch the time limit. The last endpoint in use is skipped only after a batch has used all its retries. After the
+Each endpoint has a circuit breaker: an endpoint that keeps failing is skipped for a while, so that not every batch
+waits until its time limit. The last endpoint in use is skipped only after a batch has used all its retries. After the
 pause one batch tries it again.
 """
 
@@ -34,10 +34,10 @@ from lockstep.reward.function_worker import number, prompt_text
 from lockstep.reward.parts import PartOutcome, RewardPart, promised, settled
 from lockstep.types import Failure, Question
 
-# Concurrent batches: an endpoint is busy while another batch is on the network.
+# Number of concurrent batches: one is on the network while an endpoint works on another.
 CONCURRENT_BATCHES = 4
 MAX_BYTES = 16 * 2**20
-# The bearer key for endpoints that require one, as `lockstep serve --api-key` does. It is no recipe key, because
+# The bearer key for endpoints that require one, as `lockstep serve --api-key` does. It is not a recipe key, because
 # recipes are stored and shown.
 KEY_VARIABLE = "LOCKSTEP_REWARD_KEY"
 MAX_PAUSE = 30.0
@@ -46,7 +46,7 @@ SERVER_ERROR = 500
 # Consecutive failures after which an endpoint is skipped, and for how many seconds.
 MAX_FAILURES = 3
 SKIP_SECONDS = 30.0
-_ENDING = "the run was ending before it was scored"
+_ENDING = "the run ended before it was scored"
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Endpoints:
         return [endpoint.address for endpoint in self._endpoints]
 
     def choose(self) -> Endpoint | None:
-        """The next endpoint in use, or one whose pause is over; None if all are skipped."""
+        """Returns the next endpoint in use, or one whose pause is over; None if all are skipped."""
         with self._lock:
             now = time.monotonic()
             order = self._endpoints[self._turn :] + self._endpoints[: self._turn]
@@ -91,7 +91,7 @@ class Endpoints:
             endpoint.failures, endpoint.why, endpoint.retry_at = 0, "", None
 
     def failed(self, endpoint: Endpoint, why: str, *, last_try: bool) -> None:
-        """Count a failure. `last_try`: the batch has no retries left."""
+        """Counts a failure. `last_try`: the batch has no retries left."""
         with self._lock:
             endpoint.failures += 1
             endpoint.why = why
@@ -100,13 +100,13 @@ class Endpoints:
                 endpoint.retry_at = time.monotonic() + self._skip_seconds
 
     def left(self) -> str:
-        """The number of endpoints in use, for messages."""
+        """Returns the number of endpoints in use, for messages."""
         with self._lock:
             used = sum(e.retry_at is None for e in self._endpoints)
             return f"{used} of {len(self._endpoints)} endpoints left"
 
     def none_left(self) -> str:
-        """Why all endpoints are skipped."""
+        """Returns why all endpoints are skipped."""
         with self._lock:
             reasons = [f"{e.address} failed {e.failures} times in a row: {e.why}" for e in self._endpoints]
             return f"0 of {len(reasons)} endpoints left; " + "; ".join(reasons)
@@ -119,7 +119,7 @@ class _Item:
 
 
 class _Retry(Exception):
-    """A failure that may be temporary. `after` are the seconds of Retry-After."""
+    """A failure that may be temporary. `after` is the number of seconds in Retry-After."""
 
     def __init__(self, why: str, after: float = 0.0):
         super().__init__(why)
@@ -133,7 +133,7 @@ class _Final(Exception):
 class RemotePart(RewardPart):
     """Collects responses into batches in their order; a thread with an event loop sends them.
 
-    Every returned future is settled: by its batch, by `close`, or by the end of the thread.
+    Every returned future gets a result: from its batch, from `close`, or when the thread ends.
     """
 
     name = "remote"
@@ -147,14 +147,14 @@ class RemotePart(RewardPart):
         skip_seconds: float = SKIP_SECONDS,
     ):
         self._endpoints = Endpoints(_checked(addresses), skip_seconds=skip_seconds)
-        # Addresses with secrets, by the addresses in messages.
+        # Full addresses with secrets, keyed by the masked addresses that messages show.
         self._addresses = {shown: with_secrets(shown, "reward.remote") for shown in self._endpoints.addresses()}
         conceal(os.environ.get(KEY_VARIABLE, ""))
         self._settings = settings
         self._first_pause = first_pause
         # A separate generator: pauses must not change the random numbers of the run.
         self._jitter = random.Random()
-        # Guards the next four attributes, and that a future is settled once.
+        # Guards the next four attributes, and ensures that each future gets only one result.
         self._lock = threading.Lock()
         self._gathered: list[_Item] = []
         self._waiting: set[_Item] = set()
@@ -197,7 +197,7 @@ class RemotePart(RewardPart):
             self._release()
 
     def close(self) -> None:
-        """Settle the waiting futures and cancel the requests under way."""
+        """Fails the waiting responses and cancels the running requests."""
         if self._end(_ENDING):
             with suppress(RuntimeError):  # the thread has just ended by itself
                 self._loop.call_soon_threadsafe(self._stop)
@@ -209,7 +209,7 @@ class RemotePart(RewardPart):
         self._gathered = []
 
     def _end(self, why: str) -> bool:
-        """Accept nothing more and settle all that waits; False if that was done before."""
+        """Stops accepting responses and fails all waiting ones. Returns False if this was done before."""
         with self._lock:
             first = self._closed is None
             self._closed = self._closed or why
@@ -219,7 +219,7 @@ class RemotePart(RewardPart):
         return first
 
     def _settle(self, item: _Item, outcome: PartOutcome) -> None:
-        """The first outcome counts: a batch may finish while the part is closed."""
+        """Sets the outcome of an item. Only the first outcome counts, because a batch may finish during `close`."""
         with self._lock:
             if item not in self._waiting:
                 return
@@ -240,7 +240,7 @@ class RemotePart(RewardPart):
             self._loop.close()
 
     def _stop(self) -> None:
-        """Cancel until the loop ends: before Python 3.12 `wait_for` can lose a cancellation."""
+        """Cancels repeatedly until the event loop ends: before Python 3.12 `wait_for` can lose a cancellation."""
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.call_later(0.1, self._stop)
@@ -286,20 +286,20 @@ class RemotePart(RewardPart):
         raise AssertionError("the last try returns or raises")
 
     def _log_wait(self, endpoint: Endpoint, why: str, waited: float) -> None:
-        """Log that a batch waits for a failing endpoint, once per reason."""
+        """Logs that a batch waits for a failing endpoint, once per reason."""
         if waited >= TELL_SECONDS and (endpoint.address, why) not in self._logged:
             self._logged.add((endpoint.address, why))
             say(f"waiting for reward.remote {endpoint.address} for {waited:.0f} s: {why}; it is retried")
 
     def _request(self, items: list[str]) -> tuple[bytes, str]:
-        """The body of the request, and the key of the scores in the response."""
+        """Returns the body of the request, and the key of the scores in the response."""
         if self._settings.remote_form == "items":
             return f'{{"items": [{", ".join(items)}]}}'.encode(), "scores"
         rows = [json.loads(item) for item in items]
         return json.dumps({key: [row[key] for row in rows] for key in rows[0]}).encode(), "rewards"
 
     async def _response(self, client: HttpClient, endpoint: Endpoint, body: bytes, *, last_try: bool) -> bytes:
-        """The body of the response, within `remote_timeout`. The circuit breaker counts the outcome."""
+        """Returns the body of the response, within `remote_timeout`. The circuit breaker counts the outcome."""
         try:
             address, limit = self._addresses[endpoint.address], self._settings.remote_timeout
             answer = await client.request("POST", address, body, seconds=limit, max_bytes=MAX_BYTES)
@@ -322,7 +322,7 @@ class RemotePart(RewardPart):
 
 
 def scores_in(answer: bytes, count: int, key: str = "scores") -> list[float]:
-    """The scores of a response. Anything but `count` finite numbers is an error."""
+    """Returns the scores of a response. Raises if it does not have exactly `count` finite numbers."""
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -355,13 +355,21 @@ def _refused(answer: HttpResponse) -> str:
 def _checked(addresses: str | Sequence[str]) -> list[str]:
     unique = list(dict.fromkeys([addresses] if isinstance(addresses, str) else addresses))
     problems = [
-        Problem("reward.remote", f"{address!r} is not an HTTP address", "write http://host:port/path")
+        Problem(
+            "reward.remote",
+            f"{address!r} is not an HTTP address",
+            "write http://host:port/path",
+            code="invalid-address",
+        )
         for address in unique
         if not _is_http(address)
     ]
     if not unique:
-        problems.append(Problem("reward.remote", "names no endpoint", "write http://host:port/path"))
-    problems += [Problem("reward.remote", why, remedy) for _, why, remedy in secrets_in(unique, "reward.remote")]
+        problems.append(Problem("reward.remote", "has no endpoint", "write http://host:port/path", code="empty-value"))
+    problems += [
+        Problem("reward.remote", why, remedy, code="secret-in-recipe")
+        for _, why, remedy in secrets_in(unique, "reward.remote")
+    ]
     refuse_all(problems)
     return unique
 

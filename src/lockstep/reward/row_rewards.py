@@ -1,4 +1,4 @@
-"""Columns that the rewards read, rule-based scoring for validation, and reward shaping."""
+"""Finds the columns that the rewards read, scores by rule for validation, and shapes rewards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RuleJudge:
 
 @contextmanager
 def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.device) -> Iterator[RuleJudge | Scorer]:
-    """A judge for these rules; checks that may hang run in a killable process."""
+    """Yields a scorer for these rules. Checks that may hang run in a process that can be killed."""
     sources = list(sources)
     if not rules and not any_isolated(sources):
         yield RuleJudge()
@@ -51,15 +51,15 @@ def judged_by(rules: Mapping[str, str], sources: Iterable[str], device: torch.de
         yield scorer
 
 
-# Columns that the rewards can read; rows need only those that are read.
+# Columns that the rewards can read; rows need only the columns that are read.
 EVERYTHING = frozenset({"ground_truth", "data_source"})
-# Argument names of functions for them.
+# Columns by the argument names of reward functions that refer to them.
 _NAMES = {"ground_truth": "ground_truth", "labels": "ground_truth", "data_source": "data_source"}
 
 
 def read_by_rewards(settings: Reward) -> frozenset[str]:
-    """Which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models get what
-    exists."""
+    """Returns which of `ground_truth` and `data_source` the rule or the function reads. Endpoints and reward models get
+    the columns that exist."""
     weights, _ = active_weights(settings)
     if weights.get("rule"):  # with weight 0 it is optional
         return EVERYTHING
@@ -76,7 +76,7 @@ def read_by_rewards(settings: Reward) -> frozenset[str]:
 
 
 def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
-    """Reads the names from the bytecode: a notebook cell has no file."""
+    """Returns the columns that a function reads, from its bytecode: a notebook cell has no file."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__"):
         return EVERYTHING
@@ -96,7 +96,7 @@ def _read_by_callable(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _read_by(file: Path, name: str) -> frozenset[str]:
-    """Reads the names from the source without running it. In doubt everything counts as read."""
+    """Returns the columns that a function reads, from its source, without running it. In doubt, returns all."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -117,10 +117,10 @@ def _read_by(file: Path, name: str) -> frozenset[str]:
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> float:
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, eq. 13), scaled by `factor`.
+    """Returns DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, eq. 13), scaled by `factor`.
 
-    0 up to `limit - buffer` tokens, then linear down to `-factor` at the limit and beyond.
-    A buffer of 0 is off.
+    It is 0 up to `limit - buffer` tokens, then falls linearly to `-factor` at the limit, and stays there. A buffer of 0
+    disables it.
     """
     over = length - (limit - buffer)
     if buffer <= 0 or over <= 0:
@@ -129,7 +129,7 @@ def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> flo
 
 
 def shaped(rollout: Rollout, recipe: Recipe) -> Rollout:
-    """Applies clipping, the score of truncated responses, and the overlong penalty."""
+    """Applies clipping, the score of truncated responses, and the overlong penalty to the score of a rollout."""
     settings, bounds = recipe.algorithm.overlong, recipe.reward.clip
     if isinstance(rollout.score, Failure) or not (settings.buffer or bounds or settings.truncated_reward is not None):
         return rollout

@@ -1,4 +1,4 @@
-"""Rules that score an answer: text in, a score out. The `data_source` of a row selects its rule."""
+"""Rules that compute a score from the text of an answer. The `data_source` of a row selects its rule."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 from lockstep.data.encode.prompt_rows import last_boxed
 from lockstep.errors import Problem, Refusal, missing_extra
 
-# The rule `math`: the last `\boxed{...}` of a text, compared as mathematics by the package math-verify.
+# The rule `math` compares the last `\boxed{...}` of a text with the ground truth, using the package math-verify.
 #
-# There is no time limit here, and a comparison can run forever. The scorer therefore uses a killable process
+# A comparison can run forever, and there is no time limit here. So the scorer uses a killable process
 # (`math_judge.py`).
 
 _LATEX_NUMBER = re.compile(
@@ -36,7 +36,7 @@ def boxed_example(ground_truth: str) -> str:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The normalised boxed answer: numbers as fractions, other terms in sympy order.
+    """Returns the normalised boxed answer: numbers as fractions, other terms in sympy order.
 
     Equal terms that need simplification (`2x` and `x+x`) remain different.
     """
@@ -56,7 +56,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def math_score(text: str, ground_truth: str) -> float:
-    r"""1.0 if the last `\boxed{...}` is mathematically equal to the ground truth, else 0.0. Words are compared as text.
+    r"""Returns 1.0 if the last `\boxed{...}` equals the ground truth mathematically (words: as text), else 0.0.
 
     The ground truth may be boxed, in dollars, or plain.
     """
@@ -64,7 +64,7 @@ def math_score(text: str, ground_truth: str) -> float:
 
     truth = last_boxed(ground_truth) or _bare(ground_truth)
     if not truth:
-        raise Refusal.at("ground_truth", "is empty", "fix the row")
+        raise Refusal.at("ground_truth", "is empty", "fix the row", code="invalid-ground-truth")
     answer = last_boxed(text)
     if answer is None:
         return 0.0
@@ -79,7 +79,7 @@ def math_score(text: str, ground_truth: str) -> float:
 def _parse(latex: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    # Silences its warning about the missing time limit: the process has one.
+    # Silences math-verify's warning about the missing time limit: the worker process has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     boxed = rf"\boxed{{{latex}}}"
     return parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True)
@@ -96,7 +96,7 @@ def _plain(latex: str) -> str:
 
 
 def _as_number(latex: str) -> str | None:
-    """An integer, decimal or fraction as a reduced fraction; None for other terms."""
+    """Returns an integer, decimal or fraction as a reduced fraction; None for other terms."""
     match = _LATEX_NUMBER.fullmatch(_plain(latex))
     if not match or not any(match.groups()[1:]):
         return None
@@ -106,7 +106,7 @@ def _as_number(latex: str) -> str | None:
     return str(-size if sign == "-" else size)
 
 
-# A number as people write it: sign, currency, thousands separators, decimals. A trailing point is punctuation.
+# A number in common notation: sign, currency, thousands separators, decimals. A trailing point is punctuation.
 _NUMBER = r"[-+]?\s?\$?\s?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?!\d))(?:\.\d+)?|[-+]?\$?\.\d+"
 # The mark is followed by one number and optional words: an expression (3/4, 3 + 4 = 7) or a form such as 1e5 or
 # 1,00,000 is not a final number. Markdown stars around the number are accepted.
@@ -116,7 +116,7 @@ _ANY = re.compile(r"(?<![\d.,])(?:(?<!\d\s)(?<!\d\s\s)[-+]\s?)?\$?(?:\d{1,3}(?:,
 
 
 def extract_answer(text: str, *, strict: bool = True) -> str | None:
-    """The final number as plain digits: the number after the last `####`, or (flexible) the last number of the text.
+    """Returns the final number as plain digits: after the last `####`, or (flexible) the last number of the text.
 
     `#### $1,234.`, `#### 1234 apples` and `####1234` all give `1234`. None if there is no such number.
     """
@@ -125,19 +125,19 @@ def extract_answer(text: str, *, strict: bool = True) -> str | None:
 
 
 def gsm8k_score(solution: str, ground_truth: str, *, strict: bool = True) -> float:
-    """1.0 if the final number equals the ground truth as a number ('18.0' is '18'), else 0.0.
+    """Returns 1.0 if the final number equals the ground truth as a number ('18.0' is '18'), else 0.0.
 
-    A ground truth that is not a number is an error in the data.
+    Raises a refusal if the ground truth is not a number.
     """
     truth = _truth(ground_truth)
     if truth is None:
-        raise Refusal.at("ground_truth", _not_a_number(ground_truth) or "", "fix the row")
+        raise Refusal.at("ground_truth", _not_a_number(ground_truth) or "", "fix the row", code="invalid-ground-truth")
     answer = extract_answer(solution, strict=strict)
     return 1.0 if answer is not None and _value(answer) == truth else 0.0
 
 
 def _truth(ground_truth: str) -> Decimal | None:
-    """The number of a ground truth; of a worked answer the number after the last `####`."""
+    """Returns the number of a ground truth; for a worked answer, the number after the last `####`."""
     return _value(re.sub(r"[\s$,]", "", ground_truth.rpartition("####")[2]))
 
 
@@ -150,7 +150,7 @@ def _value(text: str) -> Decimal | None:
 
 
 def _gsm8k_answer(text: str, *, strict: bool = True) -> str | None:
-    """The normalised final number: no redundant zeros, no sign on zero."""
+    """Returns the normalised final number: no redundant zeros, no sign on zero."""
     answer = extract_answer(text, strict=strict)
     if answer is None:
         return None
@@ -168,7 +168,7 @@ def _not_a_number(ground_truth: str) -> str | None:
 
 
 def exact_score(text: str, ground_truth: str) -> float:
-    """1.0 if the texts are equal without surrounding space, else 0.0."""
+    """Returns 1.0 if the texts are equal without surrounding space, else 0.0."""
     return 1.0 if text.strip() == ground_truth.strip() else 0.0
 
 
@@ -186,15 +186,15 @@ class Rule:
 
     name: str
     score: Callable[[str, str], float]
-    """(text, ground truth) -> score."""
+    """Computes the score from a text and the ground truth."""
     answer: Callable[[str], str | None]
-    """The normalised final answer of a text, for votes."""
+    """Extracts the normalised final answer of a text, for majority votes."""
     example: Callable[[str], str]
-    """A correct answer in the format of the rule."""
+    """Writes a ground truth as a correct answer in the format of the rule."""
     truth_problem: Callable[[str], str | None] = _empty
-    """Why a ground truth is invalid; None if it is valid."""
+    """Returns why a ground truth is invalid; None if it is valid."""
     isolated: str | None = None
-    """`file.py:name` of the same check for a killable process, if the check may hang."""
+    """`file.py:name` of the same check for a separate process, if the check may hang."""
 
     def __call__(self, text: str, ground_truth: str) -> float:
         return self.score(text, ground_truth)
@@ -227,7 +227,7 @@ DEFAULT_RULES: dict[str, str] = {
 
 
 def rules_at_hand(rules: Mapping[str, str]) -> dict[str, str]:
-    """Rules by data source: those of the setting, and built-in ones whose package is installed."""
+    """Returns the rules by data source: those of `rules`, and built-in ones whose package is installed."""
     return {source: name for source, name in DEFAULT_RULES.items() if _is_installed(name)} | dict(rules)
 
 
@@ -236,18 +236,19 @@ def _is_installed(name: str) -> bool:
 
 
 def any_isolated(sources: Iterable[str], rules: Mapping[str, str] | None = None) -> bool:
-    """Whether a rule of these data sources needs a killable process."""
+    """Returns whether a rule of these data sources needs a separate process that can be killed."""
     return any(rule_for(source, rules).isolated for source in sources)
 
 
 def rule_named(name: str, where: str) -> Rule:
-    """The rule of this name; `where` is the key for error messages."""
+    """Returns the rule of this name; `where` is the key for error messages."""
     if name not in RULES:
         near = difflib.get_close_matches(name, RULES, n=1)
         raise Refusal.at(
             where,
             f"there is no rule {name!r}",
             (f"did you mean {near[0]}? " if near else "") + f"rules are {', '.join(RULES)}",
+            code="unknown-name",
         )
     if not _is_installed(name):
         raise missing_extra("math-verify", "math", f"the rule math ({where})")
@@ -255,8 +256,8 @@ def rule_named(name: str, where: str) -> Rule:
 
 
 def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str = "reward.rules") -> list[Problem]:
-    """Problems with entries that look like a misspelt data source: its rows would use another rule. Other unused
-    entries are allowed, because recipes share them."""
+    """Returns a problem for each entry that looks like a misspelt data source, because its rows would use another rule.
+    Other unused entries are allowed, because recipes share them."""
     without_rule = [source for source in sources if source not in rules]
     problems = []
     for name in rules:
@@ -265,12 +266,14 @@ def unmatched_rules(rules: Mapping[str, str], sources: Collection[str], key: str
         near = [one for one in near if _numbers(one) == _numbers(name) and not _is_part(one, name)]
         if near:
             why = f"no row has the data source {name!r}"
-            problems.append(Problem(f"{key}.{name}", why, f"did you mean {near[0]}? Else remove it"))
+            problems.append(
+                Problem(f"{key}.{name}", why, f"did you mean {near[0]}? Else remove it", code="unknown-source")
+            )
     return problems
 
 
 def _is_part(one: str, other: str) -> bool:
-    """Whether one name is the other plus a word: `MATH` and `MATH-Hard`."""
+    """Returns whether one name is the other plus a word: `MATH` and `MATH-Hard`."""
     short, long = sorted((one, other), key=len)
     return long.startswith(short) and not long[len(short)].isalnum()
 
@@ -280,9 +283,9 @@ def _numbers(name: str) -> list[str]:
 
 
 def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str = "reward.rules") -> Rule:
-    """The rule of a data source: from the setting `key`, or a built-in one.
+    """Returns the rule of a data source: from the recipe key `key`, or a built-in one.
 
-    A source without a rule is an error: it must not score 0.
+    Raises a refusal if the source has no rule: its answers must not score 0.
     """
     available = {**DEFAULT_RULES, **(rules or {})}
     if data_source in available:
@@ -294,5 +297,6 @@ def rule_for(data_source: str, rules: Mapping[str, str] | None = None, key: str 
         f"data_source {data_source!r}",
         "has no rule",
         (f"did you mean {near[0]}? " if near else "")
-        + f"rules exist for {', '.join(available)}; for another source: {other}, RULE being {', '.join(RULES)}",
+        + f"rules exist for {', '.join(available)}; for another source: {other}, RULE is one of {', '.join(RULES)}",
+        code="no-rule",
     )

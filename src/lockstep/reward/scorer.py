@@ -1,4 +1,4 @@
-"""`Scorer`: scores responses with all reward parts (rule and format are here) and returns their weighted sums."""
+"""`Scorer`: scores responses with all reward components and sums them with weights. `rule` and `format` are here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lockstep.reward.remote import RemotePart
 from lockstep.reward.rules import Rule, rule_for, rule_named, rules_at_hand
 from lockstep.types import Failure, Question, Score
 
-# The parts `rule` and `format`: checks of a response's text.
+# The reward components `rule` and `format`, which check the text of a response.
 
 
 class RulePart(RewardPart):
-    """Scores each response with the rule of its data source: directly, or in a process if the check may hang."""
+    """Scores each response with the rule of its data source, in a separate process if the check may hang."""
 
     name = "rule"
 
@@ -77,7 +77,7 @@ class RulePart(RewardPart):
 
 
 class FormatPart(RewardPart):
-    """1 if the full response matches the expression (`.` also matches line breaks), else 0."""
+    """Scores 1 if the full response matches the regular expression (`.` also matches line breaks), else 0."""
 
     name = "format"
 
@@ -87,7 +87,10 @@ class FormatPart(RewardPart):
         except re.error as error:
             where = "" if error.pos is None else f" at character {error.pos + 1}"
             raise Refusal.at(
-                "reward.format", f"{expression!r} is not a regular expression: {error.msg}{where}", "fix it"
+                "reward.format",
+                f"{expression!r} is not a regular expression: {error.msg}{where}",
+                "fix it",
+                code="invalid-regex",
             ) from error
 
     def submit(self, question: Question, text: str) -> Future[PartOutcome]:
@@ -115,17 +118,17 @@ class Scorer:
         output: Path | None = None,
         offload: bool = False,
     ) -> Scorer:
-        """Creates the parts of the settings, for rows of these data sources.
+        """Creates the reward components of the settings, for rows of these data sources.
 
         Reports all problems at once. `output`-N.log keeps the last output lines of function process N, if the parent
         folder exists; without `output` they are dropped. With `offload` the weights of reward models are on the device
-        only during their passes.
+        only during their forward passes.
         """
         sources = list(sources)
         weights, problems = active_weights(settings)
         available = rules_at_hand(settings.rules)
         if weights.get("rule") == 0 and not all(source in available for source in sources):
-            del weights["rule"]  # it would only be logged, and some rows have no rule
+            del weights["rule"]  # it would only be logged, and rows may lack a rule
         problems += _unknown_rules(settings.rules)
         makers: dict[str, Callable[[], RewardPart]] = {
             "rule": lambda: RulePart(settings, sources, output=output),
@@ -150,7 +153,7 @@ class Scorer:
         return cls(parts, weights, settings.rules)
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]:
-        """Returns at once; the future never raises. It may wait for the next `flush`."""
+        """Submits a response and returns the future of its score, which may wait for `flush` and never raises."""
         outcomes = [part.submit(question, text) for part in self._parts]
         future: Future[Score | Failure] = Future()
         future.set_running_or_notify_cancel()
@@ -178,11 +181,11 @@ class Scorer:
         return report
 
     def rule_of(self, source: str) -> Rule | None:
-        """The rule of a data source, even without weight; None if there is none."""
+        """Returns the rule of a data source, even without weight; None if there is none."""
         return rule_for(source, self._rules) if source in rules_at_hand(self._rules) else None
 
     def answer_of(self, question: Question, text: str) -> str | None:
-        """The final answer as extracted by the rule of the data source; equal answers are equal strings."""
+        """Returns the final answer as extracted by the rule of the data source; equal answers are equal strings."""
         rule = self.rule_of(question.data_source)
         return rule.answer(text) if rule else None
 
@@ -200,7 +203,7 @@ class Scorer:
         self.close()
 
     def _sum(self, outcomes: Sequence[PartOutcome]) -> Score | Failure:
-        """The first failure in the order of the parts, or the weighted sum of their scores."""
+        """Returns the first failure in the order of the components, or the weighted sum of their scores."""
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             return failures[0]
@@ -222,11 +225,16 @@ def _models(settings: Reward, device: torch.device, offload: bool) -> RewardPart
 
 
 def active_weights(settings: Reward) -> tuple[dict[str, float], list[Problem]]:
-    """The weights of the active parts in the order of PARTS, and problems with weights of parts that are not set."""
+    """Returns the weights of the active components in the order of PARTS, and problems with weights of unset ones."""
     is_set = {name: getattr(settings, name) is not None for name in PARTS if name != "rule"}
     is_set["rule"] = "rule" in settings.weights or not any(is_set.values())
     problems = [
-        Problem(f"reward.weights.{name}", f"reward.{name} is not set", f"set reward.{name}, or remove the weight")
+        Problem(
+            f"reward.weights.{name}",
+            f"reward.{name} is not set",
+            f"set reward.{name}, or remove the weight",
+            code="needs-key",
+        )
         for name in settings.weights
         if not is_set[name]
     ]

@@ -1,1 +1,1 @@
-"""Engines that generate responses, and the loop that collects them. For `methods`, `train` and all above."""
+"""Rollout engines and the collection of scored responses. May be imported by `methods`, `train` and layers above."""

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 
 # Prompts are divided over the ranks by expected response length. An idle rank takes prompts that another rank has not
-# started. Responses do not depend on the rank, because each has separate noise.
+# started. A response does not depend on the rank that generates it, because its noise depends only on the prompt.
 
-# Interval of checks of the other ranks' shares; each check is a request to the store.
+# Seconds between checks of the other ranks' shares; each check is a request to the distributed store.
 LOOK_SECONDS = 0.05
 
 
 class ExpectedLengths:
-    """Expected response length per prompt: the last mean length, or the average of other prompts. Equal on all
-    ranks."""
+    """Predicts the response length of each prompt: its last mean length, or the average over other prompts if it has
+    none. All ranks predict the same lengths."""
 
     def __init__(self) -> None:
         self._last: dict[Origin, float] = {}
@@ -62,13 +62,13 @@ class ExpectedLengths:
 
 
 def costs_of(prompts: Sequence[Prompt], n: int, expected: Sequence[float]) -> list[float]:
-    """Tokens of each prompt and its `n` responses of `expected` length."""
+    """Returns the expected number of tokens of each prompt together with its `n` responses."""
     return [len(prompt.ids) + n * tokens for prompt, tokens in zip(prompts, expected, strict=True)]
 
 
 def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None = None) -> list[list[int]]:
-    """The prompts of each rank: longest first, each to the least-loaded rank. Prompts that are `given` to a rank stay
-    there. A single rank keeps the order."""
+    """Returns the prompt indices of each rank: the longest prompt goes first, to the least-loaded rank. `given` maps
+    prompts to the rank that already generates them. With a single rank the order is unchanged."""
     if ranks == 1:
         return [list(range(len(costs)))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -85,8 +85,8 @@ def balanced(costs: Sequence[float], ranks: int, given: Mapping[int, int] | None
 
 
 class AskedAhead:
-    """Requests that were sent before their step: which rank generates which prompt. Computed identically on all
-    ranks."""
+    """Remembers which rank generates each prompt that was requested before its step. All ranks compute the same
+    assignment."""
 
     def __init__(self, rank: int, ranks: int):
         self._rank, self._ranks = rank, ranks
@@ -95,28 +95,28 @@ class AskedAhead:
     def ask(
         self, prompts: Sequence[Prompt], keys: Sequence[int], n: int, sampling: Sampling, expected: Sequence[float]
     ) -> list[Request]:
-        """Divides the prompts of a step; returns the requests of this rank."""
+        """Assigns the prompts of a step to the ranks; returns the requests of this rank."""
         shares = balanced(costs_of(prompts, n, expected), self._ranks)
         for rank, share in enumerate(shares):
             self._sent_to |= {(sampling, keys[index], n): rank for index in share}
         return [Request(prompts[index].ids, keys[index], n) for index in shares[self._rank]]
 
     def take(self, keys: Sequence[int], n: int, sampling: Sampling) -> dict[int, int]:
-        """Removes and returns the rank of each prompt of the step, by index; prompts without a request are omitted."""
+        """Returns the rank of each prompt that was requested ahead, by prompt index, and forgets these requests."""
         ranks = {index: self._sent_to.pop((sampling, key, n), None) for index, key in enumerate(keys)}
         return {index: rank for index, rank in ranks.items() if rank is not None}
 
 
 class ShareCounter(Protocol):
-    """A shared counter of the started prompts of a share (`parallel/world.py`)."""
+    """A counter, shared by all ranks, of the prompts of one rank's share that are started (`parallel/world.py`)."""
 
     def take(self, count: int) -> int:
-        """Adds `count`; returns the previous value."""
+        """Adds `count` to the counter; returns the previous value."""
         ...
 
 
 class Shares:
-    """The division of the prompts of one call. Without counters a rank processes only its share."""
+    """Divides the prompts of one call over the ranks. Without counters a rank processes only its share."""
 
     def __init__(
         self,
@@ -135,11 +135,11 @@ class Shares:
         """Number of prompts taken from other ranks."""
 
     def own(self) -> list[int]:
-        """All prompts of this rank, if ranks do not share work."""
+        """Returns all prompts of this rank; used if ranks do not share work."""
         return self._shares[self._rank]
 
     def begin(self, count: int) -> list[int]:
-        """Starts up to `count` prompts of this rank's share."""
+        """Starts and returns up to `count` prompts of this rank's share."""
         if self._ended:
             return []
         some = self._some(self._rank, self._begun[self._rank].take(count), count)
@@ -147,16 +147,16 @@ class Shares:
         return some
 
     def help(self, count: int, *, idle: bool) -> list[int]:
-        """Starts up to `count` prompts of the rank with the most unstarted prompts.
+        """Starts and returns up to `count` prompts of the rank with the most unstarted prompts.
 
-        A rank that has not started at all is only helped by `idle` ranks: it may have room for its prompts.
+        If that rank has started no prompt yet, only an `idle` rank takes from it: it may have room for all of them.
         """
         if not self._open or not (idle or time.monotonic() >= self._look_at):
             return []
         first = {other: self._begun[other].take(0) for other in self._open}
         left = {other: len(self._shares[other]) - begun for other, begun in first.items() if idle or begun}
         for other in sorted(left, key=lambda one: -left[one]):
-            # At most half: the owner continues too.
+            # Take at most half, because the owner also continues.
             most = min(count, -(-left[other] // 2))
             some = self._some(other, self._begun[other].take(most), most) if most > 0 else []
             if some:
@@ -171,7 +171,7 @@ class Shares:
 
 
 class Judge(Protocol):
-    """Scores responses asynchronously, such as `reward/scorer.py`."""
+    """Scores responses asynchronously; implemented by `reward/scorer.py`."""
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]: ...
 
@@ -180,7 +180,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Collected:
-    """The rollouts of this rank in order of prompts and samples, the generation time, and the number of prompts taken
+    """The rollouts of this rank, ordered by prompt and sample, with the generation time and the number of prompts taken
     from other ranks."""
 
     rollouts: list[Rollout]
@@ -195,7 +195,7 @@ def _with_score(fields: dict[str, Any], score: Score | Failure, decode: Callable
 
 
 def _submit(judge: Judge, question: Question, completion: Completion, text: str) -> Future[Score | Failure]:
-    """Submits a response to the judge; a failed rollout function gives a `Failure`."""
+    """Submits a response to the judge. A response whose rollout function failed gets a `Failure` instead."""
     if not completion.failure:
         return judge.submit(question, text)
     failed: Future[Score | Failure] = Future()
@@ -204,7 +204,7 @@ def _submit(judge: Judge, question: Question, completion: Completion, text: str)
 
 
 def token_at(ids: list[int], end: int, decode: Callable[[list[int]], str]) -> int:
-    """The index of the token at which the text reaches `end` characters, or the last index."""
+    """Returns the index of the first token at which the decoded text has `end` characters, or the last index."""
     low, high = 0, len(ids) - 1
     while low < high:
         middle = (low + high) // 2
@@ -227,10 +227,10 @@ def collect(
     given: Mapping[int, int] | None = None,
 ) -> Collected:
     """Generates and scores `n` responses for each prompt of this rank's share, which is balanced by `expected` length.
-    `given` has the rank of prompts that were requested ahead.
+    `given` maps the prompts that were requested ahead to their rank.
 
-    A finished response is scored while others are still decoding. Of tensor-parallel ranks only the first returns
-    responses.
+    A finished response is scored while others are still decoding. Only the first rank of a tensor-parallel group
+    returns responses.
     """
     pending: list[tuple[dict[str, Any], Future[Score | Failure]]] = []
     costs = costs_of(prompts, n, expected or [1.0] * len(prompts))
@@ -268,12 +268,12 @@ def collect(
 
 
 def _sample(prompts: Sequence[Prompt], index: int, sample: int) -> str:
-    """The name of a sample in progress messages."""
+    """Returns the name of a sample for progress messages."""
     return f"sample {sample} of prompt {index} of the step ({prompts[index].question.origin})"
 
 
 class _OwnShare:
-    """The requests of this rank: its full share at once."""
+    """Requests the full share of this rank at once."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Prompt], keys: Sequence[int], n: int, shares: Shares, world: World
@@ -284,13 +284,13 @@ class _OwnShare:
         self.indices: list[int] = []
         """The prompt index of each request."""
         self._pending: dict[tuple[int, int], None] = {}
-        """Requested samples that are not finished, in request order."""
+        """The unfinished samples, in request order."""
 
     def generate(self, sampling: Sampling) -> Iterator[Any]:
         return self.engine.generate(self._requests(self.shares.own()), sampling)
 
     def answered(self, index: int, sample: int) -> None:
-        """Marks a sample as finished and logs the oldest pending one as progress."""
+        """Marks a sample as finished and reports the oldest unfinished sample as progress."""
         del self._pending[index, sample]
         self._log_progress()
 
@@ -308,7 +308,7 @@ class _OwnShare:
 
 
 class _OpenShare(_OwnShare):
-    """Requests that start when the engine has free rows (`Further`); idle ranks take prompts of others."""
+    """Sends requests when the engine has free rows (`Further`); an idle rank takes prompts of other ranks."""
 
     engine: NativeEngine
 
@@ -330,7 +330,7 @@ class _OpenShare(_OwnShare):
         return self.engine.settings.max_sequences
 
     def _prompts(self, room: int) -> int:
-        # With more samples than rows: one prompt at a time, when all rows are free.
+        # If a prompt has more samples than the engine has rows, start one prompt at a time, when all rows are free.
         return room // min(self.n, self._rows)
 
 
@@ -344,8 +344,8 @@ def _request_source(
     costs: Sequence[float],
     given: Mapping[int, int] | None,
 ) -> Iterator[_OwnShare]:
-    # Work sharing makes the batches, and with them rounding, depend on timing. Deterministic runs and tensor-parallel
-    # ranks do not share.
+    # Work sharing makes the batches, and so the rounding, depend on timing. It is off in deterministic runs and with
+    # tensor parallelism.
     alone = world.size == 1 or world.tensor > 1 or not isinstance(engine, NativeEngine)
     if alone or torch.are_deterministic_algorithms_enabled():
         yield _OwnShare(engine, prompts, keys, n, Shares(costs, world.engine, world.engines, given=given), world)
@@ -363,9 +363,9 @@ def everyone(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:
     return sorted(gathered, key=lambda rollout: (rollout.prompt_index, rollout.sample))
 
 
-# Validation questions as prompts, and the judge protocol of their answers.
+# Conversion of validation questions to prompts, and the protocol that judges their answers.
 
-# Noise keys of validation do not overlap with those of training prompts.
+# Noise keys of validation do not overlap with training keys.
 FIRST_KEY = 2**40
 
 
@@ -380,7 +380,7 @@ class Examiner(Judge, Protocol):
 
 
 def prompt_format(recipe: Recipe) -> Data | None:
-    """The prompt format: an online run uses that of its data, an offline run chats."""
+    """Returns the data settings that define the prompt format of an online run; None (chat template) if offline."""
     return recipe.data if recipe.method in ONLINE else None
 
 
@@ -390,7 +390,7 @@ def encode_questions(
     system: str | None = None,
     data: Data | None = None,
 ) -> list[Prompt]:
-    """`data` decides whether a chat template is used; without it one is."""
+    """Encodes questions as prompts. `data` decides whether a chat template is used; if None, it is used."""
     for question in questions:
         check_prompt(tokenizer, question, data)
     formatted = [with_format(with_system(question, system), data) for question in questions]

@@ -1,4 +1,4 @@
-"""The engine protocol: prompts in, completions with log-probs out; sampling and stop conditions."""
+"""The `Engine` protocol (prompts to completions with log-probs), sampling parameters and stop conditions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """What a serving engine needs besides the policy: the ranks, the model folder or hub name, and a folder for
-    logs."""
+    """The inputs of a serving engine besides the policy: the ranks, the model folder or hub name, and the log
+    folder."""
 
     world: World
     model: str
@@ -33,15 +33,15 @@ class RunPlace:
 
 
 def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Callable[[list[int]], str]) -> str:
-    """`token`, `string` or `length` if the last token ends the response, else an empty string.
+    """Returns `token`, `string` or `length` if the last token ends the response, else an empty string.
 
     The response starts after the first `prompt` tokens.
     """
     if tokens[-1] in sampling.stop_ids:
         return "token"
     if sampling.stop_strings:
-        # A stop text may span several tokens. A token is at least one byte and a character at most four, so this
-        # covers the longest text.
+        # A stop text may span several tokens. A token has at least one byte and a character at most four bytes, so
+        # these tokens cover the longest stop text.
         back = max(len(text) for text in sampling.stop_strings) * 4
         tail = decode(list(tokens[max(prompt, len(tokens) - back) :]))
         if any(text in tail for text in sampling.stop_strings):
@@ -50,7 +50,7 @@ def why_ended(tokens: Sequence[int], prompt: int, sampling: Sampling, decode: Ca
 
 
 def refuse_unknown_ids(stop_ids: Sequence[int], vocabulary: int, key: str = "rollout.stop_ids") -> None:
-    """Refuses end tokens that the model cannot produce."""
+    """Raises `Refusal` if an end token is not in the model's vocabulary."""
     invalid = [token for token in stop_ids if not 0 <= token < vocabulary]
     if invalid:
         raise Refusal.at(
@@ -58,11 +58,12 @@ def refuse_unknown_ids(stop_ids: Sequence[int], vocabulary: int, key: str = "rol
             f"{', '.join(map(str, invalid[:8]))}: not in the vocabulary of the model (0 to {vocabulary - 1}), so it "
             "would never end a response",
             "use ids of this model's tokenizer, or remove them",
+            code="unknown-token",
         )
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """End tokens of the model and of the tokenizer."""
+    """Returns the end tokens of the model and of the tokenizer."""
     model_ids = model.generation_config.eos_token_id if model.generation_config else None
     ids = model_ids if isinstance(model_ids, list) else [] if model_ids is None else [model_ids]
     return sorted({*ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
@@ -100,17 +101,17 @@ class Engine(Protocol):
     an entry with its properties in `recipe/registry.py`."""
 
     instead: str
-    """The remedy for a model whose generation with this engine does not match the trainer's scores."""
+    """The remedy to report if log-probs of this engine do not match the trainer's."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yields every completion of every request as soon as it is finished.
 
-        Log-probs are those of the sampling distribution, after temperature and truncation.
+        Log-probs are under the sampling distribution, after temperature and truncation.
         """
         ...
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the current weights of the policy. Called before generation."""
+        """Loads the current weights of the policy into the engine. Called before generation."""
         ...
 
     def release_memory(self) -> None:
@@ -118,16 +119,16 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Called at the end of the run."""
+        """Releases the engine's resources at the end of the run."""
         ...
 
 
 @runtime_checkable
 class OtherProgram(Protocol):
-    """An engine that is an external program and has metadata about it."""
+    """An engine that runs an external program and reports metadata about it."""
 
     def metadata(self) -> dict[str, Any]:
-        """Plain values for the run's record, with the `version` of the program."""
+        """Returns JSON values for the run record, among them the `version` of the program."""
         ...
 
 
@@ -135,10 +136,10 @@ class Further(Protocol):
     """A source of more requests for an engine with free rows."""
 
     longest_prompt: int
-    """In tokens."""
+    """The length of the longest prompt in tokens."""
 
     def take(self, room: int) -> Sequence[Request]:
-        """Requests for at most `room` more responses; empty if none are left."""
+        """Returns requests for at most `room` more responses; empty if none are left."""
         ...
 
 
@@ -158,7 +159,7 @@ class SharedWeights:
 def engine_of(
     settings: RolloutSettings, policy: Policy, device: Device, tokenizer: PreTrainedTokenizerBase, place: RunPlace
 ) -> Engine:
-    """Opens the engine of the recipe."""
+    """Opens the engine that the recipe selects."""
     row = ENGINES[settings.engine]
     extra = (place,) if row.served else ()
     engine: Engine = imported(row.opener)(policy, device, settings, tokenizer, *extra)

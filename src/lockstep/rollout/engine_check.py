@@ -1,4 +1,4 @@
-"""Checks that an engine samples from the distribution that the trainer scores, on the model and on a miniature."""
+"""Checks that engine and trainer compute the same log-probs, on the loaded model and on a miniature of it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.native.native_engine import NativeEngine
 from lockstep.types import Example, Origin, Request, Sampling
 
-# Check against transformers, on a miniature of the architecture in fp32: one prompt shorter than every window, one
-# longer; their responses extend both.
+# Comparison with transformers on an fp32 miniature of the architecture. One prompt is shorter than every attention
+# window, the other one longer.
 PROMPTS = (3, LIMIT + 3)
 LONGEST = ORIGINAL_LENGTH + LIMIT
 
 
 def check_engine_architecture(config: Any, kernel: str, device: Device, torch_device: torch.device) -> None:
-    """Raises `Unfit` if the native engine generates differently from transformers. Needs no weights; the result is
-    cached."""
+    """Raises `Unfit` if the native engine does not generate the same as transformers. It needs no weights, and the
+    result is cached."""
 
     def attempt() -> None:
         try_engine(build_miniature(config, kernel, torch_device), device)
@@ -45,7 +45,7 @@ def check_engine_architecture(config: Any, kernel: str, device: Device, torch_de
 
 
 def try_engine(miniature: Miniature, device: Device) -> None:
-    """Compares greedy tokens and their log-probs with those of transformers, with and without chunked prefill."""
+    """Compares greedy tokens and their log-probs with transformers', with and without chunked prefill."""
     policy = miniature.policy
     max_length = fixed_length(policy.causal_lm.config.get_text_config())
     longest = min(LONGEST, max_length or LONGEST)
@@ -75,7 +75,7 @@ def try_engine(miniature: Miniature, device: Device) -> None:
 
 @torch.no_grad()
 def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Reference: recomputes the full sequence for every token."""
+    """Returns greedy tokens and their log-probs, recomputing the full sequence for every token (the reference)."""
     device = model.get_input_embeddings().weight.device
     ids, logprobs = list(prompt), []
     model.set_attn_implementation("eager")
@@ -89,16 +89,16 @@ def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch
     return ids[len(prompt) :], torch.tensor(logprobs)
 
 
-# Check against the trainer, on the loaded model: one prompt of one token and one of the remaining length.
+# Comparison with the trainer on the loaded model: one prompt has a single token, the other the remaining length.
 LONGEST_TRIED, NEW_TOKENS_TRIED = 25, 6
 
 
 @torch.no_grad()
 def check_engine(engine: Engine, policy: Policy, device: torch.device, path: str, *, paged_on: Device | None) -> None:
-    """Refuses a model whose log-probs differ between engine and trainer.
+    """Raises `Refusal` if the engine's log-probs differ from the trainer's.
 
-    This detects layers with other state than keys and values, and unusual attention. `paged_on` is the device of an
-    engine with `paged` in the registry: the architecture is checked there first.
+    This detects unusual attention and layers that keep state other than keys and values. `paged_on` is the device of
+    an engine marked `paged` in the registry; its architecture is checked first.
     """
     run_trial(LOADED_ENGINE, lambda: _engine_problem(engine, policy, device, path, paged_on))
 
@@ -112,20 +112,22 @@ def _engine_problem(
             check_engine_architecture(policy.causal_lm.config, policy.kernel, paged_on, device)
         engine_logprobs, trainer_logprobs = _two_scores(engine, policy, device)
     except Unfit as unfit:
-        return Problem(f"model.path {path}", f"{name}: {unfit}", remedy)
+        return Problem(f"model.path {path}", f"{name}: {unfit}", remedy, code="unsupported-model")
     except RUN_ERRORS as error:
         refuse_trouble(error, device)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Refusal.at(f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy) from error
+        raise Refusal.at(
+            f"model.path {path}", f"{name} cannot be run by the engine: {why}", remedy, code="unsupported-model"
+        ) from error
     difference = (trainer_logprobs - engine_logprobs).abs().max().item()
     if not difference <= CHECK_TOLERANCE[next(policy.parameters()).dtype]:
         why = f"{name}: the engine's log-probabilities differ from the trainer's by {difference:.3g}"
-        return Problem(f"model.path {path}", why, remedy)
+        return Problem(f"model.path {path}", why, remedy, code="logprobs-differ")
     return None
 
 
 def _two_scores(engine: Engine, policy: Policy, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of a few sampled tokens, from the engine and from the policy."""
+    """Returns the log-probs of a few sampled tokens, computed by the engine and by the policy."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     max_length = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LONGEST_TRIED
     lengths = (1, min(LONGEST_TRIED, max_length) - NEW_TOKENS_TRIED)

@@ -1,4 +1,4 @@
-"""`Generator`: a policy with its rollout engine. Prompts in, scored rollouts out."""
+"""`Generator`: generates scored rollouts with a policy and its rollout engine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Generator:
-    """`end_tokens` are added to those of model and tokenizer. `path` is the model path for error messages and for a
-    server. The server's log goes to the folder `logs`."""
+    """Generates and scores responses. `end_tokens` are added to those of model and tokenizer. `path` is the model path
+    for error messages and for a server. The server's log is written to the folder `logs`."""
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class Generator:
         return cls(policy, tokenizer, settings or RolloutSettings(), device, world, folder)
 
     def answered_by(self, engine: Engine, ahead: AskedAhead) -> Generator:
-        """A copy that uses another engine, which manages its weights; some requests are sent `ahead`."""
+        """Returns a copy that uses another engine, which syncs its weights itself. `ahead` has the requests that are
+        already sent."""
         other = copy(self)
         other.engine = other.responder = engine
         other._ahead = ahead
@@ -103,7 +104,7 @@ class Generator:
         phases: PhaseTimer = lambda phase: nullcontext(),
         advance: Callable[[int], None] = lambda done: None,
     ) -> list[Rollout]:
-        """`n` scored responses per prompt, in order, the same on every rank. `keys` seed the noise of each prompt."""
+        """Returns `n` scored responses per prompt, in order and equal on all ranks. `keys` are the prompts' seeds."""
         local = self.generate_here(prompts, keys, n, sampling, judge, phases, advance)
         return everyone(local.rollouts, self.world)
 
@@ -117,7 +118,7 @@ class Generator:
         phases: PhaseTimer = lambda phase: nullcontext(),
         advance: Callable[[int], None] = lambda done: None,
     ) -> Collected:
-        """The responses that this rank generates: all `n` of a prompt, or none."""
+        """Returns the responses that this rank generated: all `n` of a prompt, or none."""
         expected = self.lengths.of(prompts)
         arguments = (
             self.responder,
@@ -140,22 +141,22 @@ class Generator:
             return collect(*arguments)
 
     def after(self, updates: int) -> None:
-        """Sets the number of updates of the weights, for a serving engine."""
+        """Tells a serving engine how many updates the current weights have had."""
         if self.served:
             self.engine.updates = updates  # type: ignore[attr-defined]
 
     def metadata(self) -> dict[str, Any]:
-        """Name and details of the engine, for the run's record."""
+        """Returns the name and the metadata of the engine for the run record."""
         details = self.engine.metadata() if isinstance(self.engine, OtherProgram) else {}
         return {"name": self.engine_name, **details}
 
     def proof(self) -> str:
-        """The result of the last weight check, as the end of a sentence; empty for local engines."""
+        """Returns the result of the last weight check as the end of a message; empty for local engines."""
         check = self.metadata().get("probe")
         return "" if check is None else f"; weight check: {check}"
 
     def sleep(self) -> None:
-        """Lets a server release its memory while the run trains."""
+        """Makes the server release its memory while the run trains."""
         if self.served:
             self.engine.release_memory()
 
@@ -165,12 +166,12 @@ class Generator:
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Gathers the full weights on every rank, so that each can generate."""
-        # A sharded model must be called through its root once; the engines call submodules.
+        # A sharded model must be called through its root once before the engines can call its submodules.
         self._enter()
         with gathered(self.policy):
             yield
-            # The backward pass prefetches in the order of the last forward pass, so that must be the same on every
-            # rank, also on a rank without prompts.
+            # The backward pass prefetches shards in the order of the last forward pass. This order must be the same
+            # on every rank, also on a rank without prompts.
             self._enter()
 
     def _enter(self) -> None:

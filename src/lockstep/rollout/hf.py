@@ -1,4 +1,4 @@
-"""The engine that uses transformers' `generate`: slow, and the reference for faster engines.
+"""The engine that uses transformers' `generate`. It is slow and serves as the reference for faster engines.
 
 It uses the native engine's sampler with the same noise, so both engines give the same samples up to rounding.
 """
@@ -27,12 +27,12 @@ from lockstep.rollout.engine import SharedWeights, why_ended
 from lockstep.rollout.native.sampler import choose
 from lockstep.types import Completion, Request, Sampling
 
-# Responses generated at once.
+# Number of responses per batch.
 BATCH = 64
 
 
 class HfEngine(SharedWeights):
-    """`opened` yields the model for `generate`; `decode` converts token ids to text for stop strings."""
+    """Engine on transformers. `opened` yields the model; `decode` converts token ids to text for stop strings."""
 
     instead = "use another model: the trainer cannot score what this one generates"
 
@@ -61,7 +61,7 @@ class HfEngine(SharedWeights):
                 yield self._cut(number, sample, ids, logprobs, limited)
 
     def _cut(self, number: int, sample: int, ids: list[int], logprobs: list[float], sampling: Sampling) -> Completion:
-        """Cuts a response at its end: `generate` runs until the longest one of the batch has ended."""
+        """Truncates a response at its end token; `generate` continues until the whole batch has ended."""
         for length in range(1, len(ids) + 1):
             why = why_ended(ids[:length], 0, sampling, self.decode)
             if why:
@@ -76,7 +76,7 @@ def open_engine(
 
 
 class _Choose(LogitsProcessor):
-    """Samples with our sampler and masks all other tokens, so that greedy decoding picks it."""
+    """Samples a token with lockstep's sampler and masks all others, so that greedy decoding picks the sampled one."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Choose(LogitsProcessor):
 
 @contextmanager
 def _without_defaults(model: PreTrainedModel) -> Iterator[None]:
-    """Removes the defaults of the model folder (penalties, end tokens), which `generate` would use."""
+    """Disables the generation defaults of the model folder (penalties, end tokens), which `generate` would apply."""
     original, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -126,7 +126,7 @@ def _generate(
     width = max(len(request.ids) for request in requests)
     device = model.get_input_embeddings().weight.device
     pad = sampling.stop_ids[0] if sampling.stop_ids else 0
-    # Left padding, with a mask: every prompt ends where generation begins.
+    # Left padding with a mask, so that every prompt ends at the position where generation begins.
     ids = torch.tensor([[pad] * (width - len(r.ids)) + list(r.ids) for r in requests], device=device)
     mask = torch.tensor([[0] * (width - len(r.ids)) + [1] * len(r.ids) for r in requests], device=device)
     keys = [sequence_keys(sampling.seed, r.key, s) for r, s in zip(requests, samples, strict=True)]

@@ -1,4 +1,4 @@
-"""Entry points of child processes: the rollout worker and inference servers. They import little."""
+"""Entry points of child processes (the rollout worker and inference servers), with few imports."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NoReturn
 
 
 def serve_worker(connection: int) -> None:
-    """The rollout worker. It imports in the worker, not in its supervisor."""
+    """Runs the rollout worker. Its modules are imported here, so the supervisor process does not load them."""
     from lockstep.rollout.worker.worker_loop import work
 
     work(connection)
 
 
-# Variables with the rank of the run: the processes of the server must not inherit them.
+# Environment variables with the rank of the run. The server processes must not inherit them.
 _RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def run_server(connection: int, command: list[str]) -> NoReturn:
-    """Runs under the supervisor and executes the server. The connection sends its environment, with the key, as one
-    line of JSON."""
+    """Replaces this supervised process with the server. Its environment, including the API key, is read from the
+    connection as one line of JSON."""
     with os.fdopen(connection, "rb") as pipe:
         environment: dict[str, str] = json.loads(pipe.readline())
     os.execvpe(command[0], command, {**_without_rank(os.environ), **environment})

@@ -1,1 +1,1 @@
-"""What a run leaves and shows: folder, files, metrics, console. For `data`, `model`, `tape` and all above."""
+"""The output of a run: folder, files, metrics, console. May be imported by `data`, `model`, `tape` and layers above."""

@@ -1,7 +1,7 @@
-"""The cache folder. Its content can be recreated at any time, so deleting it costs only time.
+"""The cache folder of lockstep. Its content can be recreated, so deleting it costs only time.
 
-Converted model folders are large. A process that uses one holds a lock on it until the process ends, so that other
-processes and `lockstep cache --clear` do not delete it.
+Converted model folders are large. A process that uses one locks it until the process ends, so that other processes and
+`lockstep cache --clear` do not delete it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.errors import Refusal
 from lockstep.run.files import ASIDE
 
 ROWS, FOLDERS, VERIFIED, RUNS = "rows", "folders", "models", "runs"
-"""Encoded rows, converted model folders, architectures that passed their check, lists of runs."""
+"""The parts of the cache: encoded rows, converted model folders, architectures that passed their check, run lists."""
 BOUND = "LOCKSTEP_CACHE_GB"
 DEFAULT_GB = 50.0
 _REMOVING = ".removing-"
@@ -29,7 +29,8 @@ _held: dict[Path, int] = {}
 
 
 def cache_home() -> Path:
-    """`LOCKSTEP_CACHE`, or a folder in the cache of the user. Raises RuntimeError if there is no home."""
+    """Returns `LOCKSTEP_CACHE`, or a folder in the user's cache directory. Raises RuntimeError if the user has no home
+    directory."""
     configured = os.environ.get("LOCKSTEP_CACHE")
     return (
         Path(configured)
@@ -66,7 +67,7 @@ class MadeFolder:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Exclusive lock for the conversion; other processes wait."""
+        """Locks the folder exclusively for the conversion; other processes wait."""
         with self._making.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -103,22 +104,22 @@ class MadeFolder:
 def _sweep(home: Path) -> None:
     """Removes leftovers of killed processes."""
     for leftover in [*home.glob(f"{ASIDE}*"), *home.glob(f"{_REMOVING}*")]:
-        # A converter may also write to a temporary path: the name then has the prefix twice.
+        # If a converter also writes to a temporary path, the name has the prefix twice.
         made = MadeFolder(home / re.sub(f"^({re.escape(ASIDE)}|{re.escape(_REMOVING)})+", "", leftover.name))
         with contextlib.suppress(OSError), made._making.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is making it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds if no process is creating the folder
             shutil.rmtree(leftover)
 
 
 def made_folders() -> list[MadeFolder]:
-    """The complete folders, least recently used first."""
+    """Returns the complete converted folders, least recently used first."""
     home = cache_home() / FOLDERS
     found = [MadeFolder(path) for path in home.glob("*") if path.is_dir() and not path.name.startswith(".")]
     return sorted(found, key=lambda one: one.last_used)
 
 
 def make_room(new: MadeFolder) -> list[str]:
-    """Deletes the least recently used folders until the limit holds, but not `new`. Returns messages."""
+    """Deletes the least recently used folders, except `new`, until the size limit is met. Returns messages."""
     bound, folders = folders_bound(), made_folders()
     _sweep(new.path.parent)
     sizes = {one.path: size_of(one.path) for one in folders}
@@ -131,24 +132,29 @@ def make_room(new: MadeFolder) -> list[str]:
             left -= sizes[one.path]
             messages.append(f"removed the model folder of {made_of} (last used {day}) from the cache to free space")
     if left > bound:
-        messages.append(f"the model folders in {new.path.parent} take {gib(left)}, more than {BOUND}={bound / 2**30:g}")
+        messages.append(f"the model folders in {new.path.parent} use {gib(left)}, more than {BOUND}={bound / 2**30:g}")
     return messages
 
 
 def folders_bound() -> float:
-    """Size limit of all converted folders in bytes."""
+    """Returns the size limit of all converted folders in bytes."""
     text = os.environ.get(BOUND, "")
     try:
         number = float(text) if text else DEFAULT_GB
     except ValueError:
         number = -1.0
     if not number >= 0:
-        raise Refusal.at(BOUND, f"{text!r} is not a number of GiB", f"unset it for {DEFAULT_GB:g}, or set a number")
+        raise Refusal.at(
+            BOUND,
+            f"{text!r} is not a number of GiB",
+            f"unset it for {DEFAULT_GB:g}, or set a number",
+            code="not-a-number",
+        )
     return number * 2**30
 
 
 def clear(part: str) -> tuple[int, list[MadeFolder]]:
-    """Deletes a part of the cache. Returns the freed bytes and the folders in use."""
+    """Deletes a part of the cache. Returns the freed bytes, and the folders that are in use and were kept."""
     home = cache_home() / part
     if part != FOLDERS:
         size = size_of(home)

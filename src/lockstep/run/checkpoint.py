@@ -1,9 +1,10 @@
-"""Atomic checkpoints: written to a temporary folder, checksummed, renamed; in one file, or in shards of all ranks.
+"""Atomic checkpoints. They are written to a temporary folder, checksummed and renamed; sharded if there are several
+ranks.
 
-A checkpoint folder of one process holds `model.safetensors` (the trained weights: all of them, or the adapter),
+A checkpoint folder of one process has `model.safetensors` (the trained weights: all of them, or the adapter),
 `optimizer.safetensors` (moments, master weights, random states) and the same two files of a critic, if any. A
-checkpoint of several processes has the same tensors in `shards/`. Both have `state.json`
-and `manifest.json`, written last, with the size and SHA-256 of each file. Any number of processes can read both.
+checkpoint of several processes has the same tensors in `shards/`. Both have `state.json` and `manifest.json`, which is
+written last and has the size and SHA-256 of each file. Any number of processes can read both formats.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ VERSION, SHARDED_VERSION = 1, 2
 SHARDS = "shards"
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
-# Required disk space beyond the tensors: headers, JSON, and later metrics.
+# Required disk space besides the tensors, for headers, JSON and later metrics.
 SPARE_BYTES = 4 * 2**20
 
 
 @dataclass
 class State:
-    """The state of a run that is neither a tensor nor in its recipe."""
+    """The part of a run's state that is neither a tensor nor in the recipe."""
 
     step: int
     rows_seen: int
@@ -61,11 +62,12 @@ class State:
     carried: dict[str, float] = field(default_factory=dict)
     """Values that the training loop keeps between steps, by name."""
     decay_rule: str = ""
-    """Which parameters weight decay skips. `role`: biases and norms; empty (earlier versions): one-dimensional ones."""
+    """The parameters without weight decay: biases and norms if `role`; one-dimensional ones if empty (earlier
+    versions)."""
     probe: dict[str, Any] = field(default_factory=dict)
     """A few rows of tokens and their model outputs, which an export must reproduce; empty in earlier versions."""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By recipe key of a model: its `path`, and digests of its `files`. Empty in earlier versions."""
+    """The `path` of each model and the digests of its `files`, by recipe key. Empty in earlier versions."""
     version: int = VERSION
 
 
@@ -86,7 +88,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def steps_in(checkpoints: Path) -> list[int]:
-    """Steps that have a checkpoint folder, oldest first."""
+    """Returns the steps that have a checkpoint folder, oldest first."""
     found = [p.name.removeprefix("step_") for p in checkpoints.glob("step_*") if p.is_dir()]
     return sorted(int(step) for step in found if step.isdigit())
 
@@ -102,13 +104,13 @@ def save(checkpoints: Path, state: State, tensors: dict[str, dict[str, torch.Ten
                 save_file(_contiguous(content), aside / name)
             write_private(aside / STATE, json.dumps(asdict(state), indent=2))
             write_manifest(aside, told_of(aside, [aside / name for name in (*tensors, STATE)]))
-    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise unwritten_checkpoint(target, str(error)) from error
     return target
 
 
 def told_of(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
-    """Manifest entries (size and checksum) of files in the folder."""
+    """Returns the manifest entries (size and checksum) of files in the folder."""
     return {
         file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": checksum(file)} for file in files
     }
@@ -119,25 +121,31 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def unwritten_checkpoint(target: Path, why: str) -> Refusal:
-    return Refusal.at(str(target), f"could not be written: {why}", "free some disk; earlier checkpoints are unchanged")
+    return Refusal.at(
+        str(target),
+        f"could not be written: {why}",
+        "free some disk; earlier checkpoints are unchanged",
+        code="disk-full",
+    )
 
 
 def require_disk(folder: Path, needed: int, what: str, keys: str = "lower checkpoint.keep_last") -> None:
-    """Raises before anything is written if the disk is too full. `keys` is a remedy that saves space."""
+    """Raises `Refusal`, before anything is written, if the disk is too full. `keys` is a remedy that saves space."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed + SPARE_BYTES:
         raise Refusal.at(
             str(folder),
-            f"{what} needs {(needed + SPARE_BYTES) / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB free",
+            f"{what} needs {(needed + SPARE_BYTES) / 2**20:,.0f} MiB, but the disk has {free / 2**20:,.0f} MiB free",
             f"free some disk, {keys}, or move run.folder; nothing was overwritten",
+            code="disk-full",
         )
 
 
 def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure, warn: Callable[[str], None]) -> None:
-    """Removes checkpoints that are neither among the newest nor among the best. Folders are renamed first.
+    """Removes checkpoints that are neither among the newest nor among the best. Folders are renamed before deletion.
 
-    A checkpoint with unreadable metrics may be the best: it is renamed, with a warning.
+    A checkpoint with unreadable metrics is renamed with a warning and not removed, because it may be the best.
     """
     steps = steps_in(checkpoints)
     kept = set(steps[-keep_last:])
@@ -159,7 +167,7 @@ def prune(checkpoints: Path, *, keep_last: int, keep_best: int, measure: Measure
 
 
 def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
-    """The best kept step and its value; the first one of equal steps."""
+    """Returns the best step that has a checkpoint, and its value; the first of equally good steps."""
     values = {step: _measured(folder_of(checkpoints, step), measure) for step in steps_in(checkpoints)}
     for step in _ranked(values, measure):
         if (value := values[step]) is not None:
@@ -168,7 +176,7 @@ def best_step(checkpoints: Path, measure: Measure) -> tuple[int, float] | None:
 
 
 def _ranked(values: Mapping[int, float | None], measure: Measure) -> list[int]:
-    """The steps that were measured, the best first."""
+    """Returns the steps that have a value, best first."""
     ranked = [(measure.rank(value), step) for step, value in values.items() if value is not None]
     return [step for _, step in sorted(ranked)]
 
@@ -184,7 +192,8 @@ def sweep(checkpoints: Path) -> None:
 
 
 def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
-    """Renames damaged checkpoints, with a warning, until the newest one is complete. Raises if all are damaged."""
+    """Renames damaged checkpoints, with a warning, until the newest remaining one is complete. Raises if all are
+    damaged."""
     steps = steps_in(checkpoints)
     for step in reversed(steps):
         path = folder_of(checkpoints, step)
@@ -193,7 +202,10 @@ def set_damaged_aside(checkpoints: Path, warn: Callable[[str], None]) -> None:
             return
         if step == steps[0]:
             raise Refusal.at(
-                str(checkpoints), f"every checkpoint in it is damaged ({damage})", "start again with another run.name"
+                str(checkpoints),
+                f"every checkpoint in it is damaged ({damage})",
+                "start again with another run.name",
+                code="damaged-checkpoint",
             )
         warn(f"checkpoint {path.name} is damaged ({damage}); using the one before it")
         _set_aside(path)
@@ -206,7 +218,7 @@ def _set_aside(path: Path) -> None:
 
 
 def newest(checkpoints: Path) -> Checkpoint | None:
-    """The newest checkpoint; damaged ones have been set aside before."""
+    """Reads the newest checkpoint; damaged ones must have been set aside before."""
     steps = steps_in(checkpoints)
     return read(folder_of(checkpoints, steps[-1])) if steps else None
 
@@ -262,23 +274,30 @@ def read(path: Path) -> Checkpoint:
         version = values.get("version")
         if version not in (VERSION, SHARDED_VERSION):
             raise Refusal.at(
-                str(path), f"was written in format {version}, this version reads {VERSION} and {SHARDED_VERSION}"
+                str(path),
+                f"was written in format {version}, but this version reads {VERSION} and {SHARDED_VERSION}",
+                code="unsupported-version",
             )
         _refuse_paths(values.get("files", {}), path / STATE)
         stored = _shards(path) if version == SHARDED_VERSION else _files(path)
         parts = {name: one for name in (CRITIC, CRITIC_OPTIMIZER) if (one := stored(name))}
         return Checkpoint(State(**values), stored(MODEL), stored(OPTIMIZER), path, *parts.values())
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise Refusal.at(str(path), f"cannot be read: {error}") from error
+        raise Refusal.at(str(path), f"cannot be read: {error}", code="unreadable") from error
 
 
 def _refuse_paths(files: Any, where: Path) -> None:
-    """Rejects names with a path: an export writes these files into its folder."""
+    """Raises `Refusal` if a file name contains a path, because an export writes these files into its folder."""
     for name, text in files.items() if isinstance(files, dict) else [(files, "")]:
         plain = isinstance(name, str) and isinstance(text, str) and Path(name).name == name and "\0" not in name
         if not plain or name in ("", ".."):
-            why = f"its files name {name!r:.80}, which is not a file name with a text"
-            raise Refusal.at(str(where), why, "the checkpoint was changed after it was written: use another one")
+            why = f"its files contain {name!r:.80}, which is not a plain file name with text"
+            raise Refusal.at(
+                str(where),
+                why,
+                "the checkpoint was changed after it was written: use another one",
+                code="damaged-checkpoint",
+            )
 
 
 def _files(path: Path) -> Callable[[str], StoredTensors]:
@@ -291,22 +310,25 @@ def _shards(path: Path) -> Callable[[str], StoredTensors]:
 
 
 def part_prefix(part: str) -> str:
-    """Name prefix of the tensors of a part, for files that contain several parts."""
+    """Returns the name prefix of the tensors of a part, for files that contain several parts."""
     return f"{part.removesuffix('.safetensors')}/"
 
 
 def _measured(path: Path, measure: Measure) -> float | None:
-    """The value of the metric; None if it is missing or not finite."""
+    """Returns the value of the metric at a checkpoint; None if it is missing or not finite."""
     measured = _current(read_object(path / STATE)).get("measured", {})
     value = measured.get(measure.name) if isinstance(measured, dict) else measured
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         why = f"its {measure.name} is {value!r}"
-        raise Refusal.at(str(path / STATE), why, "remove the checkpoint, or name a --step")
+        raise Refusal.at(
+            str(path / STATE), why, "remove the checkpoint, or choose one with --step", code="damaged-checkpoint"
+        )
     return measure.value({measure.name: value}) if value is not None else None
 
 
 def _current(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts a state.json of an earlier version: old names of recipe keys, and `val_loss` as the only metric."""
+    """Converts a state.json of an earlier version: renames recipe keys, and converts `val_loss`, once the only
+    metric."""
     if "recipe" in values:
         values = {**values, "recipe": stored_recipe(values["recipe"])}
     if "val_loss" not in values:
@@ -321,7 +343,7 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Size of the full tensors, also if this rank has only shards."""
+    """Returns the size of the full tensors, also if this rank has only shards."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
@@ -332,8 +354,8 @@ def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 class ShardedWriter:
-    """Writes the checkpoints of a run, one at a time. All ranks create it together. The thread of rank 0 calls `landed`
-    when a checkpoint is complete."""
+    """Writes the checkpoints of a run, one at a time. All ranks must create it together. The writer thread of rank 0
+    calls `landed` when a checkpoint is complete."""
 
     def __init__(self, checkpoints: Path, world: World, landed: Callable[[Path], None]):
         self.checkpoints, self.world, self.landed = checkpoints, world, landed
@@ -343,7 +365,7 @@ class ShardedWriter:
 
     def begin(self, state: State, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         """Waits for the previous checkpoint, copies the shards of this rank (tensors by part) and starts writing."""
-        # Imported here: only runs of several processes need it, and it takes a second.
+        # Imported here, because only runs of several processes need it and the import takes a second.
         from torch.distributed.checkpoint import async_save
 
         self.settle()
@@ -366,7 +388,7 @@ class ShardedWriter:
             writing.result()
 
     def close(self) -> None:
-        """After an error: finishes the current checkpoint if possible."""
+        """Finishes the current checkpoint after an error, if possible."""
         if self._writing is not None:
             self._writing.exception()
         self._thread.shutdown()
@@ -400,7 +422,7 @@ class ShardedWriter:
 
 
 def _reason(error: BaseException) -> str:
-    """The first error; torch reports the errors of all ranks to every rank."""
+    """Returns the first error; torch reports the errors of all ranks to every rank."""
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     return first_line(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The console of a run: one interface, a live progress bar on a terminal, plain lines in a file or pipe."""
+"""The console of a run: a live progress bar on a terminal, or plain lines in a file or pipe, with one interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.run.screen import Screen
 
 
 class Pace:
-    """Estimates the remaining time from the latest steps."""
+    """Estimates the remaining time from recent steps."""
 
     def __init__(self, total: int | None, done: int = 0):
         self.total, self.done = total, done
@@ -30,7 +30,7 @@ class Pace:
         self._ticks: deque[tuple[float, int]] = deque([(self.began, done)], maxlen=50)
 
     def reach(self, done: int) -> None:
-        # The first step includes warm-up, so it is dropped as soon as there is another one.
+        # The first step includes warm-up, so it is dropped when there is a second one.
         if len(self._ticks) == 2 and self._ticks[0][0] == self.began:
             self._ticks.popleft()
         now = time.monotonic()
@@ -45,7 +45,7 @@ class Pace:
         return time.monotonic() - self.began
 
     def left(self) -> float | None:
-        """Remaining seconds, counting down between steps; None before the first estimate."""
+        """Returns the remaining seconds, which count down between steps; None before the first estimate."""
         (first_time, first), (last_time, last) = self._ticks[0], self._ticks[-1]
         if self.total is None or last == first:
             return None
@@ -70,7 +70,8 @@ class Console:
     def open(
         columns: Sequence[Column] = OFFLINE_COLUMNS, plain: bool | None = None, every: int = 1, lines: bool = False
     ) -> Console:
-        """A live console on a terminal, otherwise a plain one that prints every `every`-th step; `plain` forces one.
+        """Returns a live console on a terminal, otherwise a plain one that prints every `every`-th step. `plain`
+        selects one explicitly.
 
         With `lines`, the live console also prints a line for every step.
         """
@@ -100,7 +101,7 @@ class Console:
         yield TaskProgress()
 
     def begin(self, total_steps: int, done: int = 0) -> None:
-        """Training starts after `done` finished steps. `end` must follow, also after an error."""
+        """Reports that training starts after `done` finished steps. `end` must follow, also after an error."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Reports that step `step` of `total_steps` is finished."""
@@ -109,7 +110,7 @@ class Console:
         """Reports the validation metrics after `step`."""
 
     def end(self) -> None:
-        """Training ended or was interrupted. May be called twice."""
+        """Reports that training ended or was interrupted. May be called twice."""
 
     def problems(self, refusal: Refusal) -> None:
         """Prints the problems with remedies to stderr. A silent console prints them too."""
@@ -118,7 +119,7 @@ class Console:
 
 
 def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
-    """Prints every problem of a refusal to stderr; `colour` defaults to what the terminal supports."""
+    """Prints every problem of a refusal to stderr; `colour` defaults to the terminal's support."""
     from rich.text import Text
 
     from lockstep.run.screen import Screen
@@ -127,16 +128,20 @@ def print_problems(refusal: Refusal, colour: bool | None = None) -> None:
     count = len(refusal.problems)
     screen.print(Text(f"{count} problems:" if count > 1 else "1 problem:", style="bold"))
     for problem in refusal.problems:
-        lines = [(problem.where, "bold red"), (f"  {problem.why}", "")]
+        code = f"[{problem.code}]"
+        lines = [(f"{problem.where} {code}", "bold red"), (f"  {problem.why}", "")]
         lines += [(f"  -> {problem.remedy}", "green")] if problem.remedy else []
         screen.print()
         for text, style in lines:
             for line in fit(text, min(screen.width, 100)):
-                screen.print(Text(line, style=style), soft_wrap=True)
+                styled = Text(line, style=style)
+                if style == "bold red" and line.endswith(code):
+                    styled.stylize("not bold dim default", len(line) - len(code))
+                screen.print(styled, soft_wrap=True)
 
 
 def validation_rows(metrics: dict[str, float]) -> str:
-    """`loss 1.234  accuracy 0.81`: metrics without the `val/` prefix."""
+    """Formats metrics without the `val/` prefix, as in `loss 1.234  accuracy 0.81`."""
     return "  ".join(f"{name.removeprefix('val/')} {value:.4g}" for name, value in metrics.items())
 
 
@@ -247,7 +252,7 @@ class _LiveTask(TaskProgress):
 
 
 class _TimeColumn(ProgressColumn):
-    # The estimate of rich covers only 30 seconds, and a step of reinforcement learning may take longer.
+    # rich's own estimate covers only the last 30 seconds, and a step of reinforcement learning may take longer.
     def render(self, task: Bar) -> Text:
         pace: Pace = task.fields["pace"]
         left = pace.left()
@@ -255,7 +260,7 @@ class _TimeColumn(ProgressColumn):
 
 
 class PlainConsole(Console):
-    """Console for files and pipes: one line for the first step, every `every`-th and the last."""
+    """Console for files and pipes: prints a line for the first step, every `every`-th step and the last step."""
 
     def __init__(self, columns: Sequence[Column], every: int = 1):
         self._columns, self._every = columns, every
@@ -299,7 +304,8 @@ class PlainConsole(Console):
             self._pending = line
 
     def _eta(self, line: str, step: int) -> str:
-        """The remaining time after the metrics, or sometimes on a separate line if it does not fit."""
+        """Returns the remaining time, placed after the metrics or, if it does not fit, occasionally on a separate
+        line."""
         assert self._pace is not None
         left = self._pace.left()
         if left is None or step == self._pace.total:

@@ -17,28 +17,28 @@ ASIDE = ".writing-"
 
 @contextlib.contextmanager
 def written_aside(path: Path, *, over: bool = False, durable: bool = True) -> Iterator[Path]:
-    """A temporary path that is renamed to `path` if the block succeeds, and removed otherwise.
+    """Yields a temporary path that is renamed to `path` if the block succeeds, and removed otherwise.
 
-    After a kill or a power cut, `path` is either the old or the new version. An existing folder is replaced only with
-    `over`. Without `durable` the write does not wait for the disk, and a power cut may lose it.
+    After a kill or a power failure, `path` has either the old or the new version. An existing folder is replaced only
+    with `over`. Without `durable` the write does not wait for the disk and may be lost in a power failure.
     """
     aside = cleared_aside(path)
     try:
         yield aside
         take_name(aside, path, over=over, durable=durable)
     except BaseException:
-        with contextlib.suppress(OSError):  # on an unwritable disk there is nothing to remove
+        with contextlib.suppress(OSError):  # on a read-only disk there is nothing to remove
             _remove(aside)
         raise
 
 
 def aside_of(path: Path) -> Path:
-    """The temporary path of `path`."""
+    """Returns the temporary path of `path`."""
     return path.with_name(f"{ASIDE}{path.name}")
 
 
 def cleared_aside(path: Path) -> Path:
-    """The temporary path of `path`, after removing leftovers."""
+    """Removes leftovers at the temporary path of `path`, and returns it."""
     aside = aside_of(path)
     _remove(aside)
     return aside
@@ -65,8 +65,8 @@ def _remove(aside: Path) -> None:
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Replaces `path`; raises OSError, so that the caller can add advice. `private`: readable only by the user, for
-    files that contain the recipe or the command line."""
+    """Replaces the file `path` atomically; raises OSError, so that the caller can add a remedy. With `private` only the
+    user can read the file; use it for files that contain the recipe or the command line."""
     with written_aside(path) as aside:
         if private:
             write_private(aside, text)
@@ -75,14 +75,14 @@ def replace_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def write_private(path: Path, content: str | bytes | bytearray) -> None:
-    """Writes a file that only the user can read from its creation."""
+    """Writes a file that only the user can read, from its creation on."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def atomic_write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Replaces `path`, or raises a refusal and leaves the old file unchanged."""
+    """Replaces the file `path` atomically, or raises `Refusal` and leaves the old file unchanged."""
     try:
         replace_text(path, text, private=private)
     except OSError as error:
@@ -90,7 +90,7 @@ def atomic_write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flushes a file or a folder to disk. A rename needs a flush of its folder."""
+    """Flushes a file or a folder to disk. A rename is durable only after its folder is flushed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -99,7 +99,7 @@ def sync_path(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
+    """Returns the SHA-256 of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**22):

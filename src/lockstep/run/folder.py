@@ -27,7 +27,7 @@ from lockstep.version import PACKAGE_FOLDER, __version__
 if TYPE_CHECKING:
     from lockstep.recipe import Recipe
 
-# Device facts (driver, accelerator packages) come from the device classes, through the caller.
+# The caller adds device properties (driver, accelerator packages), which come from the device classes.
 PACKAGES = (
     "torch",
     "transformers",
@@ -45,7 +45,7 @@ PACKAGES = (
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, platform and command line. The host name is omitted, because run folders are shared."""
+    """Returns versions, platform and command line. The host name is omitted, because run folders may be shared."""
     return {
         "lockstep": __version__,
         "git_commit": own_commit(),
@@ -68,13 +68,13 @@ def installed_version(package: str) -> str | None:
 
 @cache
 def own_commit() -> str | None:
-    """The commit of this package. Cached, because a later checkout does not change imported code."""
+    """Returns the git commit of this package. It is cached, because a later checkout does not change imported code."""
     return checkout_commit(PACKAGE_FOLDER)
 
 
 def checkout_commit(folder: Path) -> str | None:
-    """The commit of the code in `folder`, with `-dirty` if it was changed; None outside a checkout."""
-    # A virtual environment inside another repository must not report the commit of that repository.
+    """Returns the git commit of `folder`, with `-dirty` if files were changed; None outside a checkout."""
+    # If the package is installed in a virtual environment inside another repository, that commit must not be reported.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
@@ -91,7 +91,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of the files of a run."""
+    """The paths of the files of a run, and their lock."""
 
     path: Path
 
@@ -100,17 +100,17 @@ class RunFolder:
         return self.path / "recipe.yaml"
 
     def earlier_recipe(self, last: int) -> Path:
-        """The recipe that applied up to step `last`, of a run that was resumed with changed keys."""
+        """Returns the path of the recipe that applied up to step `last`, for a run resumed with changed keys."""
         return self.path / f"recipe.to_step_{last}.yaml"
 
     def earlier_recipes(self) -> dict[int, Path]:
-        """The earlier recipes, by the last step of each."""
+        """Returns the paths of the earlier recipes, by the last step of each."""
         found = [re.fullmatch(r"recipe\.to_step_(\d+)\.yaml", file.name) for file in self.path.glob("recipe.to_step_*")]
         return {last: self.earlier_recipe(last) for last in sorted(int(match[1]) for match in found if match)}
 
     @property
     def template(self) -> Path:
-        """The chat template, if it is not the model's."""
+        """The path of the chat template, if it is not the model's."""
         return self.path / "chat_template.jinja"
 
     @property
@@ -138,12 +138,12 @@ class RunFolder:
         return self.path / "tape"
 
     def reward_output(self, rank: int) -> Path:
-        """Path prefix of the files with the last output lines of the reward workers."""
+        """Returns the path prefix of the files with the last output lines of the reward workers."""
         return worker_output(self.path / "rewards", rank)
 
     @property
     def trackers(self) -> Path:
-        """The tracker ids of the run, which a resumed run reuses."""
+        """The path of the tracker ids of the run, which a resumed run reuses."""
         return self.path / "trackers.json"
 
     def create(self) -> None:
@@ -152,13 +152,16 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Refusal.at(
-                f"run folder {self.path}", f"cannot be created: {error.strerror}", "choose a writable folder"
+                f"run folder {self.path}",
+                f"cannot be created: {error.strerror}",
+                "choose a writable folder",
+                code="unwritable",
             ) from error
 
     def write_recipe(self, text: str, step: int = 0) -> None:
-        """Writes the recipe that applies after `step`. The recipes of earlier steps are kept.
+        """Writes the recipe that applies to the steps after `step`. The recipes of earlier steps are kept.
 
-        Steps after `step` do not count: a run that returns to an earlier checkpoint repeats them.
+        Recipes of later steps are dropped, because a run that returns to an earlier checkpoint repeats these steps.
         """
         earlier = {last: path.read_text(encoding="utf-8") for last, path in self.earlier_recipes().items()}
         parts = [(last, _current_recipe(content)) for last, content in earlier.items()]
@@ -170,7 +173,7 @@ class RunFolder:
                 kept[end] = content
         if kept.get(step) == text:
             del kept[step]  # unchanged
-        # New files first: a kill in between leaves extra files, which the next start removes.
+        # New files are written first. A kill in between leaves extra files, which the next start removes.
         for last, content in kept.items():
             if earlier.get(last) != content:
                 atomic_write_text(self.earlier_recipe(last), content, private=True)
@@ -179,7 +182,7 @@ class RunFolder:
             self.earlier_recipe(last).unlink()
 
     def read_env(self) -> dict[str, Any]:
-        """The content of env.json; empty if it does not exist."""
+        """Returns the content of env.json; empty if it does not exist."""
         if not self.env.exists():
             return {}
         return read_object(self.env, "remove it to resume without this history")
@@ -188,7 +191,7 @@ class RunFolder:
         """Writes env.json. Entries of earlier starts are kept under `before_resume`."""
         facts = describe_environment()
         if taken := sorted(facts.keys() & extra.keys()):
-            raise ValueError(f"env facts given twice: {', '.join(taken)}")
+            raise ValueError(f"keys of env.json given twice: {', '.join(taken)}")
         facts.update(extra)
         earlier = self.read_env()
         if earlier:
@@ -205,20 +208,20 @@ class RunFolder:
             raise unwritten(f"run folder {self.path}", error, "a run needs a writable folder") from error
         try:
             _lock_or_refuse(file, self.path)
-            with contextlib.suppress(OSError):  # the process id is only informative
+            with contextlib.suppress(OSError):  # the process id is only for information
                 os.ftruncate(file, 0)
                 os.pwrite(file, str(os.getpid()).encode(), 0)
             _held.add(file)
             yield
         finally:
-            # The file is not removed: otherwise two processes could lock two files with the same name.
+            # The lock file is not removed, because then two processes could lock two files with the same name.
             _held.discard(file)
             os.close(file)
 
 
 def _current_recipe(recipe: str) -> str:
-    """A stored recipe with what earlier versions wrote converted: secrets masked, keys with their new names."""
-    # Imported on use: a list of runs does not wait for the schema.
+    """Converts a stored recipe of an earlier version: masks secrets and renames keys."""
+    # Imported here, so that listing runs does not wait for the import of the schema.
     from lockstep.recipe.renamed_keys import stored_recipe
 
     values = yaml.load(recipe, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -227,24 +230,29 @@ def _current_recipe(recipe: str) -> str:
 
 
 def read_object(path: Path, remedy: str = "restore the file") -> dict[str, Any]:
-    """Reads a JSON object; raises for anything else."""
+    """Reads a JSON object from a file; raises `Refusal` for any other content."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise Refusal.at(path, f"cannot be read: {error}", remedy) from error
+        raise Refusal.at(path, f"cannot be read: {error}", remedy, code="unreadable") from error
     if not isinstance(values, dict):
-        raise Refusal.at(path, f"contains {type(values).__name__}, not a JSON object", remedy)
+        raise Refusal.at(path, f"contains {type(values).__name__}, not a JSON object", remedy, code="damaged-file")
     return values
 
 
 def refuse_unwritable(path: Path, option: str) -> None:
-    """Rejects an output file that cannot be written, before the work starts."""
+    """Raises `Refusal` if an output file cannot be written, before the work starts."""
     if path.is_dir():
-        raise Refusal.at(f"{option} {path}", "is a folder", "name a file")
+        raise Refusal.at(f"{option} {path}", "is a folder", "give the path of a file", code="not-a-file")
     if not path.parent.is_dir():
-        raise Refusal.at(f"{option} {path}", f"folder {path.parent} does not exist", "create it, or name another file")
+        raise Refusal.at(
+            f"{option} {path}",
+            f"folder {path.parent} does not exist",
+            "create it, or give another path",
+            code="no-such-file",
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise Refusal.at(f"{option} {path}", "cannot be written to", "name another file")
+        raise Refusal.at(f"{option} {path}", "cannot be written to", "give another path", code="unwritable")
 
 
 def _lock_or_refuse(file: int, path: Path) -> None:
@@ -254,19 +262,21 @@ def _lock_or_refuse(file: int, path: Path) -> None:
         holder = os.pread(file, 32, 0).decode(errors="replace").strip()
         raise Refusal.at(
             f"run folder {path}",
-            f"process {holder} is working in it" if holder else "another process is working in it",
+            f"process {holder} is using it" if holder else "another process is using it",
             "wait for it, stop it, or give this run another folder",
+            code="folder-in-use",
         ) from None
     except OSError as error:
         raise Refusal.at(
             f"run folder {path}",
-            f"its file system cannot lock files ({error.strerror}), so two runs could mix in it",
+            f"its file system cannot lock files ({error.strerror}), so two runs could write to it at the same time",
             "put the run folder on a file system with flock, such as a local disk",
+            code="no-file-locks",
         ) from error
 
 
-# A forked child (a data worker, for instance) shares the lock of its parent and would keep it after the parent is
-# killed, so children release it at once.
+# A forked child, such as a data worker, shares the lock of its parent and would keep it after the parent is killed. So
+# children release the lock immediately.
 _held: set[int] = set()
 
 
@@ -280,7 +290,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def worker_output(folder: Path, rank: int) -> Path:
-    """Same as `RunFolder.reward_output`, for any folder."""
+    """Returns the path prefix of worker output in any folder, as `RunFolder.reward_output` does for a run folder."""
     return folder / ("worker" if rank == 0 else f"rank{rank}-worker")
 
 

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`, one line per step, and the timer of the phases of a step.
+"""The metrics log `metrics.jsonl`, with one line per step, and the timer of the phases of a step.
 
-A line is `{"step": 7, "data": {"train/loss": 1.25}}`. Numbers are read back bit-identical. JSON has no NaN or infinity,
-so these are written as the strings "NaN", "Infinity" and "-Infinity", and read back as floats.
+A line is `{"step": 7, "data": {"train/loss": 1.25}}`. Numbers are read back bitwise identical. JSON has no NaN or
+infinity, so these are written as the strings "NaN", "Infinity" and "-Infinity", and read back as floats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MetricsLog:
         self._last: int | None = None
 
     def append(self, step: int, metrics: dict[str, float]) -> None:
-        """Appends the line of one step. Steps must increase: a resumed run calls `rewind` first."""
+        """Appends the line of one step. Steps must increase, so a resumed run calls `rewind` first."""
         if self._last is None:
             self._last = _last_step(self.path)
         if step <= self._last:
@@ -45,7 +45,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """The metrics of all steps in order. An incomplete last line is skipped; other damage is an error."""
+    """Returns the metrics of all steps in order. An incomplete last line is skipped; other damage raises `Refusal`."""
     steps = []
     for number, line in enumerate(_parse(path, _complete_lines(path)), start=1):
         try:
@@ -78,7 +78,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def missing_steps(steps: Iterable[int], last: int) -> str:
-    """The missing steps from 1 to `last` as text: '3, 5 to 7'. Empty if none is missing."""
+    """Returns the missing steps from 1 to `last` as text, such as '3, 5 to 7'; empty if none is missing."""
     present = set(steps)
     ranges = []
     first = None
@@ -93,7 +93,7 @@ def missing_steps(steps: Iterable[int], last: int) -> str:
 
 
 def rewind_lines(path: Path, step: int) -> None:
-    """Removes the lines after `step`, and an incomplete line, from a file of JSON lines with a `step`."""
+    """Removes the lines after `step` and an incomplete last line from a file whose JSON lines have a `step`."""
     if not path.exists():
         return
     lines = _complete_lines(path)
@@ -110,8 +110,8 @@ PhaseTimer = Callable[[str], AbstractContextManager[None]]
 class Phases:
     """Times the phases of a step: `with phases("update_actor"): ...`, then `take()`.
 
-    `synchronise` waits for the device: without it, asynchronous work would count in a later phase. `stage` is entered
-    with the name of each phase.
+    `synchronise` waits for the device; without it, asynchronous work would count in a later phase. `stage` is a context
+    manager that is entered with the name of each phase.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class Phases:
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """A phase whose time does not count in the enclosing phases, such as recording a tape."""
+        """Times a phase that does not count in the enclosing phases, such as recording a tape."""
         before = self._seconds.get(name, 0.0)
         with self(name):
             yield
         self._aside += self._seconds[name] - before
 
     def take(self) -> dict[str, float]:
-        """`timing_s/<phase>` of every phase since the last call; repeated phases are summed."""
+        """Returns `timing_s/<phase>` of every phase since the last call; repeated phases are summed."""
         taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
@@ -157,7 +157,7 @@ def _to_json(value: float) -> float | str:
 
 
 def _complete_lines(path: Path) -> list[bytes]:
-    # A line is complete if its newline was written, because the newline is the last byte of the write.
+    # A line is complete if it has a newline, because the newline is the last byte that is written.
     return path.read_bytes().split(b"\n")[:-1]
 
 
@@ -177,13 +177,14 @@ def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
 def _damaged(path: Path, number: int, text: str) -> Refusal:
     return Refusal.at(
         f"{path} line {number}",
-        f"not a line of this log: {text[:60]!r}",
+        f"cannot parse this line of the log: {text[:60]!r}",
         "the file was changed by another program; restore it, or remove the line",
+        code="damaged-file",
     )
 
 
 def _last_step(path: Path) -> int:
-    """The highest step in the log, -1 when there is none."""
+    """Returns the highest step in the log; -1 if there is none."""
     if not path.exists():
         return -1
     content = path.read_bytes()

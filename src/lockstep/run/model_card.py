@@ -1,4 +1,4 @@
-"""The model card of an exported model: summary, curves and settings of its run."""
+"""Writes the model card of an exported model, with summary, curves and settings of its run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.recipe.renamed_keys import stored_recipe
 from lockstep.run.folder import RunFolder
 from lockstep.run.metrics import read_metrics
 
-# Number of steps averaged at each end, because rewards of single steps are noisy.
+# Number of steps that are averaged at the start and at the end, because rewards of single steps are noisy.
 ENDS = 5
 AVERAGED = (("reward", "critic/score/mean"), ("divergence", "actor/reward_kl_penalty"))
 SINGLE = (
@@ -33,7 +33,7 @@ SINGLE = (
 
 
 def before_and_after(history: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, str]]:
-    """Rows of a table: the name, and `first -> last`."""
+    """Returns table rows with a metric's name and its change, `first -> last`."""
     rows = []
     for label, name in AVERAGED:
         values = _values(history, name)
@@ -69,11 +69,11 @@ SHOWN = (
 )
 PANELS, WIDTH, HEIGHT, MARGIN = 4, 360, 200, 44
 POINTS = 300
-"""Neighbouring steps of longer curves are averaged."""
+"""Maximum number of points of a curve; neighbouring steps of longer curves are averaged."""
 
 
 def curves_svg(history: History) -> str | None:
-    """An SVG with one panel per metric; None if no metric was logged twice."""
+    """Returns an SVG with one panel per metric; None if no metric was logged twice."""
     curves = {name: _points(history, name) for name in SHOWN}
     drawn = [(name, points) for name, points in curves.items() if len(points) > 1][:PANELS]
     if not drawn:
@@ -126,7 +126,7 @@ _REPORT = re.compile(r'<script type="application/json" id="comparison">(.*?)</sc
 
 
 def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str, str]:
-    """The card and its picture by file name; empty if the run has no recipe."""
+    """Returns the text of the card and its picture by file name; empty if the run has no recipe."""
     if not run.recipe.is_file():
         return {}
     recipe: dict[str, Any] = yaml.safe_load(run.recipe.read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def card_files(run: RunFolder, step: int, *, adapter: bool = False) -> dict[str,
 
 
 def _head(recipe: dict[str, Any], adapter: bool) -> list[str]:
-    """The metadata header that the hub reads."""
+    """Returns the metadata header that the Hugging Face hub reads."""
     metadata: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     base = str(recipe["model"]["path"])
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) and not Path(base).exists():
@@ -159,12 +159,12 @@ def _title(
         f"# {_cell(run.path.resolve().name)}",
         "",
         f"{what} `{_short(recipe['model']['path'])}` by lockstep, method `{recipe['method']}`: the weights after step "
-        f"{step} of {last}. All below is taken from the run's own files.",
+        f"{step} of {last}. The values below are from the files of the run.",
     ]
 
 
 def _results(history: Sequence[tuple[int, dict[str, float]]], step: int) -> list[str]:
-    # Later steps do not apply to these weights.
+    # Metrics of later steps do not apply to these weights.
     rows = [("", f"first and last, up to step {step}"), *before_and_after([one for one in history if one[0] <= step])]
     at = next((metrics for number, metrics in history if number == step), {})
     measured = [(name, f"{value:.6g}") for name, value in at.items() if name.startswith("val/")]
@@ -185,7 +185,7 @@ def _data(env: dict[str, Any]) -> list[str]:
 
 
 def _comparisons(run: RunFolder) -> list[str]:
-    """The result of the last comparison with this run as B."""
+    """Returns the section about the last comparison in which this run was B."""
     report = run.path / "report.html"
     found = _REPORT.search(report.read_text(encoding="utf-8", errors="replace")) if report.is_file() else None
     if found is None:
@@ -212,8 +212,8 @@ def _environment(env: dict[str, Any]) -> list[str]:
 
 
 def _recipes(run: RunFolder) -> list[str]:
-    """The recipe, and the earlier recipes of a run that was resumed with changed keys."""
-    lines = ["", "## Recipe", "", "Folders are left out of paths, and hosts of addresses."]
+    """Returns the section with the recipe, and the earlier recipes if the run was resumed with changed keys."""
+    lines = ["", "## Recipe", "", "Folders in paths and hosts in addresses are omitted."]
     parts = [(f"Up to step {last}:", path) for last, path in run.earlier_recipes().items()]
     for title, path in [*parts, ("From there on:" if parts else "", run.recipe)]:
         values = _without_folders(masked_tree(stored_recipe(yaml.safe_load(path.read_text(encoding="utf-8")))))
@@ -238,13 +238,13 @@ def _short(path: object) -> str:
     text = str(path)
     if not text.startswith(("/", "~", "..")):
         return _cell(text)
-    # The export of a run is shown with the name of the run.
+    # An exported model of a run is shown with the name of the run.
     parts = Path(text).parts
     return _cell("/".join(parts[-2:]) if parts[-1] == "export" and len(parts) > 1 else parts[-1])
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """A section with a table; empty if the table has only a header."""
+    """Returns a section with a table; empty if the table has only a header."""
     if len(rows) < 2:
         return []
     return ["", f"## {title}", "", *_lines(rows)]
@@ -258,5 +258,5 @@ def _lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """Text in a line of Markdown: no line breaks, no bar, no tag."""
+    """Escapes text for a line of Markdown: no line breaks, bars or tags."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,4 +1,4 @@
-"""Output to stdout and stderr: the only module that prints, and how text is fitted to a terminal."""
+"""Output to stdout and stderr (no other module prints), and the fitting of text to a terminal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from lockstep.masking import without_concealed
 
-# Text of rows, responses and files may contain escape sequences, which a terminal would execute. They are made visible.
-# No other module may print; a test checks this.
+# Text of rows, responses and files may contain escape sequences, which a terminal would execute. So they are made
+# visible. No other module may print; a test checks this.
 #
 # Matches control characters except line break and tab; marks, overrides and isolates of the writing direction, which
-# disguise a line; separators at which some terminals break lines; and lone surrogates, which no encoding can print.
+# can disguise a line; separators at which some terminals break lines; and lone surrogates, which cannot be encoded.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""`text` with hidden characters as escapes: `\x1b`, and beyond ASCII as in JSON, `\u202e`."""
+    r"""Returns `text` with hidden characters as escapes: `\x1b` in ASCII, `\u202e` beyond ASCII."""
     return _HIDDEN.sub(lambda found: _escaped(ord(found[0])), text)
 
 
@@ -30,12 +30,12 @@ def _escaped(code: int) -> str:
 def write(text: str = "", *, error: bool = False, end: str = "\n") -> None:
     """Prints to stdout or stderr and flushes."""
     stream = sys.stderr if error else sys.stdout
-    stream.write(visible(without_concealed(text)) + end)  # one call: lines of two threads do not mix
+    stream.write(visible(without_concealed(text)) + end)  # one call, so that lines of two threads do not mix
     stream.flush()
 
 
 def never_fail_to_encode() -> None:
-    """Makes the streams escape characters that the encoding of the terminal lacks, instead of raising."""
+    """Makes stdout and stderr escape characters that the terminal's encoding does not have, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
@@ -45,7 +45,8 @@ WIDTH = 80
 
 
 class Column(NamedTuple):
-    """A metric shown at each step: its name (or names, of which the first present is used), label and number format."""
+    """A metric shown at each step: its name (or names, of which the first available is used), label and number
+    format."""
 
     metric: str | tuple[str, ...]
     label: str
@@ -61,7 +62,7 @@ OFFLINE_COLUMNS = (
     Column("train/grad_norm", "grad", ".3g"),
     Column("perf/throughput", "tok/s", ",.0f"),
 )
-# `kl` is the divergence from the reference if there is one, otherwise that of the update.
+# `kl` is the divergence from the reference model if there is one, otherwise that of the update.
 ONLINE_COLUMNS = (
     Column("critic/score/mean", "reward", ".3f"),
     Column(("actor/kl", "actor/reward_kl_penalty", "actor/ppo_kl"), "kl", ".3f"),
@@ -74,7 +75,7 @@ ONLINE_COLUMNS = (
 
 
 def fit(text: str, width: int = WIDTH) -> list[str]:
-    """`text` wrapped to `width`. Words are not broken, so that a long path can be copied."""
+    """Wraps `text` to `width`. Words are not broken, so that a long path can be copied."""
     lines: list[str] = []
     for line in visible(text).expandtabs(4).split("\n"):
         indent = line[: len(line) - len(line.lstrip())] + "  "
@@ -91,7 +92,7 @@ def fit(text: str, width: int = WIDTH) -> list[str]:
 
 
 def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[str, str]]:
-    """A two-column table as one (key, value) pair per line: keys are padded, values are wrapped."""
+    """Formats a two-column table as one (key, value) pair per line: keys are padded, values are wrapped."""
     margin = max((len(key) for key, _ in rows), default=0) + 2
     pairs: list[tuple[str, str]] = []
     for key, value in rows:
@@ -101,7 +102,7 @@ def fit_rows(rows: Sequence[tuple[str, str]], width: int = WIDTH) -> list[tuple[
 
 
 def show(columns: Sequence[Column], metrics: dict[str, float], width: int = WIDTH) -> str:
-    """The columns present in the metrics, as many as fit; with narrower gaps if more fit that way."""
+    """Formats as many of the available columns as fit in `width`, with narrower gaps if more columns fit that way."""
     wide = _line(columns, metrics, width, "  ")
     close = _line(columns, metrics, width, " ")
     return close if len(close.split()) > len(wide.split()) else wide
@@ -122,14 +123,14 @@ def _line(columns: Sequence[Column], metrics: dict[str, float], width: int, gap:
 
 
 def clock(seconds: float) -> str:
-    """7384 -> '2:03:04'."""
+    """Formats seconds as a clock, such as '2:03:04' for 7384."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}"
 
 
 def task_summary(description: str, total: int | None, done: int, elapsed: float) -> str:
-    """`Encoding rows: 400 done in 0.3 s`; work that is not counted has only its time."""
+    """Returns a summary such as `Encoding rows: 400 done in 0.3 s`, without a count if items are not counted."""
     count = "" if total is None and not done else f"{done:,} "
     return f"{description}: {count}done in {brief_seconds(elapsed)}"
 

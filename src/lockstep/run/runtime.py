@@ -22,32 +22,32 @@ from lockstep.recipe import Recipe
 from lockstep.run.console import Console
 
 # Responses and per-step random numbers depend only on the seed and the step, so they need no stored state. Dropout and
-# other users of the global generators (torch on host and device, Python, NumPy) need one stored state per stream. Ranks
-# of a tensor-parallel group see the same tokens and must draw the same masks, so they share a stream. All other ranks,
-# including those of a context-parallel group, have separate streams (`World.engine`).
+# other users of the global generators (torch on host and device, Python, NumPy) need one stored state per random
+# stream. Ranks of a tensor-parallel group see the same tokens and must sample the same dropout masks, so they share a
+# stream. All other ranks, including those of a context-parallel group, have separate streams (`World.engine`).
 
 _PREFIX = "rng"
 
 
 def generator_of(seed: tuple[int, ...]) -> torch.Generator:
-    """A generator for one step, identical on every rank: seeded by the run's seed and the step."""
+    """Returns a generator for one step, seeded by the run's seed and the step, so it is the same on every rank."""
     return torch.Generator().manual_seed(seed_of(*seed))
 
 
 def seed_of(*parts: int) -> int:
-    """One seed from several numbers."""
+    """Combines several numbers into one seed."""
     return int.from_bytes(sha256(repr(parts).encode()).digest()[:7], "big")
 
 
 def seed_generators(seed: int, device: Device) -> None:
-    """Seed every global generator of this process."""
+    """Seeds every global generator of this process."""
     device.seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # user code and model code draw from the global generator
+    np.random.seed(seed % 2**32)  # user code and model code use the global generator
 
 
 def generator_states(device: Device, rank: int) -> dict[str, torch.Tensor]:
-    """The generator states of this process, by their names in a checkpoint."""
+    """Returns the generator states of this process, by their names in a checkpoint."""
     states = {
         "host": torch.get_rng_state(),
         "device": device.rng_state().cpu(),
@@ -60,7 +60,8 @@ def generator_states(device: Device, rank: int) -> dict[str, torch.Tensor]:
 def restore_generators(
     stored: Mapping[str, torch.Tensor], earlier_size: int, earlier_tensor: int, world: World, device: Device
 ) -> bool:
-    """Restores the stream of this rank. Returns False if the checkpoint has no state for it or one of another device.
+    """Restores the generator states of this rank. Returns False if the checkpoint has none for it, or those of another
+    kind of device.
 
     A checkpoint has one state per rank. The ranks of a tensor-parallel group have the same state, so the stream is read
     from the first rank of the group.
@@ -73,7 +74,7 @@ def restore_generators(
         return False
     torch.set_rng_state(stored[f"{_PREFIX}/host/{rank}"])
     device.set_rng_state(on_device)
-    # Checkpoints of earlier versions do not hold these.
+    # Checkpoints of earlier versions do not have these states.
     if (python := stored.get(f"{_PREFIX}/python/{rank}")) is not None:
         _restore_python(python)
     if (numpy := stored.get(f"{_PREFIX}/numpy/{rank}")) is not None:
@@ -81,7 +82,8 @@ def restore_generators(
     return True
 
 
-# States as plain numbers, because reading a pickle may execute code. float64 holds 32-bit words exactly.
+# States are stored as plain numbers, because reading a pickle may execute code. float64 represents 32-bit words
+# exactly.
 
 
 def _python_state() -> torch.Tensor:
@@ -120,7 +122,7 @@ class Runtime:
 def open_runtime(recipe: Recipe, console: Console) -> Iterator[Runtime]:
     """Opens the device of the recipe and joins the other ranks until the run ends."""
     device, sentence = explain(recipe.device)
-    # Must precede the first tensor and the first collective: libraries read these switches once.
+    # This must precede the first tensor and the process group, because libraries read these switches once.
     switches = device.deterministic(True) if recipe.run.deterministic else {}
     seconds = recipe.parallel.stall_seconds
     stall = None if seconds is None else Stall(seconds, Path(recipe.run.folder) / recipe.run.name)

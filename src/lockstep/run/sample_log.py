@@ -1,4 +1,4 @@
-"""Lines of samples.jsonl: a response with its score and per-token details."""
+"""Creates the lines of samples.jsonl: a response with its score and per-token details."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.types import Failure, Rollout
 def sample_line(
     step: int, kind: str, rollout: Rollout, advantage: float | None, details: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A response as a line of samples.jsonl. `details` are the per-token values (`token_details`), written last."""
+    """Returns a response as a line of samples.jsonl. `details` are the per-token values (`token_details`)."""
     question, score = rollout.prompt.question, rollout.score
     line: dict[str, Any] = {
         "step": step,
@@ -35,22 +35,23 @@ def sample_line(
 
 
 MOST_TOKENS = 2048
-"""Maximum tokens with details per response, so that the samples of a step stay at some hundred KB."""
+"""Maximum tokens with details per response, so that the samples of a step take at most some hundred KB."""
 DIGITS = 4
-# A character has at most four bytes, and each may be a token.
+# A character has at most four bytes, and each byte may be a token.
 LONGEST_CHARACTER = 4
 UNFINISHED = "\ufffd"
 
 
 class TokenTexts:
-    """The decoded text of each token. A character of several tokens is assigned to the last one."""
+    """Decodes the text of each token. A character that spans several tokens is assigned to the last one."""
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self._decode = decode
         self._decoded: dict[tuple[int, ...], str] = {}
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Texts whose concatenation is the decoded response. Tokens are decoded in context if necessary."""
+        """Returns the text of each token; concatenated they are the decoded response. Tokens are decoded in context if
+        necessary."""
         apart = self._apart(ids)
         return apart if "".join(apart) == self._decode(list(ids)) else self._in_turn(ids)
 
@@ -83,8 +84,8 @@ class TokenTexts:
 
 
 def token_details(rollout: Rollout, texts: TokenTexts, advantages: Sequence[float] | None) -> dict[str, Any]:
-    """`texts`, `logprobs` (of the engine; null for tokens of an environment) and, if they differ between tokens,
-    `advantages`, of the first `MOST_TOKENS` tokens. `advantages` has one number per generated token."""
+    """Returns the `texts` and engine `logprobs` (null for environment tokens) of the first `MOST_TOKENS` tokens, and
+    `advantages` if they differ between tokens. The argument `advantages` has one number per generated token."""
     ids, trained = rollout.ids[:MOST_TOKENS], list(rollout.loss_mask[:MOST_TOKENS])
     logprobs = zip(rollout.logprobs, trained, strict=False)
     details: dict[str, Any] = {

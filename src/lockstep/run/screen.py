@@ -23,7 +23,7 @@ class Screen(Console):
 
     @classmethod
     def on_stdout(cls) -> Screen:
-        """As wide as the terminal; 80 columns in a file or a pipe."""
+        """Creates a screen on stdout, as wide as the terminal, or 80 columns wide in a file or a pipe."""
         return cls(width=None if sys.stdout.isatty() else WIDTH)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -32,5 +32,5 @@ class Screen(Console):
 
 
 def shown(text: str, style: str = "") -> Text:
-    """A rich text with control characters made visible; rich would drop some of them silently."""
+    """Returns a rich text with control characters made visible; rich would drop some of them silently."""
     return Text(visible(text), style=style)

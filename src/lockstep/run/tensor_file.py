@@ -22,8 +22,8 @@ def write_model(
     read: Callable[[str], torch.Tensor],
     others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> None:
-    """Writes the weights of a Hugging Face folder: one file, or several and an index. `read` returns a tensor by name;
-    `others` are tensors with another dtype."""
+    """Writes the weights of a Hugging Face folder: one file, or several files and an index. `read` returns a tensor by
+    name; `others` has the tensors with a different dtype."""
     dtypes = {name: others.get(name, dtype) for name in shapes}
     files: list[list[str]] = [[]]
     room = FILE_BYTES

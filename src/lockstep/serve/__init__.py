@@ -1,1 +1,1 @@
-"""HTTP servers: the OpenAI API of a model, the rewards of a reward model, and the run viewer. One server, `asgi.py`."""
+"""HTTP servers for a model (OpenAI API), a reward model (scores) and the run viewer. All of them use `asgi.py`."""

@@ -1,4 +1,4 @@
-"""The bodies of requests to the OpenAI API, with the keys that vLLM adds: checked, and encoded as token ids."""
+"""Checks the bodies of requests to the OpenAI API, with the keys that vLLM adds, and encodes them as token ids."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lockstep.types import Message, Origin, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Logits divided by a smaller temperature overflow; 0 is greedy.
+# Logits divided by a smaller temperature would overflow; 0 means greedy decoding.
 MIN_TEMPERATURE = 0.01
 MAX_CHOICES, MAX_STOPS, MAX_STOP_IDS = 128, 16, 128
-# Texts with more characters per token of the context are tokenized in parts, from the beginning.
+# If a text has more characters per token of context than this, it is tokenized in chunks from the beginning.
 CHARACTERS_PER_TOKEN = 16
 # Default of `max_tokens` in OpenAI's completions.
 DEFAULT_COMPLETION_TOKENS = 16
 _NO_TOOLS = "the answer is plain text; tool calls are not parsed"
-# Arguments of `apply_chat_template` that are no variables of a template, or that other keys of the request set.
+# Arguments of `apply_chat_template` that are not template variables, or that other keys of the request set.
 _RESERVED_TEMPLATE_ARGUMENTS = {
     *("messages", "conversation", "chat_template", "tools", "documents", "tokenize", "add_generation_prompt"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -42,17 +42,17 @@ _ORIGIN = Origin("messages", 0)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model as requests see it. `max_model_len` limits the tokens of prompt and answer together."""
+    """The model that requests use. `max_model_len` limits the tokens of prompt and answer together."""
 
     names: tuple[str, ...]
-    """Names that a request may use; replies have the first."""
+    """The names that a request may use; replies contain the first one."""
     tokenizer: PreTrainedTokenizerBase
     vocabulary: int
     stop_ids: tuple[int, ...]
     max_model_len: int
 
     def decode(self, ids: list[int]) -> str:
-        """The text without special tokens."""
+        """Returns the text without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -63,14 +63,14 @@ class ApiRequest:
     generation: GenerationRequest
     stream: bool
     usage: bool
-    """Whether a stream ends with the count of tokens."""
+    """Whether a stream ends with the token counts."""
     token_ids: bool
     logprobs: bool
-    """Whether the reply has log-probs; `generation.top_logprobs` is the number of alternatives per token."""
+    """Whether the reply contains log-probs; `generation.top_logprobs` is the number of alternatives per token."""
 
 
 def chat_request(body: bytes, served: ServedModel) -> ApiRequest:
-    """`/v1/chat/completions`."""
+    """Parses a request to `/v1/chat/completions`."""
     fields = BodyReader(body)
     check_model(fields, served.names)
     ids = _chat_ids(_messages(fields.take("messages")), fields.object("chat_template_kwargs"), served)
@@ -92,7 +92,7 @@ def chat_request(body: bytes, served: ServedModel) -> ApiRequest:
 
 
 def completion_request(body: bytes, served: ServedModel) -> ApiRequest:
-    """`/v1/completions`."""
+    """Parses a request to `/v1/completions`."""
     fields = BodyReader(body)
     check_model(fields, served.names)
     prompts = _prompts(fields.take("prompt"), fields.boolean("add_special_tokens", True), served)
@@ -127,7 +127,7 @@ def _parsed(
         replace(
             sampling,
             max_tokens=_max_tokens(ids, max_tokens, served, default_tokens),
-            # Without a seed every prompt is sampled with a new one, also a repeated prompt.
+            # Without a seed every prompt gets a new random one, even if prompts are equal.
             seed=secrets.randbits(63) if seed is None else seed,
         )
         for ids in prompts
@@ -190,7 +190,7 @@ def _stops(fields: BodyReader) -> tuple[str, ...]:
 
 
 def _max_tokens(ids: Sequence[int], requested: int | None, served: ServedModel, default: int | None) -> int:
-    """The limit of new tokens: that of the request, or the rest of the context."""
+    """Returns the maximum number of new tokens: that of the request, or the rest of the context."""
     room = served.max_model_len - len(ids)
     if room < 1 or (requested is not None and requested > room):
         answer = f" and {requested} of the answer" if requested is not None else ""
@@ -207,7 +207,7 @@ def _max_tokens(ids: Sequence[int], requested: int | None, served: ServedModel, 
 
 
 def _prompts(value: Any, special: bool, served: ServedModel) -> list[list[int]]:
-    """Text or token ids, or a list of either."""
+    """Returns the prompts as token ids. `value` is text or token ids, or a list of either."""
     prompts = value if isinstance(value, list) and not is_token_ids(value) else [value]
     if is_token_ids(value) and not value:
         raise bad_value("prompt", "is empty")
@@ -225,11 +225,11 @@ def _prompts(value: Any, special: bool, served: ServedModel) -> list[list[int]]:
 
 
 def _tokens(text: str, key: str, served: ServedModel, *, special: bool) -> list[int]:
-    """Token ids. If a text is far too long, only its beginning is tokenized: other requests wait for the tokenizer."""
+    """Returns token ids. Only the beginning of a far too long text is tokenized, because other requests wait."""
     length = CHARACTERS_PER_TOKEN * served.max_model_len
     while length < len(text):
         tokens = len(served.tokenizer(text[:length], add_special_tokens=special)["input_ids"])
-        # Twice, because a cut word may have more tokens than the complete word.
+        # Twice the limit, because a truncated word may have more tokens than the complete word.
         if tokens > 2 * served.max_model_len:
             limit = served.max_model_len
             why = f"{key}: its first {length} characters alone are {tokens} tokens, over the limit of {limit}"
@@ -266,7 +266,7 @@ def _message(message: Any, where: str) -> Message:
         content = "".join(_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
     if not isinstance(content, str):
         raise bad_value(f"{where}.content", "is not text")
-    # `developer` is OpenAI's newer name of the role `system`; chat templates do not have it.
+    # `developer` is OpenAI's newer name for the role `system`; chat templates do not support it.
     role = "system" if message["role"] == "developer" else message["role"]
     name = message.get("name")
     if name is not None and not isinstance(name, str):
@@ -294,13 +294,13 @@ def _chat_ids(messages: list[Message], arguments: dict[str, Any], served: Served
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
         refuse_dropped_by_template(text, messages, (), _ORIGIN)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        # A template is code of the model and may raise anything for messages that it does not accept.
+        # A template is code of the model and may raise any error for messages that it does not accept.
         raise bad_value("messages", f"the chat template refuses them: {first_line(error)}") from error
     except Refusal as refusal:
         raise bad_value("messages", refusal.problems[0].why) from refusal
     for number, message in enumerate(messages):
         if message.get("name", "") not in text:
-            raise bad_value(f"messages[{number}].name", "the model's chat template does not write it")
+            raise bad_value(f"messages[{number}].name", "the model's chat template does not use it")
     ids = _tokens(valid_text(text, "messages"), "messages", served, special=False)
     _check_ids(ids, served)
     return ids
@@ -317,8 +317,8 @@ def bad_value(key: str, why: str) -> ApiError:
 
 
 class BodyReader:
-    """The keys of a JSON body, each read and checked once; `check_all_read` rejects the others. As in OpenAI's API,
-    `null` is the same as a missing key."""
+    """Reads and checks each key of a JSON body once; `check_all_read` rejects the others. As in OpenAI's API, `null`
+    means a missing key."""
 
     def __init__(self, body: bytes):
         try:
@@ -372,13 +372,13 @@ class BodyReader:
         return value
 
     def accept_only(self, key: str, allowed: Sequence[Any], why: str) -> None:
-        """Reject a key of OpenAI's API that is not supported here, unless its value changes nothing."""
+        """Rejects a key of OpenAI's API that is not supported here, unless its value has no effect."""
         value = self.take(key, None)
         if value is not None and value not in allowed:
             raise bad_value(key, why)
 
     def ignore(self, *keys: str) -> None:
-        """Drop keys that do not change the answer."""
+        """Drops keys that do not change the answer."""
         for key in keys:
             self._left.pop(key, None)
 
@@ -389,7 +389,7 @@ class BodyReader:
 
 
 def check_model(fields: BodyReader, names: Sequence[str]) -> None:
-    """Reject a request for another model."""
+    """Rejects a request for another model."""
     name = fields.text("model", names[0])
     if name not in names:
         why = f"model: {name[:200]!r} is not served here; use {names[0]!r}"
@@ -397,7 +397,7 @@ def check_model(fields: BodyReader, names: Sequence[str]) -> None:
 
 
 def valid_text(text: str, key: str) -> str:
-    """The text. JSON can contain lone surrogates, which no tokenizer accepts: they are an error."""
+    """Returns the text. Lone surrogates, which JSON allows and tokenizers do not, are an error."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
-"""The HTTP server: a starlette application on uvicorn, with limits for everything that a client can send.
+"""The HTTP server: a starlette application on uvicorn that limits everything that a client can send.
 
-A request is cancelled as soon as its client disconnects. A client that closes its side of the connection counts as
+A request is cancelled when its client disconnects. A client that closes its side of the connection counts as
 disconnected.
 """
 
@@ -34,30 +34,30 @@ try:
     from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
-    # Only servers need these packages: they are in the extra `serve`, and this module is imported on use.
+    # These packages are in the extra `serve`. Only servers import this module, when they start.
     package = (error.name or "").partition(".")[0]
     if package not in ("h11", "starlette", "uvicorn"):
         raise
     raise missing_extra(package, "serve", "`lockstep serve` and `lockstep view`") from error
 
 HEAD_BYTES = 2**16
-# Time to read and drop the rest of a rejected request: a connection that is closed with unread data is reset, and the
-# client may lose the error.
+# The time to read and drop the rest of a rejected request. A connection that is closed with unread data is reset, and
+# the client may lose the error.
 LINGER_SECONDS = 2.0
-# Time for requests under way after SIGINT or SIGTERM.
+# The time that running requests get after SIGINT or SIGTERM.
 SHUTDOWN_SECONDS = 5
-# A repeated header is an error, because two proxies could read different values.
+# A repeated header is an error, because two proxies could use different values.
 _SINGLE_HEADERS = ("host", "origin", "authorization", "content-length", "transfer-encoding")
 
 
 def run_site(site: HttpSite, limits: ServeLimits, sockets: list[socket.socket]) -> None:
-    """Serve on listening sockets until SIGINT or SIGTERM."""
+    """Serves on listening sockets until SIGINT or SIGTERM."""
     asyncio.run(_Server(_config(site, limits)).serve(sockets))
 
 
 @contextlib.contextmanager
 def site_in_thread(site: HttpSite, limits: ServeLimits, sockets: list[socket.socket]) -> Iterator[None]:
-    """Serve on listening sockets while the context is open."""
+    """Serves on listening sockets while the context is open."""
     server = _Server(_config(site, limits))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets)), name="http-server", daemon=True)
     thread.start()
@@ -69,12 +69,12 @@ def site_in_thread(site: HttpSite, limits: ServeLimits, sockets: list[socket.soc
 
 
 def bind(host: str, port: int, where: str) -> list[socket.socket]:
-    """Sockets that have the port and do not listen yet, one per address of the host. `where` names the option in the
-    error."""
+    """Returns sockets that are bound to the port and do not listen yet, one per address of the host. `where` names the
+    option in the error."""
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            # All addresses have the port of the first, also with port 0.
+            # All addresses use the port of the first one, also with port 0.
             actual_port = sockets[0].getsockname()[1] if sockets else port
             sockets.append(socket.socket(family, kind, protocol))
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -85,12 +85,12 @@ def bind(host: str, port: int, where: str) -> list[socket.socket]:
         for opened in sockets:
             opened.close()
         remedy = "choose another port; 0 is any free port"
-        raise Refusal.at(where, f"cannot listen: {error.strerror}", remedy) from error
+        raise Refusal.at(where, f"cannot listen: {error.strerror}", remedy, code="port-unavailable") from error
     return sockets
 
 
 def listen(sockets: list[socket.socket]) -> int:
-    """Start to listen; returns the port."""
+    """Starts listening; returns the port."""
     for bound in sockets:
         bound.listen(1024)
     return int(sockets[0].getsockname()[1])
@@ -104,7 +104,7 @@ def _config(site: HttpSite, limits: ServeLimits) -> uvicorn.Config:
         loop="asyncio",
         lifespan="off",
         log_config=None,
-        # Errors of handlers are reported by `_endpoint`, errors of clients to the clients.
+        # `_endpoint` reports errors of handlers; errors of clients are sent to the clients.
         log_level="critical",
         access_log=False,
         server_header=False,
@@ -117,7 +117,7 @@ def _config(site: HttpSite, limits: ServeLimits) -> uvicorn.Config:
 
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """End after a signal. uvicorn would raise the signal again afterwards, and the exit status would not be 0."""
+        """Exits after a signal. uvicorn would raise the signal again, and the exit status would not be 0."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
@@ -126,7 +126,7 @@ class _Server(uvicorn.Server):
 
 
 def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
-    """The routes of the site, behind its check."""
+    """Returns the routes of the site, protected by its check."""
     routes = [
         Route(path, _endpoint(site, handler, limits), methods=[method])
         for (method, path), handler in site.routes.items()
@@ -151,7 +151,7 @@ def asgi_app(site: HttpSite, limits: ServeLimits) -> ASGIApp:
             site.check(_request(scope))
         except ApiError as error:
             await _drain(Request(scope, receive))
-            # After a framing error the next request on the connection could be read from a wrong position.
+            # After a framing error, the next request on the connection could be read from a wrong position.
             await _response(site.error(error), close=True)(scope, receive, send)
             return
         await app(scope, receive, send)
@@ -166,7 +166,7 @@ def _request(scope: Scope, body: bytes = b"") -> HttpRequest:
 
 def _check_framing(scope: Scope) -> None:
     names = [name.decode("latin-1") for name, _ in scope["headers"]]
-    # The parser limits heads that come in several packets; this limits the others.
+    # The parser limits request heads that arrive in several packets; this limits the others.
     if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:
         raise _head_too_long()
     for name in _SINGLE_HEADERS:
@@ -191,10 +191,10 @@ def _endpoint(site: HttpSite, handler: Handler, limits: ServeLimits) -> Callable
         try:
             reply = await answer(request)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody receives it
+            return Response(status_code=499)  # the client has disconnected
         except ApiError as error:
             reply = site.error(error)
-        except Exception as error:  # noqa: BLE001 - a defect must not look like a lost connection
+        except Exception as error:  # noqa: BLE001 - a bug must not look like a lost connection
             write("".join(traceback.format_exception(error)), error=True)
             reply = site.error(ApiError(500, f"the server failed: {type(error).__name__}: {error}"))
         return _response(reply)
@@ -237,9 +237,9 @@ async def _body(request: Request, limits: ServeLimits) -> bytes:
 
 
 async def _drain(request: Request) -> None:
-    """Read and drop a body for up to `LINGER_SECONDS`, so that the error reaches a client that is still sending."""
+    """Reads and drops a body for up to `LINGER_SECONDS`, so that a client that is still sending receives the error."""
     if "expect" in request.headers:
-        return  # reading would tell the client to begin sending
+        return  # because reading would tell the client to start sending
 
     async def drop_rest() -> None:
         while (await request.receive()).get("more_body"):
@@ -250,7 +250,7 @@ async def _drain(request: Request) -> None:
 
 
 async def _until_disconnected(request: Request, work: Coroutine[Any, Any, HttpReply]) -> HttpReply:
-    """The reply; `work` is cancelled if the client disconnects first."""
+    """Returns the reply; cancels `work` if the client disconnects first."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -273,8 +273,8 @@ async def _until_disconnected(request: Request, work: Coroutine[Any, Any, HttpRe
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 with time limits for slow clients, a limit of connections, and errors in the site's format. uvicorn
-    makes the instances: `_config` sets site and limits in a subclass."""
+    """HTTP/1.1 with time limits for slow clients, a connection limit, and errors in the site's format. uvicorn creates
+    the instances, so `_config` sets site and limits in a subclass."""
 
     site: HttpSite
     limits: ServeLimits
@@ -303,7 +303,7 @@ class LimitedProtocol(H11Protocol):
         cycle = self.cycle
         if cycle is not None and not cycle.more_body and self._answered_cycle is not cycle:
             self._answered_cycle = cycle
-            # The handler has its own limit of `seconds`; a slow client gets as much time to receive the answer.
+            # The handler has a separate limit of `seconds`; a slow client gets the same time to receive the answer.
             self._close_after(2 * self.limits.seconds + self.limits.idle_seconds)
 
     def on_response_complete(self) -> None:
@@ -311,7 +311,7 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Called while the parser's error is handled; that error has the status and the reason."""
+        """Replies while the parser's error is handled; that error contains the status and the reason."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         self._reject(_head_too_long() if status == 431 else ApiError(status, f"no HTTP/1.1 request: {error}"))
@@ -322,7 +322,7 @@ class LimitedProtocol(H11Protocol):
         self._deadline = self.loop.call_later(seconds, self.transport.abort)
 
     def _reject(self, error: ApiError) -> None:
-        """Send the error, then drop further data for `LINGER_SECONDS`."""
+        """Sends the error, then drops further data for `LINGER_SECONDS`."""
         self._rejected = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_plain_error(self.site.error(error)))

@@ -1,4 +1,4 @@
-"""The thread that runs the engine: it admits requests between two decoding steps, and returns tokens after each."""
+"""The thread that runs the engine. It admits requests between decoding steps, and returns tokens after each step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lockstep.serve.http_api import ApiError, ServeLimits
 from lockstep.serve.text_stream import TextStream
 from lockstep.types import Sampling
 
-# The key of the first reply of `lockstep generate`: the same seed gives the same answer.
+# The random key of the first reply of `lockstep generate`, so that the same seed gives the same answer.
 NOISE_KEY = 1
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts as token ids, the number `n` of continuations of each, and how to sample them; `top_logprobs` is the
+    """Prompts as token ids, the number `n` of continuations of each, and how to sample them. `top_logprobs` is the
     number of alternatives per token, or None for a reply without log-probs."""
 
     prompts: Sequence[Sequence[int]]
     n: int
     samplings: Sequence[Sampling]
-    """One per prompt: their limits of new tokens differ."""
+    """One entry per prompt, because the limits of new tokens differ."""
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
 
@@ -49,7 +49,7 @@ class Delta:
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request under way. `inbox` receives its deltas, or the error that ends it."""
+    """A request in progress. `inbox` receives its deltas, or the error that ends it."""
 
     request: GenerationRequest
     loop: asyncio.AbstractEventLoop
@@ -63,14 +63,14 @@ class PendingRequest:
         return delta
 
     def deliver(self, deltas: Iterable[Delta | ApiError]) -> None:
-        """Called in the event loop."""
+        """Puts the deltas into the inbox. It is called in the event loop."""
         for delta in deltas:
             self.inbox.put_nowait(delta)
 
 
 @dataclass(eq=False)
 class _RunningSequence:
-    """A sequence under way: its request, the index of its choice, and its text."""
+    """A sequence in progress: its request, the index of its choice, and its text."""
 
     pending: PendingRequest
     choice: int
@@ -79,7 +79,7 @@ class _RunningSequence:
 
 @dataclass(frozen=True)
 class Load:
-    """Sequences in the engine, and blocks of the key/value cache."""
+    """The number of sequences in the engine, and of blocks of the KV cache."""
 
     running: int
     waiting: int
@@ -88,11 +88,11 @@ class Load:
 
 
 class EngineWorker:
-    """`decode` returns the text of token ids without special tokens."""
+    """Runs the engine for all requests. `decode` returns the text of token ids without special tokens."""
 
     def __init__(self, engine: LiveEngine, decode: Callable[[list[int]], str], limits: ServeLimits):
         self._engine, self._decode, self._limits = engine, decode, limits
-        # Guards the next five attributes; only the thread uses the engine.
+        # This lock guards the next five attributes; only the thread uses the engine.
         self._changed = threading.Condition()
         self._new: list[PendingRequest] = []
         self._released: list[PendingRequest] = []
@@ -106,21 +106,21 @@ class EngineWorker:
 
     @property
     def stopped(self) -> str | None:
-        """Why the engine has stopped; None while it runs."""
+        """The reason why the engine has stopped; None while it runs."""
         return self._stopped
 
     @property
     def load(self) -> Load:
-        """After the last decoding step, with the requests that came since."""
+        """The load after the last decoding step, including requests that arrived since."""
         with self._changed:
             new = sum(pending.request.num_sequences for pending in self._new)
             last = self._load
         return Load(last.running, last.waiting + new, last.blocks, last.free_blocks)
 
     def submit(self, request: GenerationRequest) -> PendingRequest:
-        """Queue a request of the running event loop. The caller must `release` it.
+        """Queues a request of the running event loop. The caller must `release` it.
 
-        A full queue is an error. The time limit ends the request with an error.
+        A full queue is an error. After the time limit the request ends with an error.
         """
         loop = asyncio.get_running_loop()
         pending = PendingRequest(request, loop)
@@ -148,7 +148,7 @@ class EngineWorker:
         return pending
 
     def release(self, pending: PendingRequest) -> None:
-        """End a request, finished or not. The engine drops it before its next step and frees its blocks."""
+        """Ends a request, finished or not. The engine drops it before its next step and frees its blocks."""
         if pending.timer is not None:
             pending.timer.cancel()
         with self._changed:
@@ -157,7 +157,7 @@ class EngineWorker:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread; requests under way end with an error."""
+        """Ends the thread; requests in progress end with an error."""
         self._end("the server is shutting down")
         self._thread.join()
 
@@ -169,7 +169,7 @@ class EngineWorker:
                 if self._engine.busy:
                     self._step()
                 self._note_load()
-        except Exception as error:  # noqa: BLE001 - waiting requests must end, and a broken device stays broken
+        except Exception as error:  # noqa: BLE001 - waiting requests must end, and the device may not work any more
             write("".join(traceback.format_exception(error)), error=True)
             self._end(f"the engine stopped: {type(error).__name__}: {first_line(error)}")
         why = ApiError(503, self._stopped or "", code="engine_stopped")
@@ -185,7 +185,7 @@ class EngineWorker:
             self._changed.notify()
 
     def _admit_waiting(self) -> bool:
-        """Admit new requests and drop released ones; wait while there is no work. False once the worker stops."""
+        """Admits new requests and drops released ones; waits while there is no work. False once the worker stops."""
         with self._changed:
             while not (self._new or self._released or self._engine.busy or self._stopped):
                 self._changed.wait()
@@ -225,7 +225,7 @@ class EngineWorker:
         self._post(new_deltas)
 
     def _delta(self, sample: LiveSample, response: _RunningSequence, drawn: list[DrawnToken]) -> Delta:
-        """The text of the step's tokens, up to the token that completes a stop string."""
+        """Returns the text of the step's tokens, up to the token that completes a stop string."""
         text, stream = "", response.text
         for count, token in enumerate(drawn, 1):
             text += stream.push(token.token)
@@ -239,11 +239,11 @@ class EngineWorker:
         return Delta(response.choice, text, drawn)
 
     def _post(self, deltas: Mapping[PendingRequest, Sequence[Delta | ApiError]]) -> None:
-        """One call into the event loop for all requests: waking the loop is the slow part."""
+        """Sends all deltas in one call into the event loop, because each call must wake the loop, which is slow."""
         loops = {pending.loop for pending in deltas}
         for loop in loops:
             local = [(pending, new_deltas) for pending, new_deltas in deltas.items() if pending.loop is loop]
-            with suppress(RuntimeError):  # the loop is closed: no request waits there
+            with suppress(RuntimeError):  # the loop is closed, so no request waits there
                 loop.call_soon_threadsafe(_deliver, local)
 
     def _note_load(self) -> None:

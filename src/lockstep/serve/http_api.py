@@ -14,7 +14,7 @@ from lockstep.errors import Refusal
 
 
 class ApiError(Exception):
-    """An error reply. `param` is the wrong key of the body, `code` a word for programs."""
+    """An error reply. `param`: the wrong key of the body. `code`: a machine-readable error code."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ApiError(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The body in OpenAI's format."""
+        """Returns the body in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         kind = kinds.get(self.status, usual)
@@ -38,7 +38,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """`path` is decoded; header names are lower case; `query` is the text after `?`."""
+    """An HTTP request. `path` is decoded, header names are in lower case, `query` is the text after `?`."""
 
     method: str
     path: str
@@ -49,7 +49,7 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """`body` is complete, or an iterator of chunks. `done` runs after the body, also if the client disconnects."""
+    """A reply. `body` is complete, or an iterator of chunks. `done` runs after it, also if the client disconnects."""
 
     body: bytes | AsyncIterator[bytes] | Iterator[bytes]
     status: int = 200
@@ -63,7 +63,7 @@ def as_json(value: Any, status: int = 200) -> HttpReply:
 
 
 def as_events(events: AsyncIterator[Any], done: Callable[[], None]) -> HttpReply:
-    """Server-sent events that end with OpenAI's `[DONE]`. After the status was sent, an error is the last event."""
+    """Returns server-sent events that end with OpenAI's `[DONE]`. An error after the status becomes the last event."""
     kind, headers = "text/event-stream; charset=utf-8", {"Cache-Control": "no-cache"}
     return HttpReply(_event_lines(events), content_type=kind, headers=headers, done=done)
 
@@ -92,8 +92,8 @@ Handler = Callable[[HttpRequest], Awaitable[HttpReply]] | Callable[[HttpRequest]
 
 @dataclass(frozen=True)
 class HttpSite:
-    """The routes of one server. The keys of `routes` are (method, path); a handler that is no coroutine function runs
-    in a thread. `check` runs before the body of a request is read, and raises `ApiError` to reject it."""
+    """The routes of one server by (method, path). A handler that is not a coroutine function runs in a thread. `check`
+    runs before the body of a request is read, and raises `ApiError` to reject it."""
 
     routes: Mapping[tuple[str, str], Handler]
     check: Callable[[HttpRequest], None]
@@ -106,8 +106,9 @@ class HttpSite:
 
 @dataclass(frozen=True)
 class ServeLimits:
-    """`body_bytes` of a request; `queue` sequences that wait or run; `seconds` from the last byte of a request to the
-    last byte of its answer; `idle_seconds` to send a complete request, and between two requests."""
+    """Limits of the server. `body_bytes`: size of a request. `queue`: sequences that wait or run. `seconds`: time from
+    the last byte of a request to the last byte of its answer. `idle_seconds`: time to send a complete request, and
+    between two requests."""
 
     body_bytes: int = 16 * 2**20
     queue: int = 256
@@ -118,7 +119,7 @@ class ServeLimits:
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Address of the server, and the API key that it requires. Port 0 takes any free port."""
+    """The address of the server, and the API key that it requires. Port 0 uses any free port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -130,6 +131,7 @@ class ListenAddress:
                 "--host",
                 f"{self.host} can be reached from other machines, and anyone who reaches it could use the model",
                 "set --api-key (or LOCKSTEP_API_KEY), or leave --host at 127.0.0.1",
+                code="open-server",
             )
 
     @property
@@ -138,7 +140,7 @@ class ListenAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Returns whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:
@@ -148,17 +150,17 @@ def is_loopback(host: str) -> bool:
 
 
 def check_caller(request: HttpRequest, api_key: str | None) -> None:
-    """Reject a request without the API key. Without a key, reject other host names and pages of other sites."""
+    """Rejects a request without the API key. If there is no key, rejects other host names and pages of other sites."""
     if api_key is not None:
         if request.method in ("GET", "HEAD") and request.path == "/health":
-            return  # supervisors and load balancers have no key
+            return  # because supervisors and load balancers have no key
         # RFC 7235: the name of the scheme is case-insensitive.
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         if not hmac.compare_digest(given.encode(), api_key.encode()):
             raise ApiError(401, "the key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
         return
-    # A page in a browser can send requests to this machine, also under a host name that resolves to it.
+    # A page in a browser can send requests to this machine, even with another host name that resolves to it.
     for name in ("host", "origin"):
         value = request.headers.get(name)
         if value is not None and not is_loopback(_host_name(value)):

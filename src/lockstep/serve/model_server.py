@@ -30,8 +30,8 @@ from lockstep.serve.reward_api import RewardEncoder, RewardModelApp, RewardWorke
 
 @dataclass(frozen=True)
 class ServeRmOptions:
-    """Options of OpenRLHF's `serve_rm`: `append_eos` as in `RewardEncoder`; `normalize` uses the mean and the standard
-    deviation in the model's config.json. Without it scores are not normalized."""
+    """The options of OpenRLHF's `serve_rm`. `append_eos`: as in `RewardEncoder`. `normalize`: normalizes scores with
+    the mean and the standard deviation in the model's config.json."""
 
     append_eos: bool
     normalize: bool
@@ -39,7 +39,7 @@ class ServeRmOptions:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The model and how to serve it. `max_length` limits the tokens of a prompt and its answer together; a reward model
+    """The model and how to serve it. `max_length` limits the tokens of prompt and answer together; a reward model
     truncates queries to it."""
 
     model: str
@@ -54,21 +54,23 @@ class ServeSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that a request may use for the model; replies have the first."""
+        """The names that a request may use for the model; replies contain the first one."""
         default = Path(self.model).resolve().name if Path(self.model).exists() else self.model
         return tuple(dict.fromkeys([self.name or default, default, self.model]))
 
 
 def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -> None:
-    """Load the model and serve it until SIGINT or SIGTERM."""
-    from lockstep.serve import asgi  # on use: it needs the extra `serve`
+    """Loads the model and serves it until SIGINT or SIGTERM."""
+    from lockstep.serve import asgi  # imported on use, because it needs the extra `serve`
 
     device, explanation = explain(serving.device)
     write(explanation, error=True)
     with joined(device) as world:
         if world.size > 1:
-            raise Refusal.at("lockstep serve", "runs on one device", "start it without torchrun")
-        # Before the model is loaded: a port that is in use is reported at once.
+            raise Refusal.at(
+                "lockstep serve", "runs on one device", "start it without torchrun", code="one-process-only"
+            )
+        # Binds before the model is loaded, so that a port in use is reported at once.
         sockets = asgi.bind(address.host, address.port, f"--host {address.host} --port {address.port}")
         app = load_app(serving, limits, device, world)
         host = f"[{address.host}]" if ":" in address.host else address.host
@@ -81,9 +83,9 @@ def serve(serving: ServeSettings, address: ListenAddress, limits: ServeLimits) -
 
 
 def load_app(serving: ServeSettings, limits: ServeLimits, device: Device, world: World) -> ModelApp:
-    """The application for a language model or a reward model, whichever the folder contains."""
+    """Returns the application for the language model or reward model in the folder."""
     if serving.dtype not in ("auto", *DTYPES):
-        raise Refusal.at("--dtype", f"{serving.dtype} is not one of auto, {', '.join(DTYPES)}")
+        raise Refusal.at("--dtype", f"{serving.dtype} is not one of auto, {', '.join(DTYPES)}", code="unknown-name")
     folder = model_folder(serving.model)
     config = load_config(folder)
     kinds = config.architectures or []
@@ -119,7 +121,7 @@ def _language_model(
     max_model_len = _max_model_len(serving, config, engine)
     vocabulary = generator.policy.causal_lm.get_input_embeddings().weight.shape[0]
     served = ServedModel(serving.names, tokenizer, vocabulary, generator.stop_ids, max_model_len)
-    # A second tokenizer for the engine's thread: tokenizers are not thread-safe.
+    # The engine's thread needs a second tokenizer, because tokenizers are not thread-safe.
     decoder = copy.deepcopy(tokenizer)
     worker = EngineWorker(
         LiveEngine(engine, max_model_len), lambda ids: str(decoder.decode(ids, skip_special_tokens=True)), limits
@@ -128,21 +130,23 @@ def _language_model(
 
 
 def _as_options(refusal: Refusal) -> Refusal:
-    """The same error with options of the command instead of recipe keys."""
+    """Returns the error with options of the command instead of recipe keys."""
 
     def renamed(text: str) -> str:
         return text.replace("rollout.cache_gb", "--cache-gb").replace("rollout.max_tokens", "--max-length")
 
     def advised(remedy: str) -> str:
         if "rollout.engine" in remedy:
-            return "use `lockstep generate`, which runs whatever transformers generates from"
+            return "use `lockstep generate`, which supports every model that transformers can generate with"
         return renamed(remedy)
 
-    return Refusal([Problem(renamed(p.where), renamed(p.why), advised(p.remedy)) for p in refusal.problems])
+    return Refusal(
+        [Problem(renamed(p.where), renamed(p.why), advised(p.remedy), code=p.code) for p in refusal.problems]
+    )
 
 
 def stored_dtype(config: Any) -> str:
-    """The precision of the stored weights if generation supports it, else fp32."""
+    """Returns the precision of the stored weights if generation supports it, otherwise fp32."""
     stored = getattr(config, "dtype", None)
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")
 
@@ -153,10 +157,14 @@ def _max_model_len(serving: ServeSettings, config: Any, engine: NativeEngine) ->
     context = min(lengths, default=None)
     if serving.max_length is not None:
         if context is not None and serving.max_length > context:
-            raise Refusal.at("--max-length", f"{serving.max_length} is over the model's context of {context}")
+            raise Refusal.at(
+                "--max-length", f"{serving.max_length} is over the model's context of {context}", code="over-context"
+            )
         return serving.max_length
     if context is None:
-        raise Refusal.at("--max-length", "the model's config.json has no context length", "set --max-length")
+        raise Refusal.at(
+            "--max-length", "the model's config.json has no context length", "set --max-length", code="not-set"
+        )
     max_model_len = longest_that_fits(engine, context)
     if max_model_len < context:
         write(

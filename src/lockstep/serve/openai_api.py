@@ -26,7 +26,7 @@ from lockstep.serve.http_api import (
 
 
 class ModelApp(Protocol):
-    """A model behind HTTP: its routes by (method, path)."""
+    """A model with its HTTP routes by (method, path)."""
 
     routes: Mapping[tuple[str, str], Handler]
 
@@ -38,7 +38,7 @@ def model_site(app: ModelApp, api_key: str | None) -> HttpSite:
 
 
 def model_routes(names: tuple[str, ...], max_model_len: int | None) -> dict[tuple[str, str], Handler]:
-    """The list of models in OpenAI's format, with vLLM's `max_model_len`."""
+    """Returns the routes that list the models in OpenAI's format, with vLLM's `max_model_len`."""
     model = {"id": names[0], "object": "model", "created": int(time.time()), "owned_by": "lockstep"}
     if max_model_len:
         model["max_model_len"] = max_model_len
@@ -53,7 +53,7 @@ def model_routes(names: tuple[str, ...], max_model_len: int | None) -> dict[tupl
 
 
 def check_running(stopped: str | None) -> None:
-    """Reject a request after the worker stopped; `stopped` is the reason."""
+    """Rejects a request after the worker stopped; `stopped` is the reason."""
     if stopped is not None:
         raise ApiError(503, stopped, code="engine_stopped")
 
@@ -87,7 +87,7 @@ class LanguageModelApp:
         loop = asyncio.get_running_loop()
         parsed = await loop.run_in_executor(self._encoder, parse, request.body, self.served)
         response = ApiResponse(parsed, self.served, chat=chat)
-        # Queued before a stream begins: a full queue must be a status, not an event.
+        # The request is queued before a stream begins, so that a full queue is reported by the status, not by an event.
         pending = self.worker.submit(parsed.generation)
         if parsed.stream:
             return as_events(response.events(pending), lambda: self.worker.release(pending))
@@ -156,7 +156,7 @@ class ApiResponse:
             yield {**self._body(kind, []), "usage": self._usage(generated)}
 
     def _is_event(self, delta: Delta) -> bool:
-        """No event is sent for tokens that complete no character."""
+        """Returns whether an event is sent: not for tokens that do not complete a character."""
         return bool(delta.text or delta.finish or self.request.token_ids or self.request.logprobs)
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class ApiResponse:
         return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        # Without stop strings all tokens are decoded at once: the text cannot depend on where decoding steps ended.
+        # Without stop strings all tokens are decoded at once, so that the text does not depend on the decoding steps.
         text = (
             choice.text
             if self.request.generation.stops
@@ -197,7 +197,7 @@ class ApiResponse:
         return {"index": delta.choice, **content, "finish_reason": delta.finish, **extras}
 
     def _extras(self, index: int, tokens: Sequence[DrawnToken], *, first: bool) -> dict[str, Any]:
-        """Log-probabilities and token ids, if the request wants them."""
+        """Returns log-probabilities and token ids, if the request asks for them."""
         extras: dict[str, Any] = {"logprobs": None}
         if self.request.logprobs:
             extras["logprobs"] = self._chat_logprobs(tokens) if self.chat else self._plain_logprobs(index, tokens)
@@ -210,7 +210,7 @@ class ApiResponse:
     def _chat_logprobs(self, tokens: Sequence[DrawnToken]) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
             text = self._token(token_id)
-            # A token that is a part of a character has no text; its bytes are not available.
+            # A token that is only part of a character has no text, and its bytes are not available.
             data = None if _REPLACEMENT in text else list(text.encode(errors="replace"))
             return {"token": text, "logprob": logprob, "bytes": data}
 
@@ -230,7 +230,7 @@ class ApiResponse:
         return {
             "tokens": texts,
             "token_logprobs": [_logprob(token) for token in tokens],
-            # Tokens that are parts of characters share one text; the likeliest of them keeps it.
+            # Tokens that are parts of characters have the same text; it is assigned to the most likely of them.
             "top_logprobs": [
                 {self._token(token_id): logprob for token_id, logprob in reversed(token.likeliest)} for token in tokens
             ],

@@ -28,7 +28,7 @@ from lockstep.serve.http_api import ApiError, Handler, HttpReply, HttpRequest, S
 from lockstep.serve.openai_api import check_running, model_routes
 from lockstep.types import Origin, Question
 
-# Limit of rows in one batch of waiting requests.
+# The maximum number of rows in one batch of waiting requests.
 MAX_BATCH_ROWS = 256
 
 
@@ -43,9 +43,9 @@ class _Batch:
 
 @dataclass(frozen=True)
 class RewardEncoder:
-    """Tokenizes requests. `max_length` truncates queries in OpenRLHF's format, as its `serve_rm` does; other rows over
-    the model's context are an error. `append_eos` removes EOS and padding tokens at both ends of such a query
-    and appends one EOS token, as OpenRLHF 0.7 does."""
+    """Tokenizes requests. Queries in OpenRLHF's format are truncated to `max_length`, as its `serve_rm` does; other
+    rows that exceed the model's context are an error. `append_eos` removes EOS and padding tokens at both ends of such
+    a query and appends one EOS token, as OpenRLHF 0.7 does."""
 
     model: RewardModel
     names: tuple[str, ...]
@@ -53,7 +53,7 @@ class RewardEncoder:
     append_eos: bool = False
 
     def encoded(self, body: bytes) -> tuple[str, list[list[int]]]:
-        """The key of the scores in the reply, and one row of token ids per score."""
+        """Returns the key of the scores in the reply, and one row of token ids per score."""
         fields = BodyReader(body)
         check_model(fields, self.names)
         items = fields.take("items", None)
@@ -119,7 +119,7 @@ class RewardWorker:
     model: RewardModel
     limits: ServeLimits
     stopped: str | None = None
-    """Why the worker has stopped; None while it runs."""
+    """The reason why the worker has stopped; None while it runs."""
     _rows: int = 0
     _waiting: list[_Batch] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -148,7 +148,7 @@ class RewardWorker:
         finally:
             with self._changed:
                 self._rows -= len(rows)
-                # The request has ended: it need not be scored any more.
+                # The request has ended, so it is not scored.
                 if batch in self._waiting:
                     self._waiting.remove(batch)
 
@@ -166,7 +166,7 @@ class RewardWorker:
         while batches := self._next_batch():
             try:
                 scores = self.model.score([row for batch in batches for row in batch.rows])
-            except Exception as error:  # noqa: BLE001 - waiting requests must end, and a broken device stays broken
+            except Exception as error:  # noqa: BLE001 - waiting requests must end, and the device may not work any more
                 write("".join(traceback.format_exception(error)), error=True)
                 with self._changed:
                     self.stopped = f"the model failed: {type(error).__name__}: {first_line(error)}"
@@ -179,7 +179,7 @@ class RewardWorker:
         self._fail(self._waiting)
 
     def _next_batch(self) -> list[_Batch]:
-        """Waiting requests, up to the limit of rows; empty after the worker stopped."""
+        """Returns waiting requests up to the limit of rows; empty after the worker stopped."""
         with self._changed:
             while not (self._waiting or self.stopped):
                 self._changed.wait()

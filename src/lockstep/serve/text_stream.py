@@ -1,21 +1,21 @@
-"""Incremental detokenization: complete characters only, and no part of a stop string."""
+"""Decodes tokens incrementally. It returns only complete characters, and no part of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# Bytes of an incomplete character are decoded as this character. Tokenizers with one token per byte (Llama 2, Mistral,
-# Gemma) return one of it for each byte.
+# The decoder's replacement for an incomplete character. Tokenizers with one token per byte (Llama 2, Mistral, Gemma)
+# return one for each byte.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Limits of the window of tokens that is decoded again with each new token. The text of a token depends on the tokens
-# just before it (a space, the bytes of a character), not on distant ones.
+# The size limits of the window of tokens that is decoded again with each new token. The text of a token depends on the
+# tokens just before it (a space, the bytes of a character), not on distant ones.
 _MAX_WINDOW, _MIN_WINDOW = 24, 8
-# The limit for bytes that never form a character: they are returned as they are.
+# The maximum number of bytes to wait for a complete character; after it they are returned unchanged.
 _MAX_INCOMPLETE = 8 * _MAX_WINDOW
 
 
 class TextStream:
-    """Receives tokens, returns text. A stop string of `stops` ends the response and is not part of the text."""
+    """Converts tokens to text. A stop string of `stops` ends the response and is not part of the text."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
         self.decode, self.stops = decode, stops
@@ -24,13 +24,13 @@ class TextStream:
         self.stopped: str | None = None
         self._window: list[int] = []
         self._complete: list[int] = []
-        """Lengths of the window that ended with a complete character: positions where it may be cut."""
+        """The window lengths that end with a complete character; the window may be shortened to them."""
         self._seen = ""
         """The part of the window's text that is in `_pending` or was returned."""
         self._pending = ""
 
     def push(self, token: int) -> str:
-        """Add a token; the new text that no later token can change."""
+        """Adds a token; returns the new text that no later token can change."""
         self._window.append(token)
         decoded = self.decode(self._window)
         settled = decoded.rstrip(_REPLACEMENT)
@@ -44,27 +44,27 @@ class TextStream:
         return self._emit(final=False)
 
     def end(self) -> str:
-        """The remaining text after the last token."""
+        """Returns the remaining text after the last token."""
         decoded = self.decode(self._window)
         if decoded.startswith(self._seen):
             self._take(decoded)
         else:
-            # Byte-level decoders mark returned characters as broken too, because the last one is. Only that one is new.
+            # Byte-level decoders also mark returned characters as broken if the last one is. Only the last one is new.
             unfinished = len(self._window) - max(self._complete, default=0)
             self._pending += _REPLACEMENT * min(unfinished, len(decoded) - len(decoded.rstrip(_REPLACEMENT)))
         return self._emit(final=True)
 
     def _take(self, settled: str) -> None:
         if self._seen.startswith(settled):
-            return  # includes a complete character that decodes as broken while the next one is incomplete
-        # Returned text cannot be changed, even if the decoder now returns other text for it.
+            return  # also if a complete character decodes as broken because the next one is incomplete
+        # Returned text cannot be changed, even if the decoder now returns different text for it.
         pairs = zip(self._seen, settled, strict=False)
         common = next((i for i, (was, now) in enumerate(pairs) if was != now), len(self._seen))
         self._pending += settled[common:]
         self._seen = settled
 
     def _shorten(self) -> None:
-        """Cut the window between two characters. Its end is complete too, so that no text is pending."""
+        """Shortens the window at a character border where no text is pending."""
         if len(self._window) > _MAX_WINDOW:
             cuts = [cut for cut in self._complete if cut <= len(self._window) - _MIN_WINDOW]
             if cuts:
@@ -88,7 +88,7 @@ class TextStream:
         return text
 
     def _may_stop(self) -> int:
-        """Number of characters at the end that may begin a stop string."""
+        """Returns the number of characters at the end that may begin a stop string."""
         for length in range(min(len(self._pending), max(map(len, self.stops), default=1) - 1), 0, -1):
             if any(stop.startswith(self._pending[-length:]) for stop in self.stops):
                 return length

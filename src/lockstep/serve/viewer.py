@@ -1,8 +1,8 @@
-"""The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs. It only reads.
+"""The run viewer, `lockstep view`: a local page with the curves, samples and recipes of runs. It never writes.
 
-Three things keep other pages and other users out. The server listens on the loopback address. Every path begins with a
-random token, compared in constant time. And only the host names of the loopback address are accepted, because
-another site can let its host name resolve to 127.0.0.1 and would then read the replies.
+Three measures exclude other pages and other users. The server listens only on the loopback address. Every path begins
+with a random token, which is compared in constant time. Only the host names of the loopback address are accepted,
+because another site could let its host name resolve to 127.0.0.1 and then read the replies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
 LIMITS = ServeLimits(body_bytes=2**16, idle_seconds=60.0)
 Query = dict[str, list[str]]
 MAX_CACHED_CURVES = 12
-"""Runs with curves in memory; the least recently used run is dropped."""
+"""The number of runs whose curves are kept in memory; the least recently used run is dropped."""
 MAX_RUNS = 8
 MAX_METRICS = 64
 MAX_BUCKETS = 2_000
@@ -50,8 +50,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; frame-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# A comparison's report has an inline script and comes from a folder that anyone may have written. The sandbox gives it
-# an origin without access to this page or its data.
+# A comparison's report has an inline script, and other users may have written its folder. The sandbox gives it an
+# origin without access to this page or its data.
 REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "frame-ancestors 'self'"
@@ -65,17 +65,17 @@ HEADERS = {
 
 
 class RunViewer:
-    """Serves the runs of `folder`; port 0 takes any free port."""
+    """Serves the runs of `folder`. Port 0 uses any free port."""
 
     def __init__(self, folder: Path, port: int = 0):
-        from lockstep.serve import asgi  # on use: it is slow to import, and needs the extra `serve`
+        from lockstep.serve import asgi  # imported on use: it is slow to import, and needs the extra `serve`
 
         self._server = asgi
         self._sockets = asgi.bind(ADDRESS, port, f"--port {port}")
         self.port = asgi.listen(self._sockets)
         self.data = RunData(folder)
         self.token = secrets.token_urlsafe(24)
-        # A report can read its address, which therefore has another token than the page.
+        # A report can read its own address, so its token differs from that of the page.
         self.report_token = secrets.token_urlsafe(24)
         self.assets: dict[str, tuple[str, bytes]] = {
             "": ("text/html", resource("viewer.html").encode()),
@@ -89,7 +89,7 @@ class RunViewer:
         return f"http://{ADDRESS}:{self.port}/{self.token}/"
 
     def run(self) -> None:
-        """Serve until SIGINT or SIGTERM."""
+        """Serves until SIGINT or SIGTERM."""
         self._server.run_site(self.site, LIMITS, self._sockets)
 
     @contextmanager
@@ -150,11 +150,11 @@ def _parsed(query: str) -> Query:
 
 
 def _as_json(data: dict[str, Any]) -> bytes:
-    """ASCII, because samples may contain lone surrogates."""
+    """Returns ASCII JSON, because samples may contain lone surrogates."""
     try:
         return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
-        # A number outside the range of floats, such as 1e999, was read as infinite.
+        # A number beyond the range of floats, such as 1e999, was read as infinity.
         return json.dumps(_finite(data), allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -188,7 +188,7 @@ class RunData:
         }
 
     def run(self, query: Query) -> dict[str, Any]:
-        """The summary of a run, the names of its metrics and the fraction of the log that was read."""
+        """Returns the summary of a run, the names of its metrics and the fraction of the log that was read."""
         name = _text(query, "run")
         path = self.runs.path(name)
         run = summary(self.runs.root, name, path, file_locks())
@@ -206,7 +206,7 @@ class RunData:
         }
 
     def curves(self, query: Query) -> dict[str, Any]:
-        """Metrics of runs between two steps. The default range covers the steps of all the runs."""
+        """Returns metrics of runs between two steps. The default range covers the steps of all the runs."""
         names = query.get("run", [])[:MAX_RUNS]
         metrics = query.get("metric", [])[:MAX_METRICS]
         buckets = _integer(query, "buckets", 300, 1, MAX_BUCKETS)
@@ -230,7 +230,7 @@ class RunData:
         return {"domain": [first, last], "curves": shown}
 
     def samples(self, query: Query) -> dict[str, Any]:
-        """The samples of a step (its number, or `last`), or of all steps, that match the filter."""
+        """Returns the samples of a step (its number, or `last`), or of all steps, that match the filter."""
         selection = SampleFilter(
             kind=_text(query, "kind", ""),
             ended=_text(query, "ended", ""),
@@ -254,12 +254,12 @@ class RunData:
         return recipe_of(self.runs.root, self.runs.path(_text(query, "run")))
 
     def difference(self, query: Query) -> dict[str, Any]:
-        """The differences between the setups of two runs."""
+        """Returns the differences between the setups of two runs."""
         run, other = (self.runs.path(_text(query, name)) for name in ("run", "against"))
         return setup_difference(self.runs.root, run, other)
 
     def report(self, query: Query) -> BinaryIO:
-        """The HTML file of a comparison."""
+        """Opens the HTML file of a comparison."""
         return open_inside(self.runs.root, self.runs.path(_text(query, "run")) / "report.html")
 
     def _samples_of(self, query: Query) -> BinaryIO:
@@ -286,7 +286,7 @@ def _text(query: Query, name: str, default: str | None = None) -> str:
 
 def _integer(query: Query, name: str, default: int, low: int, high: int) -> int:
     text = _text(query, name, str(default))
-    # Few digits only: int() accepts other forms, and is slow for a million digits.
+    # Only few digits are accepted: int() allows other forms, and is slow for a million digits.
     if len(text) > 20 or not text.removeprefix("-").isdecimal():
         raise Missing(f"{name}={text[:40]} is not an integer")
     return min(high, max(low, int(text)))

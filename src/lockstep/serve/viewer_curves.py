@@ -1,4 +1,4 @@
-"""The curves of metrics.jsonl: read incrementally, kept as columns, downsampled for the screen."""
+"""Reads the curves of metrics.jsonl incrementally, stores them as columns, and downsamples them for the screen."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 from lockstep.serve.viewer_log import line_at, parsed
 
 FIRST_SECONDS, READ_SECONDS = 0.1, 0.4
-"""Time limits of reading in one request. The first request is shorter, so that the page soon shows a curve."""
+"""The time limits for reading in one request. The first one is shorter, so that the page soon shows a curve."""
 
 
 @dataclass
 class MetricCurve:
-    """The steps and values of a metric; steps with NaN or infinite values are kept apart."""
+    """The steps and values of a metric. Steps with NaN or infinite values are stored separately."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -50,11 +50,11 @@ class Curves:
 
     @property
     def version(self) -> str:
-        """Changes with the data."""
+        """A text that changes whenever the data changes."""
         return f"{self._inode}-{self._offset}"
 
     def read_more(self, seconds: float | None = None) -> None:
-        """Read lines to the end of the file or to the time limit, at least one line."""
+        """Reads lines until the end of the file or the time limit, but at least one line."""
         with self._lock, self._open() as file:
             usual = READ_SECONDS if self._offset else FIRST_SECONDS
             deadline = time.monotonic() + (usual if seconds is None else seconds)
@@ -69,11 +69,11 @@ class Curves:
                 self._last_line = (line.start, (line.content or b"")[:256])
                 if time.monotonic() > deadline:
                     return
-            # An incomplete line is read the next time.
+            # An incomplete line is read in a later call.
             self._size = self._offset
 
     def _is_same_log(self, file: BinaryIO) -> bool:
-        """Whether the last line read is still there. A new file may already be longer."""
+        """Returns whether the last line read is still there. A new file may already be longer."""
         start, content = self._last_line
         file.seek(start)
         return file.read(len(content)) == content
@@ -89,7 +89,7 @@ class Curves:
         self.last_step = step
         curves, finite = self.curves, math.isfinite
         for name, logged in data.items():
-            if type(logged) is float:  # nearly all values, and there may be millions
+            if type(logged) is float:  # the common case: there may be millions of values
                 value = logged
             else:
                 try:
@@ -118,8 +118,8 @@ class Curves:
             return (min(first for first, _ in ends), max(last for _, last in ends)) if ends else None
 
     def shown(self, name: str, domain: tuple[int, int], buckets: int, half: int) -> dict[str, Any] | None:
-        """The points of a curve between two steps: all of them if they fit, else the first, lowest, highest and last
-        point of each bucket. With `half` also the centered mean over `half` points to each side."""
+        """Returns the points of a curve between two steps: all of them if they fit, otherwise the first, lowest,
+        highest and last point of each bucket. With `half` also the centered mean over `half` points to each side."""
         with self._lock:
             curve = self.curves.get(name)
             if curve is None:
@@ -149,13 +149,13 @@ def _finite(value: float) -> float | None:
 
 
 def _within(steps: Sequence[int], domain: tuple[int, int]) -> range:
-    """Indices of the steps inside the domain."""
+    """Returns the indices of the steps inside the domain."""
     return range(bisect_left(steps, domain[0]), bisect_right(steps, domain[1]))
 
 
 def downsampled(steps: Sequence[int], values: Sequence[float], domain: tuple[int, int], buckets: int) -> list[int]:
-    """Indices of the points to draw, and one point beyond each edge, so that lines reach the edges. The lowest and the
-    highest point of each bucket are always included."""
+    """Returns the indices of the points to draw, and one point beyond each edge, so that lines reach the edges. The
+    lowest and the highest point of each bucket are always included."""
     places = _within(steps, domain)
     before, after = range(max(0, places.start - 1), places.start), range(places.stop, min(len(steps), places.stop + 1))
     if len(places) <= 4 * buckets:
@@ -174,7 +174,7 @@ def downsampled(steps: Sequence[int], values: Sequence[float], domain: tuple[int
 
 
 def smoothed(values: Sequence[float], half: int) -> array[float]:
-    """The mean over `half` points to each side, fewer at the ends, as in the report of a comparison."""
+    """Returns the mean over `half` points to each side, fewer at the ends, as in the report of a comparison."""
     sums = array("d", accumulate(values, initial=0.0))
     count = len(values)
     mean = array("d", bytes(8 * count))

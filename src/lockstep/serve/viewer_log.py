@@ -1,4 +1,4 @@
-"""Files of run folders: safe opening, lines of JSON Lines files by byte offset, and the samples of samples.jsonl.
+"""Reads files of run folders: opens them safely, reads JSON lines by byte offset, and reads samples.jsonl.
 
 Only regular files inside the viewed folder are opened. A last line without its newline is still being written, and is
 ignored.
@@ -19,15 +19,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 1 << 16
 LONGEST_LINE = 1 << 25
-"""Limit of a parsed line: 32 MiB. A longer line is reported, not shown."""
+"""The maximum length of a parsed line, 32 MiB. A longer line is reported, but not shown."""
 MOST_DAMAGED = 50
-"""Limit of damaged lines that are skipped at the ends of a file."""
+"""The maximum number of damaged lines that are skipped at the ends of a file."""
 SCAN_SECONDS = 0.3
-"""Time limit of a search in one request."""
+"""The time limit of a search in one request."""
 PAGE_SIZE = 40
-"""Samples in one reply."""
+"""The maximum number of samples in one reply."""
 SHOWN_CHARACTERS = 6_000
-"""Limit of a text in a list of samples. The reply for a single sample has the full text."""
+"""The maximum length of a text in a list of samples. The reply for a single sample has the full text."""
 SHOWN_TOKENS = 1_500
 
 _STEP = re.compile(rb'\{"step": (-?\d{1,18})[,}]')
@@ -38,16 +38,16 @@ class Missing(Exception):
 
 
 def inside(root: Path, path: Path) -> bool:
-    """Whether the resolved `path` is in `root`, which is a resolved path."""
+    """Returns whether the resolved `path` is in `root`, which is a resolved path."""
     return Path(os.path.realpath(path)).is_relative_to(root)
 
 
 def open_inside(root: Path, path: Path) -> BinaryIO:
-    """Open a regular file inside `root`. Links that lead out of `root` are not followed."""
+    """Opens a regular file inside `root`. Links that lead out of `root` are not followed."""
     if not inside(root, path):
         raise Missing(f"{path.name} is a link out of the viewed folder")
     try:
-        # Opening a pipe would block.
+        # A normal open of a pipe would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise Missing(f"{path.name} cannot be read: {error.strerror}") from error
@@ -58,7 +58,7 @@ def open_inside(root: Path, path: Path) -> BinaryIO:
 
 
 def read_small(root: Path, path: Path, most: int) -> str:
-    """The text of a file of at most `most` bytes."""
+    """Returns the text of a file of at most `most` bytes."""
     with open_inside(root, path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -67,7 +67,7 @@ def read_small(root: Path, path: Path, most: int) -> str:
 
 
 class LogLine(NamedTuple):
-    """Offsets of a line and of the next one, and its bytes; None for a line over the limit."""
+    """The byte offsets of a line and of the next one, and its content; None for a line over the size limit."""
 
     start: int
     end: int
@@ -75,12 +75,12 @@ class LogLine(NamedTuple):
 
 
 def complete_end(file: BinaryIO) -> int:
-    """The end of the last complete line."""
+    """Returns the offset of the end of the last complete line."""
     return _after_newline_before(file, os.fstat(file.fileno()).st_size)
 
 
 def line_at(file: BinaryIO, start: int) -> LogLine | None:
-    """The line that begins at `start`; None if it is not complete."""
+    """Returns the line that begins at `start`; None if it is not complete."""
     file.seek(start)
     content = file.readline(LONGEST_LINE)
     if content.endswith(b"\n"):
@@ -106,12 +106,12 @@ def last_line(file: BinaryIO) -> LogLine | None:
 
 
 def line_before(file: BinaryIO, offset: int) -> LogLine | None:
-    """The line that ends at `offset`; None at the beginning of the file."""
+    """Returns the line that ends at `offset`; None at the beginning of the file."""
     return line_at(file, _after_newline_before(file, offset - 1)) if offset > 0 else None
 
 
 def parsed(content: bytes | None) -> dict[str, Any] | None:
-    """The JSON object of a line; None if it is not one. NaN and infinities become strings."""
+    """Returns the JSON object of a line; None if it is not one. NaN and infinities become strings."""
     if content is None:
         return None
     try:
@@ -122,7 +122,7 @@ def parsed(content: bytes | None) -> dict[str, Any] | None:
 
 
 def step_of(content: bytes | None) -> int | None:
-    """The step of a line. If it is the first key, the rest is not parsed."""
+    """Returns the step of a line. If it is the first key, the rest is not parsed."""
     if content is None:
         return None
     if match := _STEP.match(content):
@@ -132,7 +132,7 @@ def step_of(content: bytes | None) -> int | None:
 
 
 def edge_steps(file: BinaryIO) -> tuple[int | None, int | None]:
-    """The first and the last step of a file. A few damaged lines at its ends are skipped."""
+    """Returns the first and the last step of a file. A few damaged lines at its ends are skipped."""
     first = (step_of(line.content) for line in islice(lines_from(file, 0), MOST_DAMAGED))
     return next((step for step in first if step is not None), None), _last_step(file)
 
@@ -147,14 +147,14 @@ def _last_step(file: BinaryIO) -> int | None:
 
 
 def first_of_step(file: BinaryIO, step: int) -> int:
-    """Offset of the first line with this step or a later one, else the end. A binary search: steps only increase in the
-    files of a run."""
+    """Returns the offset of the first line with this step or a later one, otherwise the end of the file. It uses a
+    binary search, because steps only increase in the files of a run."""
     low, high = 0, complete_end(file)
     while low < high:
         start = max(low, _after_newline_before(file, (low + high) // 2))
         begin, line = start, line_at(file, start)
         while line is not None and line.end < high and step_of(line.content) is None:
-            line = line_at(file, line.end)  # a damaged line has no step: use the next line
+            line = line_at(file, line.end)  # a damaged line has no step, so the next line is used
         if line is None:
             return begin
         line_step = step_of(line.content)
@@ -166,7 +166,7 @@ def first_of_step(file: BinaryIO, step: int) -> int:
 
 
 def _after_newline_before(file: BinaryIO, offset: int) -> int:
-    """Offset of the line that contains the byte at `offset`, or that begins there."""
+    """Returns the offset of the line that contains the byte at `offset`, or that begins there."""
     while offset > 0:
         start = max(0, offset - BLOCK)
         file.seek(start)
@@ -191,7 +191,8 @@ class SampleFilter:
     text: str = ""
 
     def may_match(self, line: bytes | None) -> bool:
-        """Whether the line may contain the text. Most lines need not be parsed; escaped characters must be."""
+        """Returns whether the line may contain the text. Lines with escaped characters must be parsed, others need
+        not."""
         if not self.text or line is None or not self.text.isascii() or not self.text.isprintable():
             return True
         if '"' in self.text or "\\" in self.text or not line.isascii() or b"\\u" in line or b"\\/" in line:
@@ -215,7 +216,7 @@ class SampleFilter:
 
 
 def _texts(sample: dict[str, Any]) -> list[str]:
-    """The searched texts: prompt, response, ground truth, failure and origin."""
+    """Returns the searched texts: prompt, response, ground truth, failure and origin."""
     prompt = sample.get("prompt")
     turns = prompt if isinstance(prompt, list) else [prompt]
     messages = [message.get("content") if isinstance(message, dict) else message for message in turns]
@@ -224,7 +225,7 @@ def _texts(sample: dict[str, Any]) -> list[str]:
 
 
 def samples_of_step(file: BinaryIO, selection: SampleFilter, step: int | None, start: int | None) -> dict[str, Any]:
-    """Samples of `step` (None: the last one), and the previous and next step with samples."""
+    """Returns samples of `step` (None: the last one), and the previous and next step with samples."""
     at = step if step is not None else edge_steps(file)[1]
     if at is None:
         return {**samples_of_all_steps(file, selection, 0), "step": None, "before": None, "after": None}
@@ -243,7 +244,7 @@ def samples_of_all_steps(file: BinaryIO, selection: SampleFilter, start: int) ->
 
 
 def _page(file: BinaryIO, selection: SampleFilter, at: int, end: int) -> dict[str, Any]:
-    """Samples from the byte `at` on. `next` is the offset to continue from, null at the end."""
+    """Returns samples from byte offset `at` on. `next` is the offset to continue from, null at the end."""
     first, last = edge_steps(file)
     deadline = time.monotonic() + SCAN_SECONDS
     samples: list[dict[str, Any]] = []
@@ -265,17 +266,17 @@ def _page(file: BinaryIO, selection: SampleFilter, at: int, end: int) -> dict[st
 
 
 def single_sample(file: BinaryIO, start: int) -> dict[str, Any]:
-    """One sample with its full text. `start` must be the offset of a line."""
+    """Returns one sample with its full text. `start` must be the offset of a line."""
     file.seek(max(0, start - 1))
     line = line_at(file, start) if start == 0 or file.read(1) == b"\n" else None
     sample = parsed(line.content) if line else None
     if sample is None:
-        raise Missing("no sample begins at this offset: the file may be a new one")
+        raise Missing("no sample begins at this offset: the file may have been replaced")
     return {"offset": start, **sample}
 
 
 def shortened(sample: dict[str, Any], size: int) -> dict[str, Any]:
-    """The sample with long texts cut; then `bytes` is its full size."""
+    """Returns the sample with long texts truncated; `bytes` is then its full size."""
     cut = False
 
     def short(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The runs of a folder: the list with summaries, recipe and environment of a run, differences between two runs."""
+"""Lists the runs of a folder with summaries, reads their recipes and environments, and compares the set-ups of two."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ RESCAN_SECONDS = 1.0
 FileStates = tuple[tuple[int, int, int], ...]
 RunCache = dict[Path, tuple[FileStates, dict[str, Any]]]
 """The summary of each run, and the state of the files that it was read from."""
-# Changed runs after which the index is written. Fewer are read again at the next start.
+# The index is written after this many changed runs. Fewer changes are read again at the next start.
 WRITE_AFTER = 20
 MAX_SHOWN = 2_000
-"""Characters of a value in a list of differences."""
+"""The maximum number of characters of a value in a list of differences."""
 MAX_BYTES = 1 << 20
 MAX_KEYS = 5_000
 MAX_VALUES = 1 << 22
-"""Characters of all values together. YAML anchors can expand a small file without end."""
-# The loader in C, if the package has it, reads a recipe in a millisecond.
+"""The maximum number of characters of all values together. YAML anchors can expand a small file without limit."""
+# The C loader, if the package has it, reads a recipe in a millisecond.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """Runs by their path relative to the root. If the root is a run, it has its folder name."""
+    """Runs by their path relative to the root. If the root itself is a run, its key is its folder name."""
 
     runs: dict[str, Path]
     left_out: tuple[str, ...]
@@ -52,7 +52,7 @@ class FoundRuns:
 
 
 def find_runs(root: Path) -> FoundRuns:
-    """`root` is a resolved path. A run is a folder with a recipe or metrics; runs are not nested."""
+    """Finds the runs below `root`, a resolved path. A run is a folder with a recipe or metrics; runs are not nested."""
     if _is_run(root):
         return FoundRuns({root.name: root}, ())
     runs: dict[str, Path] = {}
@@ -93,7 +93,7 @@ def find_runs(root: Path) -> FoundRuns:
 
 
 def _is_text(name: str) -> bool:
-    """Whether the name is valid UTF-8. A browser cannot request another one."""
+    """Returns whether the name is valid UTF-8. A browser cannot request any other name."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -103,15 +103,15 @@ def _is_text(name: str) -> bool:
 
 def _is_run(folder: Path) -> bool:
     run = RunFolder(folder)
-    # Not Path.is_file: it raises for a folder without read permission.
+    # Path.is_file is not used, because it raises for a folder without read permission.
     return os.path.isfile(run.recipe) or os.path.isfile(run.metrics)
 
 
 def summary(
     root: Path, name: str, path: Path, locks: frozenset[tuple[int, int]], cache: RunCache | None = None
 ) -> dict[str, Any]:
-    """A run in the list: method, model, step, whether a process runs it, and its main metric. `cache` has earlier
-    summaries; those of unchanged files are used again."""
+    """Returns a run for the list: method, model, step, whether a process runs it, and its main metric. Summaries in
+    `cache` are reused if their files are unchanged."""
     folder = RunFolder(path)
     files = [folder.recipe, folder.metrics]
     states = tuple(_file_state(file) for file in files)
@@ -143,7 +143,7 @@ def _read(root: Path, folder: RunFolder) -> dict[str, Any]:
 
 
 def _file_state(file: Path) -> tuple[int, int, int]:
-    """Changes whenever the file is written."""
+    """Returns a state that changes whenever the file is written."""
     try:
         status = file.stat()
     except OSError:
@@ -154,7 +154,7 @@ def _file_state(file: Path) -> tuple[int, int, int]:
 def _from_recipe(recipe: Any) -> dict[str, Any]:
     sections = recipe if isinstance(recipe, dict) else {}
     run, model = (part if isinstance(part, dict) else {} for part in (sections.get("run"), sections.get("model")))
-    # Only values of the types that a run writes: others may be endless.
+    # Only values of types that a run writes are used; others may expand without limit.
     method, path, steps = sections.get("method"), model.get("path"), run.get("steps")
     return {
         "method": method if isinstance(method, str) else "",
@@ -172,15 +172,15 @@ def _from_metrics(line: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def first_metrics() -> list[str]:
-    """The main metrics in order of importance: those of the console and of validation."""
+    """Returns the main metrics in order of importance: those of the console and of validation."""
     names = [column.metric for column in (*ONLINE_COLUMNS, *OFFLINE_COLUMNS)]
     shown = [name for each in names for name in ((each,) if isinstance(each, str) else each)]
     return list(dict.fromkeys(["critic/score/mean", "train/loss", "val/accuracy", "val/loss", *shown]))
 
 
 def file_locks() -> frozenset[tuple[int, int]]:
-    """(process, inode) of every file lock on this machine; empty if the system has no list of them. Trying a lock would
-    hold it for a moment, and a run that starts in that moment would fail."""
+    """Returns (process, inode) of every file lock on this machine; empty if the system has no such list. Locks are not
+    tested by locking, because a run that starts at that moment would fail."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -193,7 +193,7 @@ def _is_locked(root: Path, folder: RunFolder, locks: frozenset[tuple[int, int]])
     lock = folder.path / ".lock"
     try:
         inode = lock.stat().st_ino
-        # Most runs have ended: their lock files are not read.
+        # Most runs have ended, so their lock files are not read.
         return any(inode == locked for _, locked in locks) and (int(read_small(root, lock, 32)), inode) in locks
     except (Missing, OSError, ValueError):
         return False
@@ -201,16 +201,16 @@ def _is_locked(root: Path, folder: RunFolder, locks: frozenset[tuple[int, int]])
 
 class RunIndex:
     """Summaries of the runs of a folder, stored in the cache folder for the next start. An entry is valid while its
-    files have the same time, size and inode. An index that is damaged or of another version is built again."""
+    files have the same time, size and inode. A damaged index, or one of another version, is rebuilt."""
 
     def __init__(self, root: Path):
         self.cache: RunCache = {}
         self._written: RunCache = {}
         self._file: Path | None = None
-        with contextlib.suppress(RuntimeError):  # no home
+        with contextlib.suppress(RuntimeError):  # there is no home directory
             name = hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
             self._file = cache_home() / RUNS / f"{name}.json"
-        # Another version may read other keys of the same files.
+        # Another version may read different keys of the same files.
         self._version = hashlib.sha256(json.dumps([__version__, first_metrics()]).encode()).hexdigest()
         if self._file is not None:
             self.cache = self._read(self._file)
@@ -227,7 +227,8 @@ class RunIndex:
             return {}
 
     def keep(self, runs: Collection[Path]) -> None:
-        """Drop all other runs, and write the index if enough has changed. A failed write only costs time later."""
+        """Drops all other runs, and writes the index if enough has changed. A failed write only slows the next
+        start."""
         for gone in self.cache.keys() - set(runs):
             del self.cache[gone]
         changed = sum(self._written.get(run) != read for run, read in self.cache.items())
@@ -235,7 +236,7 @@ class RunIndex:
         if self._file is None or not (new or changed >= WRITE_AFTER):
             return
         body = {str(run): [states, read] for run, (states, read) in self.cache.items()}
-        # As it will be read: JSON has no tuples.
+        # Converted to the form that is read back: JSON has no tuples.
         body = json.loads(json.dumps(body))
         stored = {"version": self._version, "sha256": _checksum(body), "runs": body}
         with contextlib.suppress(OSError):
@@ -259,12 +260,12 @@ class RunList:
         self._listing = threading.Lock()
 
     def scan(self) -> FoundRuns:
-        """Scan the folder."""
+        """Scans the folder."""
         self._scan, self._scanned_at = find_runs(self.root), time.monotonic()
         return self._scan
 
     def path(self, name: str) -> Path:
-        """The path of a listed run. The name is looked up, never joined to a path."""
+        """Returns the path of a listed run. The name is looked up, never joined to a path."""
         fresh = self._scan is not None and time.monotonic() - self._scanned_at < RESCAN_SECONDS
         current = self._scan if fresh and self._scan is not None and name in self._scan.runs else self.scan()
         path = current.runs.get(name)
@@ -285,7 +286,7 @@ class RunList:
 
 
 def recipe_of(root: Path, run: Path) -> dict[str, Any]:
-    """`recipe` and `env` by key, the text of the recipe, and the recipes of earlier steps."""
+    """Returns `recipe` and `env` by key, the text of the recipe, and the recipes of earlier steps."""
     folder = RunFolder(run)
     earlier = [
         {"last_step": last, "text": _shown_text(read_small(root, path, MAX_BYTES))}
@@ -307,10 +308,10 @@ def recipe_of(root: Path, run: Path) -> dict[str, Any]:
 
 
 def _shown_text(text: str) -> str:
-    """The text of a recipe. If it contains a secret, it is written again without it."""
+    """Returns the text of a recipe. If it contains a secret, the secret is masked."""
     try:
         values = loaded(text)
-        flat(values)  # raises for endless anchors
+        flat(values)  # raises if anchors expand without limit
     except Missing:
         return masked(text)
     clean = masked_tree(values)
@@ -318,7 +319,7 @@ def _shown_text(text: str) -> str:
 
 
 def _without_secrets(values: dict[str, str]) -> dict[str, str]:
-    """Flat values with secrets masked. They are flat first, because anchors can expand without end."""
+    """Masks secrets in flat values. Values are flattened first, because anchors can expand without limit."""
     clean = {key: masked_tree(json.loads(value), key.rpartition(".")[2]) for key, value in values.items()}
     return {key: json.dumps(value, ensure_ascii=False) for key, value in clean.items()}
 
@@ -331,7 +332,7 @@ def loaded(text: str) -> Any:
 
 
 def flat(value: Any) -> dict[str, str]:
-    """Every value as JSON under its dotted key."""
+    """Returns every value as JSON under its dotted key."""
     values: dict[str, str] = {}
     left = MAX_VALUES
 
@@ -355,14 +356,14 @@ def flat(value: Any) -> dict[str, str]:
         walk(value, "")
     except RecursionError:
         raise Missing("is nested too deeply to show") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # for example a number with thousands of digits
         raise Missing(f"cannot be shown: {error}") from None
     return values
 
 
 def setup_difference(root: Path, run: Path, other: Path) -> dict[str, Any]:
-    """`differences` with values as JSON, those that block a comparison first, and keys `unknown` to one run. Files that
-    cannot be compared are a `problem`."""
+    """Returns `differences` with values as JSON, blocking ones first, and keys `unknown` to one run. Files that cannot
+    be compared are reported as a `problem`."""
     try:
         return _compared(root, run, other)
     except Missing as problem:
@@ -370,7 +371,7 @@ def setup_difference(root: Path, run: Path, other: Path) -> dict[str, Any]:
 
 
 def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
-    # Imported on use: the list of runs must not wait for the recipe's schema.
+    # Imported on use, so that the list of runs need not wait for the recipe's schema.
     from lockstep.parity.compare.logs.log_curves import Evidence
     from lockstep.parity.compare.run_setup import setup_differences
 
@@ -378,9 +379,9 @@ def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
     try:
         differences, unknown = setup_differences(a, b)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
-        # Files that were changed by hand.
+        # The files were changed by hand.
         raise Missing(
-            f"recipe.yaml or env.json has another form than a run writes: {type(error).__name__}: {error}"
+            f"recipe.yaml or env.json differs from the format that a run writes: {type(error).__name__}: {error}"
         ) from error
     rows = [
         {
@@ -397,7 +398,7 @@ def _compared(root: Path, run: Path, other: Path) -> dict[str, Any]:
 
 
 def _setup(root: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any], dict[int, dict[str, Any]]]:
-    """Recipe, environment, no samples, and earlier recipes."""
+    """Returns recipe, environment, no samples, and earlier recipes."""
     folder = RunFolder(run)
     if not folder.recipe.is_file():
         raise Missing(f"{run.name} has no recipe.yaml")
@@ -418,7 +419,7 @@ def _keys(text: str, run: Path) -> dict[str, Any]:
     recipe = loaded(text)
     if not isinstance(recipe, dict):
         raise Missing(f"recipe.yaml of {run.name} has no keys")
-    flat(recipe)  # raises for endless anchors
+    flat(recipe)  # raises if anchors expand without limit
     # Imported on use, as in `_compared`.
     from lockstep.recipe.renamed_keys import stored_recipe
 

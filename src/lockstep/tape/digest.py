@@ -8,7 +8,7 @@ A digest has three parts.
 - Three profiles, each as eight random projections: the column sums, the column sums of squares and the row sums of
   squares. Rounding averages out in these sums and a systematic error does not (`parity/replay/tolerances.py`).
 
-The random signs depend on the shape alone, so every device and version computes the same digest. Tapes of earlier
+The random signs depend only on the shape, so every device and version computes the same digest. Tapes of earlier
 versions have digests without profiles.
 """
 
@@ -106,7 +106,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def sketch(a: torch.Tensor) -> torch.Tensor:
-    """The sketch is linear: the sketch of a difference is the difference of the sketches."""
+    """The sketch of a digest. It is linear: the sketch of a difference is the difference of the sketches."""
     return a[len(STATISTICS) : SHORT].double()
 
 

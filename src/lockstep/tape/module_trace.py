@@ -273,7 +273,9 @@ def unmatched_patterns(roots: Iterable[nn.Module], modules: Sequence[str], tenso
         if not any(fnmatch(name, entry) for name in candidates):
             near = get_close_matches(entry, candidates, n=1, cutoff=0.5) or candidates[-1:]
             why = f"{entry!r} matches no module name" + (" of tape.modules" if candidates is digested else "")
-            problems.append(Problem(key, why, f"a module is named {near[0]}; `*` matches any part of a name"))
+            problems.append(
+                Problem(key, why, f"a module is named {near[0]}; `*` matches any part of a name", code="unknown-module")
+            )
     return problems
 
 

@@ -111,7 +111,10 @@ class TapeFolder:
             values = json.loads(self.manifest_file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise Refusal.at(
-                str(self.path), "there is no tape", "record one: `lockstep train RECIPE tape=true run.name=NEW`"
+                str(self.path),
+                "there is no tape",
+                "record one: `lockstep train RECIPE tape=true run.name=NEW`",
+                code="no-tape",
             ) from error
         except (OSError, ValueError, RecursionError) as error:
             raise _unread(self.manifest_file, error) from error
@@ -121,6 +124,7 @@ class TapeFolder:
                 str(self.manifest_file),
                 f"has format {version}; this version reads format {VERSION}",
                 "record the run again, or use the lockstep version that recorded it",
+                code="unsupported-version",
             )
         if not isinstance(values.get("recipe"), dict) or "method" not in values["recipe"]:
             raise _unread(self.manifest_file, ValueError("it has no recipe"))
@@ -141,7 +145,7 @@ class TapeFolder:
         self._save(self.left_file(step), stacked, {STACKS: names})
 
     def read_left(self, step: int) -> dict[str, torch.Tensor]:
-        """Empty if not recorded: a step without digests, the last step before a kill, or an older tape."""
+        """Digests of the weights after a step. Empty if the step has none, or for the last step before a kill."""
         return _unstacked(self.left_file(step))[1] if self.left_file(step).is_file() else {}
 
     def read_weights(self, step: int) -> dict[str, torch.Tensor]:
@@ -192,19 +196,23 @@ def _write(file: Path, save: Callable[[Path], None]) -> None:
     try:
         with written_aside(file, durable=False) as aside:
             save(aside)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by its own error
+    except (OSError, SafetensorError) as error:  # safetensors has a separate error type for a full disk
         raise _unwritten(file, error) from error
 
 
 def _unwritten(file: Path, error: Exception) -> Refusal:
     remedy = "free disk space, or lower tape.steps or tape.modules"
-    return Refusal.at(str(file), f"could not be written: {error}", remedy)
+    return Refusal.at(str(file), f"could not be written: {error}", remedy, code="unwritable")
 
 
 def _unread(file: Path, error: Exception) -> Refusal:
     if isinstance(error, FileNotFoundError):
-        return Refusal.at(str(file), "is not on the tape", "check tape.steps and tape.every in the recipe")
-    return Refusal.at(str(file), f"cannot be read: {error}", "copy the tape again, or record it again")
+        return Refusal.at(
+            str(file), "is not on the tape", "check tape.steps and tape.every in the recipe", code="missing-on-tape"
+        )
+    return Refusal.at(
+        str(file), f"cannot be read: {error}", "copy the tape again, or record it again", code="unreadable"
+    )
 
 
 def _metadata(info: dict[str, Any]) -> dict[str, str]:

@@ -50,7 +50,7 @@ class Observer:
         """Called after the forward pass of a micro-batch."""
 
     def on_loss(self, loss: float, divisor: float, targets: int, scale: float) -> None:
-        """Called after all micro-batches. `loss` is that of the update, `scale` the fp16 loss scale."""
+        """Called after all micro-batches. `loss`: loss of the update; `scale`: fp16 loss scale."""
 
     def on_gradients(self, norm: torch.Tensor, lr: float) -> None:
         """Called with the complete gradients, before clipping."""
@@ -61,8 +61,8 @@ class Observer:
 
 @dataclass
 class _Passed:
-    """A micro-batch: the indices of its targets, and functions that wait for the outputs, the inputs and the gradients
-    at the outputs, which are still on their way to the host."""
+    """A micro-batch: the indices of its targets, and functions that wait for outputs, inputs and gradients at the
+    outputs, which are still being copied to the host."""
 
     index_K: torch.Tensor
     answers: Callable[[], torch.Tensor]
@@ -254,7 +254,7 @@ class Recorder:
         """Called at the end of a step."""
 
     def leave(self, step: int) -> None:
-        """Called after validation, logging and saving. The weights are those of the next step."""
+        """Called after validation, logging and saving, with the weights of the next step."""
 
     def flush(self) -> None:
         """Wait until all files are on disk: a checkpoint must not be ahead of its tape."""
@@ -371,7 +371,7 @@ class TapeRecorder(Recorder):
             self.tensors |= observer.finish()
         self.info["metrics"] = dict(metrics)
         if self.world.main:
-            # Copies, because the loop may overwrite these vectors in the next step. No one else holds the others.
+            # Copies, because the loop may overwrite these vectors in the next step.
             lent = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.lent.items()}
             tensors = self.tensors | lent
             info, tables, fed = self.info, self.tables, self.fed
@@ -454,4 +454,5 @@ def refuse_no_weights(folder: TapeFolder, step: int) -> None:
             str(folder.path),
             f"the weights before step {step} are not on the tape",
             "record with tape.weights=true, or use --mode chained",
+            code="missing-on-tape",
         )

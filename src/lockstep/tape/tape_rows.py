@@ -28,12 +28,12 @@ from lockstep.types import (
     StepLabels,
 )
 
-# What a tape keeps of an update's micro-batches, for each target.
+# Names of the values that a tape keeps for each target of an update.
 RECEIVED = ("target", "position", "context")
 HASH = np.uint64(0xBF58476D1CE4E5B9)
 # The names of item types on a tape. They are part of the tape format.
 KINDS: dict[type, str] = {Ranking: "Ranking", LabeledResponse: "Judged", StepLabels: "Steps"}
-# JSON forms of values that parquet has and JSON has not: the type, to text, and back. Order: a datetime is also a date.
+# JSON forms of parquet types that JSON lacks: type, to text, from text. Order matters: a datetime is also a date.
 _TAGS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "$date": (date, date.isoformat, date.fromisoformat),
@@ -267,7 +267,7 @@ class Received:
     packed_index_E: torch.Tensor | None
 
     def by_target(self) -> dict[str, torch.Tensor]:
-        """For each target: its token, the position it is predicted from, and a hash of the context.
+        """The token of each target, the position it is predicted from, and a hash of the context.
 
         The context is all tokens and positions of the sequence up to there. All correct packings give the same values.
         """
@@ -289,7 +289,7 @@ class Received:
 
 
 def _running_hash(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """At each token: a hash of all tokens up to it, in order."""
+    """A hash at each token of all tokens up to it, in order."""
     with np.errstate(over="ignore"):
         mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
         mixed = (mixed + np.arange(len(ids), dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)) * HASH

@@ -1,4 +1,4 @@
-"""Training: the loops, and the stages they are made of. `lockstep.train(recipe)` calls this very package."""
+"""Training: the loops and their stages. `lockstep.train(recipe)` calls this package."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class _Training(ModuleType):
-    """Importing a module of this package binds `lockstep.train` to it, so that name can be nothing else; a call of it
-    trains."""
+    """A callable module: importing a module of this package binds `lockstep.train` to it, so the package itself must
+    be the function that trains."""
 
     def __call__(self, recipe: str | Path | Recipe, **overrides: Any) -> Path:
         from lockstep.train.start import train

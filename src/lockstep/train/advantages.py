@@ -25,8 +25,8 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Advantages:
-    """Rewards, advantages and returns of the local tokens. `keep_K` is 0 for tokens that are excluded from the loss,
-    `is_weights_K` are importance weights, and `repeats_S` is how often each response counts (None: once)."""
+    """Rewards, advantages and returns of the local tokens. `keep_K` is 0 for tokens excluded from the loss;
+    `is_weights_K`: importance weights; `repeats_S`: how often each response counts (None: once)."""
 
     rewards_K: torch.Tensor
     advantages_K: torch.Tensor
@@ -52,7 +52,7 @@ def estimate_advantages(
     """Computes the advantages of a step. `seed` is for the random draw of PF-PPO."""
     algorithm, sequence_K, reduce = recipe.algorithm, experience.sequence_K, experience.reduce
     metrics: dict[str, float] = {}
-    # The part of the score that belongs to no earlier token is the reward of the last token.
+    # The rest of the score, not assigned to an earlier token, is the reward of the last token.
     earlier_S = sum_by(experience.token_rewards_K, sequence_K, experience.sequences)
     rewards_K = experience.token_rewards_K.clone()
     rewards_K[experience.last_K] += (experience.scores_S - earlier_S)[list(experience.local_numbers)]
@@ -151,7 +151,7 @@ def _energy(outputs: ModelOutputs, is_weights_K: torch.Tensor) -> torch.Tensor |
 
 
 def _parts(experience: Experience, recipe: Recipe) -> tuple[tuple[float, torch.Tensor], ...]:
-    """The separate rewards with their weights: those of `gdpo_rewards`, else all rewards of the score."""
+    """The separate rewards with their weights: the rewards named in `gdpo_rewards`, otherwise all."""
     weights = recipe.algorithm.gdpo_rewards or active_weights(recipe.reward)[0]
     if recipe.algorithm.overlong.buffer and not recipe.algorithm.gdpo_rewards:
         weights = {**weights, "overlong": 1.0}

@@ -71,9 +71,9 @@ def write_export(
     adapter: bool = False,
     replace: bool = False,
 ) -> tuple[list[str], Verification]:
-    """Export a checkpoint with a model card; returns messages and the verification."""
+    """Exports a checkpoint with a model card; returns messages and the verification."""
     state, messages = found.state, [f"exported the model to {out}"]
-    if not state.kind:  # an earlier version saved it
+    if not state.kind:  # saved by an earlier version
         state.kind, state.files = model_kind(recipe), export_files(recipe, state.carried, run)
     card = card_files(run, state.step, adapter=adapter)
     verified = export_checkpoint(
@@ -87,7 +87,7 @@ def write_export(
 
 
 def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
-    """The chat template of the run, if it is not that of the model."""
+    """The chat template of the run, if it differs from the model's."""
     if not is_named(recipe.data):
         return {}
     kept = run.template
@@ -97,7 +97,7 @@ def _template(recipe: Recipe, run: RunFolder) -> dict[str, str]:
 
 @dataclass
 class Position:
-    """The number of finished steps, and the values that the loop carries from step to step."""
+    """The number of finished steps, and the values carried from step to step."""
 
     step: int = 0
     carried: dict[str, float] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Checkpointer:
         return next(one for one in every if one is not None)
 
     def _refuse_changes(self, state: checkpoints.State) -> None:
-        """Refuse changes that the run cannot resume with; report the others."""
+        """Refuses changes that the run cannot resume with; reports the others."""
         run, console = self.run, self.run.console
         changed = refuse_changed_recipe(state, resolved(run.recipe), self.fingerprints)
         for change in changed:
@@ -305,7 +305,7 @@ class Checkpointer:
                 run.console.warn(f"no checkpoint has a finite {self.measure.name}: the last one is exported")
             else:
                 step, value = best
-                run.console.say(f"the best checkpoint is that of step {step}: {self.measure.name} {value:.6g}")
+                run.console.say(f"the best checkpoint is step {step}: {self.measure.name} {value:.6g}")
         found = checkpoints.read(checkpoints.folder_of(self.folder, step))
         checkpoints.require_disk(run.folder.path, run.prepared.memory.parameters * 4, "the exported model")
         messages, verified = write_export(run.recipe, found, run.folder.export, run.folder, replace=True)

@@ -38,7 +38,7 @@ class Experience:
     metas: Sequence[RolloutMeta]
     """All responses of the step, ordered by prompt and sample. The number of a response is its index here."""
     prompts: Mapping[int, Prompt]
-    """By index in the step."""
+    """Prompts by index in the step."""
     local_numbers: Sequence[int]
     """Numbers of the local responses, in order."""
     rollouts: list[Rollout]
@@ -50,7 +50,7 @@ class Experience:
     """Log-probs from the engine."""
     scores_S: torch.Tensor
     token_rewards_K: torch.Tensor
-    """The parts of the scores that belong to a token before the last."""
+    """Parts of the scores assigned to tokens before the last one."""
     baseline_S: torch.Tensor | None
     world: World
     """The ranks that hold the responses; a world of one if all responses are local."""
@@ -212,6 +212,7 @@ def reward_part(meta: RolloutMeta, prompts: Mapping[int, Prompt], name: str, key
             f"response {meta.sample} to {prompts[meta.prompt_index].question.origin} has no reward {name!r} in its "
             "score",
             f"it has {', '.join(meta.score.parts) or 'none'}; the last checkpoint is untouched",
+            code="missing-reward-part",
         )
     return meta.score.parts[name]
 
@@ -222,6 +223,7 @@ def _refuse_empty(metas: Sequence[RolloutMeta], prompts: Mapping[int, Prompt]) -
             f"response {meta.sample} to {prompts[meta.prompt_index].question.origin}",
             "has no token of the policy, so no token can carry its score",
             "an engine returns at least the token that ended the response; the last checkpoint is untouched",
+            code="empty-response",
         )
         for meta in metas
         if not meta.num_response_tokens
@@ -289,11 +291,11 @@ class ModelOutputs:
     """Outputs of the models for every local token; None if the recipe does not need them."""
 
     old_K: torch.Tensor | None
-    """Old log-probs of the ratio: those of the policy before the first update, or those of the engine."""
+    """Old log-probs of the ratio: from the policy before the first update, or from the engine."""
     reference_K: torch.Tensor | None
     values_K: torch.Tensor | None
     trainer_K: torch.Tensor | None = None
-    """Log-probs of the policy before the first update, if `old_K` has those of the engine."""
+    """Log-probs of the policy before the first update, if `old_K` has the engine's."""
     squares_K: torch.Tensor | None = None
     """Sum of squared probabilities over the vocabulary."""
 
@@ -363,10 +365,10 @@ def check_rollout_logprobs(
     experience: Experience,
     outputs: ModelOutputs,
 ) -> dict[str, float]:
-    """Compares the engine's log-probs of the step with those of the trainer, before any update.
+    """Compares the engine's log-probs of the step with the trainer's, before any update.
 
-    Engine and trainer have the same weights. The trainer scores the responses here if nothing else of the recipe
-    needed it (`old_needed`). Without a limit nothing is compared.
+    Engine and trainer have the same weights. The trainer scores the responses here unless the recipe needed it earlier
+    (`old_needed`). Without a limit nothing is compared.
     """
     if (limit := logprob_limit(recipe)) is None:
         return {}
@@ -385,6 +387,7 @@ def check_rollout_logprobs(
             "look for a proxy or load balancer that mixes up answers, and for settings that change how the server "
             "samples. A larger number accepts the difference, null switches the check off. The last checkpoint is "
             "untouched",
+            code="logprobs-differ",
         )
     return {"training/rollout_logprob_diff_mean": mean}
 

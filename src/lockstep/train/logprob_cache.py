@@ -153,7 +153,7 @@ def _rows_digest(examples: Iterable[Example]) -> str:
 
 
 def _identity(example: Example) -> bytes:
-    """Includes the origin: equal rows may have been computed in different batches, with different rounding."""
+    """The identity of an example, with its origin: equal rows may have different rounding in different batches."""
     return hashlib.blake2b(str(example.origin).encode() + b"\0" + _content(example), digest_size=16).digest()
 
 

@@ -83,8 +83,8 @@ class Packing:
     def batch(
         self, row: PackedRow, examples: Sequence[Example], starts: Sequence[int], places: Sequence[int] | None = None
     ) -> MicroBatch:
-        """The micro-batch of a packed row. `starts` are the indices of the first target of each example in the update,
-        `places` those in the vectors of this rank, if it does not have all targets."""
+        """The micro-batch of a packed row. `starts`: index in the update of the first target of each example; `places`:
+        its index in the vectors of this rank, if the rank does not have all targets."""
         context = self.world.context
         shares = [packed.shared for packed in row]
         batch = micro_batch(
@@ -110,7 +110,7 @@ class TargetBatches(Protocol):
 
 @dataclass
 class Models:
-    """`module` is the policy, or the reward model that is trained; `learner` trains it, if it is trained."""
+    """The models of a run. `module` is the policy or the trained reward model; `learner` trains it, if any."""
 
     module: nn.Module
     packing: Packing
@@ -209,7 +209,7 @@ def score_targets(
     *,
     rows: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """One value per target (or `rows` of them), which `pick` takes from the output of the module."""
+    """Returns one value per target (or `rows` values), taken by `pick` from the output of the module."""
     vector = torch.zeros(*rows, inputs.targets)
     with resident(module), evaluating(module):
         outputs = [fetched(pick(run_on(module, batch, device))) for batch in inputs.batches]
@@ -220,7 +220,7 @@ def score_targets(
 
 @dataclass(frozen=True)
 class _Cached:
-    """A teacher with distributions on disk."""
+    """A teacher whose distributions are on disk."""
 
     cache: LogprobCache
     rows_K: np.ndarray
@@ -231,7 +231,7 @@ class _Cached:
 
 
 def make_scoring(recipe: Recipe) -> Scoring:
-    """Responses are scored under the distribution they are sampled from."""
+    """Returns the scoring settings: responses are scored under the distribution they were sampled from."""
     if recipe.distill.teacher is not None:
         settings = recipe.distill
         return Scoring(comparison=TeacherDivergence(settings.divergence, settings.mix, settings.temperature))

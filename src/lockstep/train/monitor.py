@@ -31,13 +31,13 @@ class Unscored:
 
 
 def refuse_failures(failed: Unscored, total: int, most: float) -> None:
-    """Stop if more than the share `most` of the responses failed."""
+    """Stops if more than the share `most` of the responses failed."""
     if failed.count > most * total:
         raise _refusal(failed, total, f"over reward.max_failures={most:g}")
 
 
 def refuse_nothing_left(failed: Unscored, total: int, left: int) -> None:
-    """Stop if no response is left to train on."""
+    """Stops if no response is left to train on."""
     if not left:
         raise _refusal(failed, total, "and none is left to train on")
 
@@ -51,11 +51,12 @@ def _refusal(failed: Unscored, total: int, consequence: str) -> Refusal:
         f"{failed.count} of {total} responses {_what(first.score)}, {consequence}; the first, to "
         f"{first.prompt.question.origin}: {first.score.message}{_response(first, 200)}",
         f"fix the {what}, or raise reward.max_failures; the last checkpoint is untouched",
+        code="reward-failed",
     )
 
 
 def failure_warning(failed: Unscored) -> list[str]:
-    """The first response of a step that failed, with the reason."""
+    """A warning with the first failed response of a step and the reason."""
     if not failed.count:
         return []
     first = failed.first[0]
@@ -96,7 +97,7 @@ def has_signal(group: Sequence[RolloutMeta], prompts: Mapping[int, Prompt], sett
 
 
 def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta], failed: int) -> dict[str, float]:
-    """Lengths, failures and rewards of the trained `rollouts`; `every` generated response counts for the tokens. Failed
+    """Lengths, failures and rewards of the trained `rollouts`. Token counts include `every` generated response. Failed
     rollouts have no length."""
     rollouts = [rollout for rollout in rollouts if rollout.stop != FAILED]
     lengths = torch.tensor([rollout.num_response_tokens for rollout in rollouts], dtype=torch.float64)
@@ -121,7 +122,7 @@ def rollout_metrics(every: Sequence[RolloutMeta], rollouts: Sequence[RolloutMeta
 
 
 def straggler_metrics(ranks: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """From the generation seconds of every rank, and the number of prompts it took from other ranks."""
+    """Metrics from the generation seconds of every rank and the number of prompts it took from other ranks."""
     seconds = [seconds for seconds, _ in ranks]
     if len(ranks) == 1 or not sum(seconds):
         return {}
@@ -252,6 +253,7 @@ class IdleUpdates:
             f"the updates of the last {self.count} steps changed nothing: {self._cause.cause}. Stopped after step "
             f"{step}, with a checkpoint",
             f"{self._cause.remedy}; or set run.max_idle_updates=0 to continue",
+            code="idle-updates",
         )
 
     def _effective(self) -> int:
@@ -307,14 +309,14 @@ def _all_masked(cut: float) -> IdleCause:
     )
 
 
-# A warning is repeated only after this many steps without its sign.
+# A warning is repeated only after this many steps without its cause.
 STEPS_BETWEEN_WARNINGS = 20
 COLLAPSED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class WarningSign:
-    """A sign of trouble in the metrics, and what it usually means."""
+    """A sign of trouble in the metrics, and its usual meaning."""
 
     name: str
     shows: Callable[[dict[str, float]], bool]
@@ -362,7 +364,7 @@ class Warnings:
 
 
 def _runs_away(recipe: Recipe) -> WarningSign:
-    """Measured on one task: a run that learned stayed at 0.002, one that diverged passed 0.02 on its way to 0.06."""
+    """Thresholds measured on one task: a run that learned stayed at 0.002; a diverged run went from 0.02 to 0.06."""
     bypass = "Remove algorithm.rollout_correction.weight and set algorithm.rollout_correction.bypass=true, or lower"
     remedy = bypass if loss_row(recipe.algorithm.loss).trust_region else "Lower"
     return WarningSign(

@@ -34,11 +34,11 @@ from lockstep.train.run_writer import record_rows
 from lockstep.train.training import Training, open_training
 from lockstep.types import Item
 
-# Before the first update policy and reference are the same model, so the initial loss is predictable. A difference
-# shows another dtype or file, an adapter that does not start at zero, or a log-prob cache of another run.
+# Before the first update policy and reference are the same model, so the initial loss is predictable. A different loss
+# means another dtype or file, an adapter that does not start at zero, or a log-prob cache of another run.
 
-# Tolerance for the same weights in the same micro-batches. Libraries may still sum in another order, so half precision
-# is only checked against differences beyond rounding.
+# Tolerance for the same weights in the same micro-batches. Libraries may sum in another order, so half precision is
+# checked only for differences beyond rounding.
 SAME_BATCHES = {**CHECK_TOLERANCE, torch.float32: 1e-4}
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -52,7 +52,7 @@ CAUSES = {
 def assert_identity(
     items: Sequence[Item], objective: Objective, models: Models, recipe: Recipe, console: Console
 ) -> None:
-    """Refuse to train when the first update does not see policy and reference agree. A replay continues and locates."""
+    """Refuses to train if policy and reference differ in the first update. A replay continues and locates the cause."""
     kind, wanted = reference_kind(recipe), objective.initial_loss()
     if kind == "none":
         return
@@ -67,15 +67,15 @@ def assert_identity(
     update = models.arrange(items)
     policy, reference = models.logprobs(update), models.reference_logprobs(update)
     dtype = DTYPES[recipe.model.dtype]
-    # A cache was made in other micro-batches.
+    # The cache was computed in other micro-batches.
     tolerance = (CHECK_TOLERANCE if kind == "disk" else SAME_BATCHES)[dtype]
     if not _agree(update, policy, reference, tolerance, kind):
         return
     if wanted is None or (kind == "disk" and dtype != torch.float32):
-        return  # the sum of a cache's rounding in half precision moves the loss at will
+        return  # in half precision the accumulated rounding of a cache may change the loss by any amount
     found = measure(items, objective, models)
     loss = found["loss"] - recipe.preference.nll * found.get("nll", 0.0)
-    # A large loss, such as IPO's, has a slope as large.
+    # The tolerance grows with the loss: a large loss, such as IPO's, also has a large slope.
     if abs(loss - wanted) > (tolerance if kind == "disk" else LOSS_TOLERANCE[dtype]) * max(1.0, abs(wanted)):
         refuse_unless_replayed(
             Problem(
@@ -83,6 +83,7 @@ def assert_identity(
                 f"the loss is {loss:.6f} where equal models give {wanted:.6f}, although their log-probabilities agree",
                 "an operator of the loss is wrong on this device: record the first step on another device (tape=true), "
                 "and replay it here to see which number differs first",
+                code="wrong-initial-loss",
             )
         )
         return
@@ -90,7 +91,7 @@ def assert_identity(
 
 
 def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, most: float, kind: str) -> bool:
-    """Whether all log-probabilities do. Where they do not, training is refused and a replay continues."""
+    """Whether all log-probs agree. If not, training is refused; a replay continues."""
     difference = (policy - reference).abs()
     worst = int(difference.argmax())
     if float(difference[worst]) <= most:
@@ -104,6 +105,7 @@ def _agree(update: Update[Any], policy: torch.Tensor, reference: torch.Tensor, m
             f"{len(difference):,} log-probabilities differ; the worst is {float(policy[worst]):.6f} against "
             f"{float(reference[worst]):.6f}",
             CAUSES[kind],
+            code="wrong-initial-loss",
         )
     )
     return False

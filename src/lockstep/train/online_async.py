@@ -1,7 +1,7 @@
 """The asynchronous online loop: a worker process generates for later steps while the current step is trained.
 
-The stages are those of `online.py`. Every rank has a worker, which gets the full weights and generates the responses of
-its rank's prompts.
+The stages are the same as in `online.py`. Every rank has a worker, which gets the full weights and generates the
+responses to the prompts of its rank.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def open_worker(online: Online) -> Iterator[Ahead]:
 
 @contextmanager
 def _threads_divided(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """On the CPU, a rank and its worker that run concurrently get half of the threads each. With `max_staleness` 0 they
-    take turns and have all threads, because the number of threads changes the rounding of sums."""
+    """Divides the CPU threads between a rank and its worker, which run concurrently. With `max_staleness` 0 they take
+    turns and each has all threads, because the number of threads changes the rounding of sums."""
     before = torch.get_num_threads()
     if device.type == "cpu" and recipe.rollout.max_staleness:
         torch.set_num_threads(each_of(2, before))

@@ -40,7 +40,7 @@ def learning_rate(step: int, total: int, settings: Optim) -> float:
 
 
 def warmup_steps(total: int, settings: Optim) -> int:
-    """Values below 1 are a share of the updates; others are a number of updates."""
+    """Number of warm-up updates. A setting below 1 is a share of the updates."""
     return round(settings.warmup * total) if settings.warmup < 1 else int(settings.warmup)
 
 
@@ -67,7 +67,7 @@ class Optimizer:
 
     With master weights the gradients of the micro-batches are accumulated in fp32 (`collect`). `kernel` names the fused
     step of the device (its `adamw`), which takes the gradient of a single micro-batch without conversion. Weight decay
-    skips the parameters in `spared` and those of one dimension, unless `settings.decay_all`.
+    skips the parameters in `spared` and one-dimensional ones, unless `settings.decay_all`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Optimizer:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Move the gradients of a micro-batch from the parameters to the masters."""
+        """Moves the gradients of a micro-batch from the parameters to the masters."""
         if not self.masters:
             return
         for name, parameter in self.parameters.items():
@@ -138,7 +138,7 @@ class Optimizer:
 
     @torch.no_grad()
     def gradient_norm(self, scale: float = 1.0) -> torch.Tensor:
-        """Undo the loss scale and return the norm of all gradients."""
+        """Undoes the loss scale and returns the norm of all gradients."""
         if self._kernel is not None:
             if scale != 1.0:
                 self._grads = {name: gradient.float().div_(scale) for name, gradient in self._grads.items()}
@@ -156,7 +156,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clip, update, and clear the gradients."""
+        """Clips, updates, and clears the gradients."""
         if self._kernel is not None:
             self._step_at_once(self._kernel, lr, norm)
             self.forget()
@@ -213,7 +213,7 @@ class Optimizer:
         return {name: whole(value).cpu() for name, value in self.local_state().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore a state; from files, each rank reads its shards."""
+        """Restores a state. Each rank reads its shards from the files."""
         targets = {f"master/{name}": master for name, master in self.master_weights.items()}
         for name, parameter in self.trained.items():
             state = self.adamw.state[parameter]
@@ -233,7 +233,7 @@ def weight_decays(parameters: Mapping[str, torch.Tensor], settings: Optim, spare
 
 
 def device_kernel(name: str, parameters: Sequence[torch.Tensor]) -> ModuleType | None:
-    """The fused AdamW of the device; None for that of torch."""
+    """The fused AdamW of the device; None to use torch's."""
     if name != "triton" or importlib.util.find_spec("triton") is None:
         return None
     from lockstep.kernels import adamw_triton as triton_adamw

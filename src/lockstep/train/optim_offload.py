@@ -24,8 +24,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostOptimizer(Optimizer):
-    """`device` computes the update; `state_on_host`: master weights and moments are on the host between updates.
-    Weights and gradients are on the device of the model."""
+    """AdamW with offload. `device` computes the update; `state_on_host`: master weights and moments stay on the host
+    between updates. Weights and gradients are on the device of the model."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class HostOptimizer(Optimizer):
         self._kernel = device_kernel(kernel, list(self.parameters.values())) if masters else None
         self._room = HostRoom(device)
         self._grads: dict[str, torch.Tensor] = {}
-        """Gradients taken from the parameters; without master weights, from `gradient_norm` on."""
+        """Gradients taken from the parameters; without master weights, after `gradient_norm`."""
         self._state = {name: self._fresh(parameter) for name, parameter in self.parameters.items()}
-        """By parameter: this rank's shard of master weight and moments, and the step count."""
+        """This rank's shard of master weight and moments, and the step count, by parameter."""
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         weight = local(parameter.detach())

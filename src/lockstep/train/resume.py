@@ -30,12 +30,12 @@ from lockstep.run.metrics import rewind_lines
 from lockstep.train.optim import Optimizer, learning_rate
 
 Fingerprints = dict[str, dict[str, Any]]
-"""By the key that names a model: its `path` as the recipe has it, and a digest of each of its `files`."""
+"""By recipe key: `path` of the model as in the recipe, and a digest of each of its `files`."""
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A key that has another value than when the checkpoint was written."""
+    """A recipe key whose value changed since the checkpoint."""
 
     key: str
     before: Any
@@ -57,7 +57,7 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
-    # Resumable groups of keys that the version of the checkpoint did not have are no change.
+    # A checkpoint of an earlier version may lack groups of resumable keys. That is not a change.
     unknown = {name: group for name, group in now.items() if name not in before and facts_of(name).resumable}
     # Secrets are compared in masked form.
     old, new = (_without_secrets(flatten(values)) for values in ({**unknown, **before}, now))
@@ -70,10 +70,10 @@ def _without_secrets(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str]) -> list[Changed]:
-    """Refuse changes of the recipe that a run cannot resume with; returns the other changes.
+    """Refuses changes of the recipe that a run cannot resume with; returns the other changes.
 
-    `roles`: the keys of the models of the run (`model_paths`). Another path of a model is allowed if the checkpoint has
-    its fingerprint: the content is compared.
+    `roles`: the keys of the models of the run (`model_paths`). A model may have another path if the checkpoint has its
+    fingerprint, because the content is compared.
     """
     changed = changed_keys(state.recipe, now)
     compared = _models_by_key(roles)
@@ -85,6 +85,7 @@ def refuse_changed_recipe(state: State, now: dict[str, Any], roles: Iterable[str
                 one.key,
                 f"the checkpoint was trained with {one.before!r}, the recipe now says {one.now!r}",
                 "set it back, or start a new run with another run.name",
+                code="changed-setting",
             )
             for one in harmful
         ]
@@ -117,7 +118,7 @@ def learning_rate_changes(state: State, steps: int, recipe: Recipe) -> list[str]
         else:
             found.append(
                 f"the {name} up to step {step} was planned for {before} steps and from there on for {steps}: "
-                f"{rates_text}; its curve is not that of a run of {steps} steps"
+                f"{rates_text}; its curve differs from a run of {steps} steps"
             )
     return found
 
@@ -157,7 +158,7 @@ def model_fingerprints(paths: dict[str, str], progress: Callable[[str], None]) -
 
 
 def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: bool) -> dict[str, list[str]]:
-    """Refuse models whose files have changed since the checkpoint; with `accepted`, returns the changes by key."""
+    """Refuses models whose files changed since the checkpoint; with `accepted`, returns the changes by key."""
     changes = {
         key: differing
         for key, one in now.items()
@@ -170,6 +171,7 @@ def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: 
                     f"{key} {now[key]['path']}",
                     f"the model has changed since the checkpoint: {_first(differing)}",
                     "restore the files, resume with --accept-changed, or start a new run with another run.name",
+                    code="changed-model",
                 )
                 for key, differing in changes.items()
             ]
@@ -178,7 +180,7 @@ def refuse_changed_models(before: Fingerprints, now: Fingerprints, *, accepted: 
 
 
 def weight_decay_changes(state: State, optimizers: Sequence[Optimizer], optim: Optim) -> list[str]:
-    """Warnings about parameters whose weight decay differs from that of an earlier version of lockstep."""
+    """Warnings about parameters whose weight decay was different in an earlier version of lockstep."""
     if state.decay_rule or not optim.weight_decay:
         return []
     if optim.decay_all:
@@ -202,7 +204,7 @@ _DECAYED_NOW = (
 
 
 def refuse_unlike_machines(every: list[Fingerprints | None]) -> None:
-    """Refuse different content of a model on different machines."""
+    """Refuses models whose content differs between machines."""
     ranks = [(rank, one) for rank, one in enumerate(every) if one is not None]
     first, wanted = ranks[0]
     problems = []
@@ -212,7 +214,9 @@ def refuse_unlike_machines(every: list[Fingerprints | None]) -> None:
             unlike = [name for name in shared if model["files"][name] != wanted[key]["files"][name]]
             if unlike:
                 why = f"{_first(unlike)} of rank {rank}'s machine is not the file of rank {first}'s"
-                problems.append(Problem(f"{key} {model['path']}", why, "copy the folder to every machine"))
+                problems.append(
+                    Problem(f"{key} {model['path']}", why, "copy the folder to every machine", code="not-shared")
+                )
     refuse_all(problems)
 
 
@@ -224,7 +228,7 @@ def _models_by_key(roles: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _without_index(key: str) -> str:
-    """`reward.model` of `reward.model.1`."""
+    """Returns `reward.model` for `reward.model.1`."""
     return re.sub(r"(\.\d+)+$", "", key)
 
 
@@ -234,7 +238,7 @@ def _first(names: list[str], most: int = 3) -> str:
 
 
 def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Refuse changed training rows, because the run continues at a position in them. Returns warnings about changed
+    """Refuses changed training rows, because the run resumes at a position in them. Returns warnings about changed
     validation rows."""
     unlike = {
         part: _differences(before.get(part, []), now.get(part, []))
@@ -242,7 +246,9 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str
         if _fingerprints(before, part) != _fingerprints(now, part)
     }
     problems = [
-        Problem("data.train", difference, "restore the file, or start a new run with another run.name")
+        Problem(
+            "data.train", difference, "restore the file, or start a new run with another run.name", code="changed-data"
+        )
         for difference in unlike.get("train", [])
     ]
     if not problems and before["kept"] != now["kept"]:
@@ -251,6 +257,7 @@ def refuse_changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str
                 "data.max_tokens",
                 f"the checkpoint was trained on {_kept(before)}, the limit on row length now leaves {_kept(now)}",
                 "set data.max_tokens, or batch.tokens where it is the limit, back to what it was",
+                code="changed-data",
             )
         )
     refuse_all(problems)
@@ -287,7 +294,7 @@ ORIGIN = "resumed_from.json"
 
 
 def adopt(recipe: Recipe, path: Path) -> str | None:
-    """Create the run folder as a copy; returns a message, or None if it was created before."""
+    """Creates the run folder as a copy; returns a message, or None if it exists already."""
     found = checkpoint_at(path)
     step, target = int(found.name.removeprefix("step_")), RunFolder(Path(recipe.run.folder) / recipe.run.name)
     source = RunFolder(found.parent.parent)
@@ -295,7 +302,7 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
         newer = [other for other in checkpoints.steps_in(target.checkpoints) if other > step]
         if newer:
             why = f"the run has reached step {newer[-1]}: going back would discard later steps"
-            raise Refusal.at(f"--resume-from {path}", why, "give the new run another run.name")
+            raise Refusal.at(f"--resume-from {path}", why, "give the new run another run.name", code="already-exists")
         return None
     origin = {"run": str(source.path), "step": step, "manifest": checksum(found / checkpoints.MANIFEST)}
     if target.path.exists():
@@ -303,7 +310,9 @@ def adopt(recipe: Recipe, path: Path) -> str | None:
         if file.is_file() and read_object(file).get("manifest") == origin["manifest"]:
             return None
         why = f"{target.path} exists and does not start from this checkpoint"
-        raise Refusal.at(f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out")
+        raise Refusal.at(
+            f"--resume-from {path}", why, "choose another run.name, or leave --resume-from out", code="already-exists"
+        )
     refuse_changed_recipe(checkpoints.read(found).state, resolved(recipe), model_paths(recipe))
     try:
         target.path.parent.mkdir(parents=True, exist_ok=True)
@@ -324,11 +333,16 @@ def checkpoint_at(path: Path) -> Path:
         steps = checkpoints.steps_in(RunFolder(path).checkpoints)
         if not steps:
             why = "is neither a checkpoint nor a run folder with one"
-            raise Refusal.at(where, why, "name runs/NAME, or runs/NAME/checkpoints/step_N; for weights: --init-from")
+            raise Refusal.at(
+                where,
+                why,
+                "name runs/NAME, or runs/NAME/checkpoints/step_N; for weights: --init-from",
+                code="no-checkpoint",
+            )
         found = checkpoints.folder_of(RunFolder(path).checkpoints, steps[-1])
     damage = checkpoints.damage_of(found)
     if damage is not None:
-        raise Refusal.at(where, f"{found} is damaged: {damage}", "name another checkpoint")
+        raise Refusal.at(where, f"{found} is damaged: {damage}", "name another checkpoint", code="damaged-checkpoint")
     return found.resolve()
 
 
@@ -351,7 +365,7 @@ def _copy(source: RunFolder, found: Path, step: int, target: RunFolder) -> None:
 
 
 def _linked(source: str, target: str) -> None:
-    """Checkpoint files are never rewritten, so a hard link is enough."""
+    """Links a file. Checkpoint files are never rewritten, so a hard link is enough."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links

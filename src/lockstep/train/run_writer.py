@@ -1,4 +1,4 @@
-"""What a run writes: folder, metrics, samples, trackers, tape, console. Only rank 0 writes."""
+"""The output of a run: folder, metrics, samples, trackers, tape, console. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from lockstep.types import Rollout
 
 
 def user_code(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """For each recipe key with user code: the value, and the SHA-256 of its file (None without a readable file).
+    """The value of each recipe key with user code, and the SHA-256 of its file (None without a readable file).
 
     Imports of such a file are not included.
     """
@@ -111,7 +111,7 @@ class Run:
     # -- before the first step
 
     def begin(self, step: int, switches: dict[str, str], fused: dict[str, list[str]]) -> None:
-        """Show the plan, write recipe and environment, start the trackers. `fused` are the device's fused operators
+        """Shows the plan, writes recipe and environment, starts the trackers. `fused`: the device's fused operators
         that replace modules of a model."""
         self._show_plan(fused)
         steps = self.prepared.batches.steps
@@ -128,7 +128,7 @@ class Run:
         self.console.begin(steps, step)
 
     def rewind(self, step: int) -> None:
-        """Delete metrics and samples after `step`, from which the run resumes (-1: from the start)."""
+        """Deletes metrics and samples after `step`, from which the run resumes (-1: from the start)."""
         if self.world.main:
             self.metrics.rewind(step)
             rewind_lines(self.folder.samples, step)
@@ -149,7 +149,7 @@ class Run:
             )
 
     def _write_pending(self) -> None:
-        """Write recipe and environment, once."""
+        """Writes recipe and environment, once."""
         if self._unwritten is not None:
             self._unwritten()
             self._unwritten = None
@@ -193,15 +193,15 @@ class Run:
         for number, what in ((counts.dropped, "dropped"), (counts.truncated, "truncated")):
             if number:
                 self.console.warn(
-                    f"{number:,} rows were {what}: over the limit (data.overlong={self.recipe.data.overlong}), or as "
-                    "the data line says"
+                    f"{number:,} rows were {what}: over the limit (data.overlong={self.recipe.data.overlong}), or for "
+                    "the reason in the data line"
                 )
 
     # -- a step
 
     @contextmanager
     def timed(self, step: int) -> Iterator[None]:
-        """Times step `step` (from 1). In the first one, operators that fall back to the host are recorded."""
+        """Times step `step` (from 1). The first step also records operators that fall back to the host."""
         self._step = step
         self.world.started()
         with self.phases("step"):
@@ -244,7 +244,7 @@ class Run:
         *,
         tokens: bool = False,
     ) -> None:
-        """Append responses to samples.jsonl. `advantages` are per policy token; `tokens` adds token details."""
+        """Appends responses to samples.jsonl. `advantages`: per policy token; `tokens`: also write token details."""
         if not self.world.main or not rollouts:
             return
         advantage_lists = advantages if advantages is not None else [None] * len(rollouts)
@@ -263,7 +263,7 @@ class Run:
     # -- after the last step
 
     def summarise(self, step: int, use: tuple[str, str]) -> None:
-        """Show the results of the run; `use` is how to use the model."""
+        """Shows the results of the run; `use` explains how to use the model."""
         # A missing file was reported when the run was resumed.
         changes = before_and_after(read_metrics(self.folder.metrics) if self.folder.metrics.exists() else [])
         counts = self.prepared.train.counts
@@ -282,11 +282,11 @@ class Run:
 
 
 def store_samples(run: Run, step: int, rollouts: Rollouts, experience: Experience, advantages: Advantages) -> None:
-    """Store the first responses of the step, and the first failed ones, in samples.jsonl."""
+    """Stores the first responses of the step, and the first failed ones, in samples.jsonl."""
     count = run.recipe.log.samples
     if count:
         ends = [int(last) + 1 for last in experience.last_K]
-        # Truncated to the stored tokens before it is sent.
+        # Truncated to the stored tokens before sending.
         spans = [slice(first, min(end, first + MOST_TOKENS)) for first, end in zip([0, *ends], ends, strict=False)]
         local = zip(experience.local_numbers, experience.rollouts, spans, strict=True)
         shares = run.world.gather([(n, r, advantages.advantages_K[at].tolist()) for n, r, at in local if n < count])
@@ -349,7 +349,7 @@ def _spared(learner: Learner) -> frozenset[str]:
 def record_rollouts(
     tape: Recorder, rollouts: Rollouts, experience: Experience, outputs: ModelOutputs, advantages: Advantages
 ) -> None:
-    """Online: record the rollouts and vectors of a step before its first update (a collective)."""
+    """Online: records the rollouts and vectors of a step before its first update (a collective)."""
     if not tape.on:
         return
     every = experience.all_rollouts_and_examples()
@@ -374,6 +374,6 @@ def record_rollouts(
 
 
 def record_rows(tape: Recorder, rows: Sequence[Any], references: Sequence[torch.Tensor]) -> None:
-    """Offline: record the rows of an update, and the reference log-probs."""
+    """Offline: records the rows of an update, and the reference log-probs."""
     tape.rows(rows)
     tape.vectors({f"reference{number or ''}": values for number, values in enumerate(references)})

@@ -25,12 +25,12 @@ def train(recipe: str | Path | Recipe, *, accept_changed: bool = False, **overri
     file = running_file()
     if file is not None:
         why = "is imported for one of its functions, and the import starts a training run"
-        raise Refusal.at(file, why, 'put the run under: if __name__ == "__main__":')
+        raise Refusal.at(file, why, 'put the run under: if __name__ == "__main__":', code="import-side-effect")
     return run_recipe(recipe_with(recipe, overrides), accept_changed=accept_changed)
 
 
 def run_recipe(recipe: Recipe, *, accept_changed: bool = False) -> Path:
-    """Train a checked recipe with the loop of its method."""
+    """Trains a checked recipe with the loop of its method."""
     refuse_other_count(recipe.parallel.devices)
     refuse_unread(recipe.parallel)
     if recipe.method in ONLINE:

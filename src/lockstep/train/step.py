@@ -57,7 +57,7 @@ class Balance:
         self.value = float(load_balance(self._chosen_E, probs_E, self._rows))
 
     def part(self, batch: MicroBatch) -> torch.Tensor:
-        """The part of the last micro-batch in the weighted loss."""
+        """The weighted loss of the last micro-batch."""
         probs_E = self._routed(batch).probs_E
         return self.coefficient * load_balance(self._chosen_E.to(probs_E), probs_E, self._rows)
 
@@ -135,6 +135,7 @@ class Learner:
                 self._rows(self._origins),
                 "no token of the update is trained",
                 "check the loss mask of these rows (lockstep data show)",
+                code="no-trained-token",
             )
         divisor = divisor or targets
         scale = self.scale.value if self.scale else 1.0
@@ -174,7 +175,7 @@ class Learner:
             self.scale.update(overflowed=not finite)
             metrics[f"{self.name}/loss_scale"] = self.scale.value
             if not finite and self.scale.value >= 1:
-                # fp16 finds its scale by overflows; the update is skipped and counted.
+                # fp16 finds its loss scale by overflows; such an update is skipped and counted.
                 self.skipped += 1
                 self.optimizer.forget()
                 return metrics | {f"{self.name}/grad_norm": 0.0, f"{self.name}/skipped": float(self.skipped)}
@@ -184,6 +185,7 @@ class Learner:
                 self._rows(self._origins),
                 f"the gradient norm is {size} with a finite loss",
                 "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
+                code="not-finite",
             )
         self.observer.on_gradients(norm, lr)
         self.optimizer.step(lr, norm)
@@ -209,6 +211,7 @@ class Learner:
             self._rows(bad),
             "the loss of the micro-batch with these rows is not finite",
             "lower optim.lr, use bf16 or fp32, or look at these rows; the last checkpoint is untouched",
+            code="not-finite",
         )
 
     def _rows(self, mine: Sequence[Origin]) -> str:

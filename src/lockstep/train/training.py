@@ -84,8 +84,8 @@ _ANSWERS = re.compile(r"val/(accuracy|reward|answered|failed|(pass|maj)@\d+)(/.+
 
 
 def refuse_unmeasured(recipe: Recipe, metrics: Collection[str]) -> None:
-    """Refuse metric names in the recipe that the run does not measure, after the first step. `metrics` are the names of
-    rank 0, so all ranks decide the same."""
+    """Refuses metric names in the recipe that the run does not measure, after the first step. `metrics`: the names of
+    rank 0, so that all ranks decide the same."""
     refuse_all(list(_unmeasured(recipe, metrics)))
 
 
@@ -104,7 +104,7 @@ def _unmeasured(recipe: Recipe, metrics: Collection[str]) -> Iterator[Problem]:
         remedy = f"did you mean {near[0]}?" if near else "the names are those of metrics.jsonl"
         if not recipe.val.questions and _ANSWERS.fullmatch(measure.name):
             remedy = "set val.questions: it is measured on answers"
-        yield Problem(key, f"the run does not measure {measure.name}", remedy)
+        yield Problem(key, f"the run does not measure {measure.name}", remedy, code="unknown-metric")
 
 
 def _expected(measure: Measure, recipe: Recipe, metrics: Collection[str]) -> bool:
@@ -181,7 +181,7 @@ class Training:
             yield
 
     def finish_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log, validate and save; stop if the user requested it."""
+        """Logs, validates and saves; stops if the user requested it."""
         with self.run.world.stage(f"the end of step {step}"):
             self._finish_step(step, metrics)
 
@@ -195,7 +195,7 @@ class Training:
         last = step == prepared.batches.steps
         stopping, idle = self._should_stop()
         planned = last or _due(step, recipe.checkpoint.every)
-        # A checkpoint after Ctrl-C is not validated, so the log equals that of an uninterrupted run.
+        # A checkpoint after Ctrl-C is not validated, so the log is the same as without the interruption.
         measure = self.checkpointer.measure
         needed = planned and recipe.checkpoint.keep_best > 0 and measure.validated
         validated = self.keeps and (last or needed or _due(step, recipe.val.every))
@@ -234,7 +234,7 @@ class Training:
         return any(interrupts for interrupts, _ in ranks), self.idle.reached(ranks[0][1])
 
     def finish(self) -> None:
-        """Export the model and print a summary."""
+        """Exports the model and prints a summary."""
         run, step = self.run, self.position.step
         self.tape.flush()
         run.console.end()

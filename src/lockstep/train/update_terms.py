@@ -45,8 +45,8 @@ def mean_over_kept(sums: dict[str, float], kept: float) -> dict[str, float]:
 
 
 def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, float]:
-    """Loss terms divided like the loss, other sums per kept token, engine against trainer per token. Undefined values
-    are omitted: means without kept tokens, the deviation of one token."""
+    """Loss terms divided like the loss, other sums per kept token, engine-trainer differences per token. Undefined
+    values are omitted: means without kept tokens, the deviation of one token."""
     sums, means = dict(outcome.sums), outcome.means()
     averaged = {name: sums.pop(name) / divisor for name in ("pg_loss", "kl_loss") if name in sums}
     averaged = averaged if kept else {}
@@ -63,7 +63,7 @@ def policy_metrics(outcome: Outcome, divisor: float, kept: float) -> dict[str, f
 
 
 def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
-    """Stop before the update if the probabilities of engine and trainer differ too much."""
+    """Stops before the update if the probabilities of engine and trainer differ too much."""
     mean = metrics["training/rollout_probs_diff_mean"]
     if most is not None and mean > most:
         raise Refusal.at(
@@ -71,6 +71,7 @@ def refuse_disagreement(metrics: dict[str, float], most: float | None) -> None:
             f"engine and trainer differ by {mean:.3g} in the probability of a token on average, over {most:g}",
             "use fp32 or the hf engine to find out which side is off, or correct it (algorithm.rollout_correction); "
             "stale responses differ by themselves (rollout.max_staleness). The last checkpoint is untouched",
+            code="logprobs-differ",
         )
 
 
@@ -175,7 +176,7 @@ class PolicyLoss:
         sums = self.policy_loss(policy_tokens)
         loss, metrics = sums.loss, {**sums.metrics, "pg_loss": sums.loss}
         if tokens.old_K is None:
-            del metrics["ppo_kl"]  # 0 by definition
+            del metrics["ppo_kl"]  # always 0 here
         if self.algorithm.kl.where == "loss" and tokens.reference_K is not None:
             kl, kl_metrics = self._divergence(logprobs, tokens.reference_K, old, penalty)
             loss, metrics = loss + self.kl_coefficient * kl, metrics | kl_metrics

@@ -1,1 +1,1 @@
-"""Command lines of OpenRLHF 0.7 (flat flags) and 0.11 (dotted flags)."""
+"""Converts command lines of OpenRLHF 0.7 (flat flags) and 0.11 (dotted flags)."""

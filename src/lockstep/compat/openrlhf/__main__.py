@@ -1,4 +1,4 @@
-"""`python -m lockstep.compat.openrlhf train_dpo FLAGS`: convert the command, report on every flag, and train.
+"""`python -m lockstep.compat.openrlhf train_dpo FLAGS`: converts the command, reports on every flag, and trains.
 
 `batch_inference` and `serve_rm` run as in OpenRLHF.
 """
@@ -11,11 +11,11 @@ from lockstep.compat.openrlhf.openrlhf_inference import batch_order, rewards_ser
 
 
 def run_inference(program: str, words: Sequence[str]) -> None:
-    """Run a command that does not train."""
+    """Runs a command that does not train."""
     if program == "batch_inference":
         order = batch_order(words)
 
-        # On use: these modules import torch, and a wrong flag is reported first.
+        # Imported on use: these modules import torch, and a wrong flag is reported first.
         from lockstep.compat.openrlhf.batch_inference import run_batch
 
         run_batch(order)

@@ -1,7 +1,7 @@
 """Runs OpenRLHF's `batch_inference`: generates answers to prompts, or scores answers with a reward model.
 
-The next command of a script reads the output, so rows have OpenRLHF's columns: `input`, `output`, and `reward` after
-scoring. Texts are rendered as in OpenRLHF.
+The next command of a script reads the output, so its rows have OpenRLHF's columns: `input`, `output`, and `reward`
+after scoring. Texts are rendered as in OpenRLHF.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def run_batch(order: BatchOrder) -> None:
-    """Generate or score, and write the output file."""
+    """Generates or scores, and writes the output file."""
     device, explanation = explain("auto")
     out = Path(order.out)
     with joined(device) as world:
@@ -59,7 +59,7 @@ def run_batch(order: BatchOrder) -> None:
 
 
 def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
-    """The rows of all data sets, each up to `max_samples`; with `--iter`, the slice of that iteration."""
+    """Returns the rows of all data sets, each up to `max_samples`; with `--iter`, the slice of that iteration."""
     most = order["max_samples"]
     parts: list[Iterable[tuple[Row, Origin]]] = []
     for source in sources(",".join(order.sources), None, "train"):
@@ -72,7 +72,9 @@ def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
         first = order["iter"] * order["rollout_batch_size"]
         kept = list(islice(rows, first, first + order["rollout_batch_size"]))
     if not kept:
-        raise Refusal.at("--iter" if order["iter"] is not None else "--dataset", "there are no rows left")
+        raise Refusal.at(
+            "--iter" if order["iter"] is not None else "--dataset", "there are no rows left", code="no-rows"
+        )
     return kept
 
 
@@ -80,7 +82,7 @@ def _rows(order: BatchOrder) -> list[tuple[Row, Origin]]:
 
 
 class _NoScorer:
-    """Scores nothing: another command scores the answers."""
+    """A scorer that scores nothing, because another command scores the answers."""
 
     def submit(self, question: Question, text: str) -> Future[Score | Failure]:
         future: Future[Score | Failure] = Future()
@@ -88,7 +90,7 @@ class _NoScorer:
         return future
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """Does nothing."""
 
 
 def _generated(
@@ -102,9 +104,9 @@ def _generated(
     for text, (_, origin) in zip(texts, rows, strict=True):
         ids = list(tokenizer(text, add_special_tokens=_opens(order, tokenizer, text))["input_ids"])
         if not ids:
-            raise Refusal.at(origin, "the prompt has no tokens", "correct or remove the row")
+            raise Refusal.at(origin, "the prompt has no tokens", "correct or remove the row", code="empty-prompt")
         cut += len(ids) > limit
-        # Keep the end of the prompt.
+        # The end of the prompt is kept.
         prompts.append(Prompt(Question("", [], "", origin), ids[-limit:]))
     if cut:
         console.warn(f"{cut:,} prompts were truncated on the left to --prompt_max_len {limit}")
@@ -130,17 +132,17 @@ def _generated(
             _NoScorer(),
             advance=lambda done: task.advance(done * world.size),
         )
-    # Texts of vLLM keep special tokens; texts of `generate` do not.
+    # vLLM's texts keep special tokens; those of `generate` do not.
     skip = order.task == "generate"
     answers = {(one.prompt_index, one.sample): tokenizer.decode(one.ids, skip_special_tokens=skip) for one in made}
-    # As in OpenRLHF: the first answer of every prompt, then the second.
+    # The order is OpenRLHF's: the first answer of every prompt, then the second of every prompt.
     return [
         {"input": texts[place], "output": answers[place, sample]} for sample in range(n) for place in range(len(texts))
     ]
 
 
 def prompt_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, origin: Origin) -> str:
-    """The prompt as the model sees it."""
+    """Returns the prompt as text, in the format that the model gets."""
     content = _column(row, order["input_key"], origin, "--input_key")
     if order["apply_chat_template"]:
         chat: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else content
@@ -151,7 +153,7 @@ def prompt_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
 
 
 def _opens(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether to prepend the BOS token: vLLM does, `generate` does not. Never twice."""
+    """Returns whether to prepend the BOS token: vLLM does, `generate` does not. It is never prepended twice."""
     return order.task == "generate_vllm" and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 
@@ -162,6 +164,7 @@ def _refuse_context(config: Any, longest: int, answer: int) -> None:
             "--max_new_tokens",
             f"a prompt of {longest} tokens and an answer of {answer} are over the model's context of {context}",
             f"set it to {context - longest} or less, or lower --prompt_max_len",
+            code="over-context",
         )
 
 
@@ -183,7 +186,9 @@ def _scored(
         why = f"an empty prompt or answer, or no room for one in --max_len {order['max_len']}"
         console.warn(f"{len(texts) - len(kept):,} rows are skipped: {why}")
     if not kept:
-        raise Refusal.at("--dataset", "no row can be scored", "check --input_key, --output_key and --max_len")
+        raise Refusal.at(
+            "--dataset", "no row can be scored", "check --input_key, --output_key and --max_len", code="no-rows"
+        )
     mine = kept[world.rank :: world.size]
     with console.task("Scoring", None):
         scores = dict(zip(mine, model.score([encoded[number] or [] for number in mine]), strict=True))
@@ -196,12 +201,12 @@ def _scored(
 
 
 def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, origin: Origin) -> tuple[str, str]:
-    """Prompt and answer. Without a column of answers, the last message of the chat is the answer."""
+    """Returns prompt and answer. Without a column of answers, the last message of the chat is the answer."""
     content = _column(row, order["input_key"], origin, "--input_key")
     key = order["output_key"] or "output"
     answer = row.get(key)
     if answer is None and (order["output_key"] or not (order["apply_chat_template"] and isinstance(content, list))):
-        raise Refusal.at(origin, f"has no column {key}", "name it with --output_key")
+        raise Refusal.at(origin, f"has no column {key}", "set it with --output_key", code="missing-column")
     if not order["apply_chat_template"]:
         return _plain(order, content, origin), str(answer)
     if answer is None:
@@ -212,12 +217,14 @@ def answer_of(order: BatchOrder, tokenizer: PreTrainedTokenizerBase, row: Row, o
     prompt = _rendered(tokenizer, chat, origin, open_turn=True)
     text = _rendered(tokenizer, messages, origin, open_turn=False)
     if not text.startswith(prompt):
-        raise Refusal.at(origin, "the chat template renders the prompt differently when an answer follows")
+        raise Refusal.at(
+            origin, "the chat template renders the prompt differently when an answer follows", code="template-unstable"
+        )
     return prompt, text[len(prompt) :]
 
 
 def encoded_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, limit: int) -> list[int] | None:
-    """Tokens of prompt and answer up to the limit, with an end token; None if no token of the answer fits."""
+    """Returns the tokens of prompt and answer up to the limit, with an end token; None if no answer token fits."""
     if not prompt or not answer or len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) >= limit - 2:
         return None
     text, end = (prompt + answer).rstrip("\n"), str(tokenizer.eos_token)
@@ -229,27 +236,31 @@ def encoded_answer(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str,
 
 def _column(row: Row, key: str, origin: Origin, flag: str) -> Any:
     if row.get(key) is None:
-        raise Refusal.at(origin, f"has no column {key}; it has {', '.join(row)}", f"name it with {flag}")
+        raise Refusal.at(
+            origin, f"has no column {key}; it has {', '.join(row)}", f"set it with {flag}", code="missing-column"
+        )
     return row[key]
 
 
 def _plain(order: BatchOrder, content: Any, origin: Origin) -> str:
     if not isinstance(content, str):
-        raise Refusal.at(origin, f"{order['input_key']} is not text", "set --apply_chat_template")
+        raise Refusal.at(origin, f"{order['input_key']} is not text", "set --apply_chat_template", code="not-text")
     form = order["input_template"]
     return form.replace("{}", content, 1) if form and "{}" in form else content
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, chat: list[Message], origin: Origin, *, open_turn: bool) -> str:
     if not tokenizer.chat_template:
-        raise Refusal.at("--apply_chat_template", "the tokenizer has no chat template", "remove it")
+        raise Refusal.at(
+            "--apply_chat_template", "the tokenizer has no chat template", "remove it", code="no-chat-template"
+        )
     return render_prompt(tokenizer, chat, origin, open_turn=open_turn)
 
 
 # Post-processors --------------------------------------------------------------------------------------------------
 
 ScoredAnswer = Mapping[str, Any]
-"""`input`, `output` and `reward`."""
+"""A triple of `input`, `output` and `reward`."""
 
 
 def processed(
@@ -277,7 +288,7 @@ def processed(
 
 
 def _best_and_worst(rows: Sequence[ScoredAnswer]) -> list[tuple[ScoredAnswer, ScoredAnswer]]:
-    """The best and worst answer of each prompt, in order; among equal rewards the first."""
+    """Returns the best and worst answer of each prompt, in order; among equal rewards the first."""
     by_prompt: dict[str, list[ScoredAnswer]] = {}
     for row in rows:
         by_prompt.setdefault(row["input"], []).append(row)
@@ -288,18 +299,20 @@ def _best_and_worst(rows: Sequence[ScoredAnswer]) -> list[tuple[ScoredAnswer, Sc
 
 
 def _normalized(rows: Sequence[ScoredAnswer]) -> list[dict[str, Any]]:
-    """Rewards with mean 0 and standard deviation 1 (with n - 1)."""
+    """Normalizes rewards to mean 0 and standard deviation 1 (with n - 1)."""
     rewards = [row["reward"] for row in rows]
     mean = math.fsum(rewards) / len(rewards)
     deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
     if deviation == 0:
-        raise Refusal.at("--normalize_reward", "all rewards are equal, so the deviation is 0", "remove it")
+        raise Refusal.at(
+            "--normalize_reward", "all rewards are equal, so the deviation is 0", "remove it", code="equal-rewards"
+        )
     return [{**row, "reward": (row["reward"] - mean) / deviation} for row in rows]
 
 
 def _conditional(rows: Sequence[ScoredAnswer], template: str) -> list[dict[str, Any]]:
     return [
-        # The prompt is inserted last, so a brace in it stays text.
+        # The prompt is inserted last, so that a brace in it is not replaced.
         {**row, "input": template.replace("{reward}", f"{row['reward']:.2f}").replace("{input}", row["input"])}
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""Command lines of OpenRLHF's `batch_inference` and `serve_rm`: flags, defaults and checks.
+"""Parses command lines of OpenRLHF's `batch_inference` and `serve_rm`: flags, defaults and checks.
 
 `batch_inference` exists only in 0.7, `serve_rm` in 0.7 and 0.11.
 """
@@ -41,7 +41,7 @@ _SERVED_FLAT = {
         for name in ("normalize_reward", "load_in_4bit", "bf16", "flash_attn", "disable_fast_tokenizer", "use_ms")
     },
 }
-# Dotted flags with the names of the flat dialect.
+# Dotted flags with their names in the flat style.
 _SERVED_DOTTED = {
     "reward.model_name_or_path": Flag("reward_pretrain"),
     "reward.normalize_enable": Flag("normalize_reward", bool, "switch"),
@@ -58,7 +58,7 @@ _SERVED_DOTTED = {
     "batch_size": Flag("batch_size", int),
     "use_ms": Flag("use_ms", bool, "switch"),
 }
-# They affect memory and speed, not results.
+# Flags that affect memory and speed, not results.
 _IDLE = {
     *("zero_stage", "local_rank", "flash_attn", "disable_fast_tokenizer", "micro_batch_size", "tp_size"),
     *("max_num_seqs", "enable_prefix_caching", "full_determinism", "batch_size", "packing_samples"),
@@ -109,55 +109,70 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def refuse_training(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> None:
-    """Refuse to convert the command to a recipe, and name the command that runs it."""
+    """Refuses to convert the command to a recipe, and names the command that runs it."""
     parsed = parse_flags(words, _flags(program, words), locations)
     remedy = f"run the command itself: python -m lockstep.compat.openrlhf {program} ..."
-    raise Refusal([*parsed.problems, Problem(f"openrlhf {program}", "does not train", remedy)])
+    raise Refusal([*parsed.problems, Problem(f"openrlhf {program}", "does not train", remedy, code="not-training")])
 
 
 def batch_order(words: Sequence[str]) -> BatchOrder:
-    """The parsed command, or a refusal with all its problems."""
+    """Returns the parsed command, or refuses it with all its problems."""
     given, problems = _given("batch_inference", words)
     task = given.get("eval_task", "")
     if task not in TASKS:
         why = f"{task} is not supported" if task else "is not set"
-        problems.append(Problem("--eval_task", why, f"one of {', '.join(TASKS)}"))
+        problems.append(Problem("--eval_task", why, f"one of {', '.join(TASKS)}", code="unknown-name"))
     problems += [
-        Problem(f"--{name}", "is not set") for name in ("pretrain", "dataset", "output_path") if not given.get(name)
+        Problem(f"--{name}", "is not set", code="not-set")
+        for name in ("pretrain", "dataset", "output_path")
+        if not given.get(name)
     ]
     names = [name.strip() for name in str(given.get("dataset", "")).split(",") if name.strip()]
     if any("@" in name for name in names):
         problems.append(
-            Problem("--dataset", "lockstep does not read a folder inside a data set (NAME@FOLDER)", "name the files")
+            Problem(
+                "--dataset",
+                "lockstep does not read a folder inside a data set (NAME@FOLDER)",
+                "give file paths",
+                code="unsupported-setting",
+            )
         )
     if len(names) > 1 and given.get("dataset_probs"):
         why = "lockstep does not sample from several data sets here"
-        problems.append(Problem("--dataset_probs", why, "remove it; the data sets then follow each other"))
+        problems.append(
+            Problem(
+                "--dataset_probs", why, "remove it; the data sets then follow each other", code="unsupported-setting"
+            )
+        )
     kind = given.get("post_processor")
     if kind not in (None, "null", *PROCESSORS):
-        problems.append(Problem("--post_processor", f"{kind} is not supported", f"one of {', '.join(PROCESSORS)}"))
+        problems.append(
+            Problem(
+                "--post_processor", f"{kind} is not supported", f"one of {', '.join(PROCESSORS)}", code="unknown-name"
+            )
+        )
     for name, low in (("best_of_n", 1), ("max_new_tokens", 1), ("prompt_max_len", 1), ("max_len", 4)):
         if given.get(name, low) < low:
-            problems.append(Problem(f"--{name}", f"{given[name]} is below {low}"))
+            problems.append(Problem(f"--{name}", f"{given[name]} is below {low}", code="out-of-range"))
     template = given.get("reward_template")
     if template is not None and not ("{input}" in template and "{reward}" in template):
-        problems.append(Problem("--reward_template", "must contain {input} and {reward}"))
+        problems.append(Problem("--reward_template", "must contain {input} and {reward}", code="missing-placeholder"))
     refuse_all(problems)
     return BatchOrder(task, given["pretrain"], tuple(names), given["output_path"], {**_DEFAULTS, **given})
 
 
 def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
-    """The arguments of `serve` for a `serve_rm` command."""
+    """Returns the arguments of `serve` for a `serve_rm` command."""
     from lockstep.serve.http_api import ListenAddress, ServeLimits, is_loopback
     from lockstep.serve.model_server import ServeRmOptions, ServeSettings
 
     given, problems = _given("serve_rm", words)
     if not given.get("reward_pretrain"):
         flag = "reward.model_name_or_path" if is_dotted(words) else "reward_pretrain"
-        problems.append(Problem(f"--{flag}", "is not set"))
+        problems.append(Problem(f"--{flag}", "is not set", code="not-set"))
     dtype = given.get("param_dtype", "bf16") if is_dotted(words) else "bf16" if given.get("bf16") else "auto"
     if dtype not in ("auto", "bf16", "fp16"):
-        problems.append(Problem("--ds.param_dtype", f"{dtype} is not one of bf16, fp16"))
+        problems.append(Problem("--ds.param_dtype", f"{dtype} is not one of bf16, fp16", code="unknown-name"))
     refuse_all(problems)
     key, host = os.environ.get("LOCKSTEP_API_KEY"), given.get("host")
     if host is None:
@@ -165,7 +180,7 @@ def rewards_served(words: Sequence[str]) -> tuple[Any, Any, Any]:
     if key is None and not is_loopback(host):
         why = "OpenRLHF's clients send no key, so everyone who reaches this host could use the model"
         remedy = "remove it and use a tunnel to 127.0.0.1, or set LOCKSTEP_API_KEY"
-        raise Refusal.at(f"--host {host}", why, remedy)
+        raise Refusal.at(f"--host {host}", why, remedy, code="open-server")
     serving = ServeSettings(
         given["reward_pretrain"],
         dtype=dtype,
@@ -180,9 +195,18 @@ def _given(program: str, words: Sequence[str]) -> tuple[dict[str, Any], list[Pro
     given = {name: setting.value for name, setting in parsed.given.items()}
     problems = list(parsed.problems)
     if given.get("use_ms"):
-        problems.append(Problem("--use_ms", "lockstep loads from folders and the Hugging Face hub", "remove it"))
+        problems.append(
+            Problem(
+                "--use_ms",
+                "lockstep loads from folders and the Hugging Face hub",
+                "remove it",
+                code="unsupported-setting",
+            )
+        )
     if given.get("load_in_4bit"):
-        problems.append(Problem("--load_in_4bit", "lockstep does not quantize weights", "remove it"))
+        problems.append(
+            Problem("--load_in_4bit", "lockstep does not quantize weights", "remove it", code="unsupported-setting")
+        )
     if idle := [f"--{name}" for name in given if name in _IDLE]:
         write(f"no effect here (they affect memory and speed, not results): {', '.join(idle)}", error=True)
     if "value_head_prefix" in given and given["value_head_prefix"] != "score":

@@ -15,10 +15,10 @@ from lockstep.compat.openrlhf.openrlhf_rules import (
     template_rule,
 )
 
-# OpenRLHF compares scores before it subtracts a KL in the reward, and its gamma is 1.
+# OpenRLHF compares scores before it subtracts a KL penalty in the reward, and its gamma is 1.
 _GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "flash_reinforce")
 ESTIMATOR, AGGREGATION = "advantage_estimator", "actor.loss_agg_mode"
-# Level and mode of each is_correction_type.
+# The level and mode of each is_correction_type.
 _KINDS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 _GATES = ("ratio", "binary_kl", "tv")
 GROUP = "algo.advantage.is_correction"
@@ -107,7 +107,7 @@ def _kl(done: Conversion) -> None:
         done.ignore("OpenRLHF reads it only with kl_target", "kl_horizon")
 
 
-# Rollout correction: 0.7.5 has token weights, 0.11 has `is_correction_type`, and 0.11.2 `is_correction_level`.
+# Rollout correction. 0.7.5 has token weights, 0.11 has `is_correction_type`, and 0.11.2 has `is_correction_level`.
 
 
 def _correction(done: Conversion) -> None:
@@ -148,7 +148,7 @@ def _gated(done: Conversion) -> None:
 def _write_correction(
     done: Conversion, level: str, mode: str, gate: str, bounds: tuple[float, float], keys: tuple[str, ...]
 ) -> None:
-    """The kept tokens have their ratio as weight. Dropped tokens still count in the mean."""
+    """Writes the correction. Kept tokens have their ratio as weight; dropped tokens still count in the mean."""
     low, high = bounds
     done.write("algorithm.rollout_correction.weight", "token", *keys)
     if mode == "clip":
@@ -163,7 +163,7 @@ def _write_correction(
 
 
 def _bounds(done: Conversion) -> tuple[float, float] | None:
-    """LOW HIGH, or only HIGH."""
+    """Returns LOW and HIGH; the flag may have only HIGH."""
     given = done.numbers(BOUNDS)
     low, high = [0.0, *given] if len(given) == 1 else [*given, 0.0, 0.0][:2]
     if len(given) not in (1, 2) or not 0 <= low <= high or high <= 0:
@@ -173,7 +173,7 @@ def _bounds(done: Conversion) -> tuple[float, float] | None:
 
 
 def async_rule(done: Conversion) -> None:
-    """Generation in parallel with training, with weights of earlier steps."""
+    """Converts asynchronous generation, which runs in parallel with training with weights of earlier steps."""
     queue = "async_queue_size"
     if done["async_train"]:
         note = "the maximum age of responses in steps; in OpenRLHF they may be one step older"
@@ -185,7 +185,7 @@ def async_rule(done: Conversion) -> None:
 
 
 def data_and_model_rule(done: Conversion) -> None:
-    if not done.require("pretrain", "name the model"):
+    if not done.require("pretrain", "give the path of the model"):
         return
     done.write_text("model.path", "pretrain")
     data_rule(done, "prompt_data", "prompt_data_probs", "prompt_split")
@@ -239,7 +239,7 @@ def batch_rule(done: Conversion) -> None:
         note = f"{responses} responses are more than the step has: one update"
     done.write("batch.prompts_per_update", per_update, "train_batch_size", note=note)
     if "rollout.max_tokens" not in done.recipe:
-        return  # the command is refused already
+        return  # because the command is refused already
     longest = done.recipe["data.max_prompt_tokens"].value + done.recipe["rollout.max_tokens"].value
     micro, most = "micro_train_batch_size", "train_max_tokens_per_gpu"
     if done["use_dynamic_batch"]:
@@ -290,7 +290,7 @@ def reward_rule(done: Conversion) -> None:
 
 
 def _remote(done: Conversion, remote: str) -> None:
-    """The function of a file, or endpoints."""
+    """Converts the function of a file, or endpoints."""
     note = "a query is the prompt's text and the response, without the marks of a chat template"
     if remote.endswith(".py"):
         done.write("reward.function", f"{remote}:reward_func", "remote_rm_url", note=f"{note}; one response at a time")

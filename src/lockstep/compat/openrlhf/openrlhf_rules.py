@@ -20,7 +20,7 @@ def is_dotted_command(done: Conversion) -> bool:
 
 
 def run_rule(done: Conversion) -> None:
-    """Folder and name of the run, trackers, checkpoints, precision and adapter."""
+    """Converts folder and name of the run, trackers, checkpoints, precision and adapter."""
     path = PurePosixPath(done["save_path"])
     note = "the run folder is the save path; the trained model is in its export/"
     done.write("run.folder", str(path.parent), "save_path", note=note)
@@ -67,7 +67,7 @@ def dataset_names(names: Any) -> list[str]:
 
 
 def sources(names: str, probs: str | None, split: str) -> list[dict[str, Any]]:
-    """Data sources for `a,b` and `0.4,0.6`. A name that is not a file is a data set of the Hugging Face hub."""
+    """Returns data sources for `a,b` and `0.4,0.6`. A name that is not a file is a data set of the Hugging Face hub."""
     paths = dataset_names(names)
     weights = [float(weight) for weight in probs.split(",")] if probs else []
     found: list[dict[str, Any]] = []
@@ -85,11 +85,11 @@ def source_paths(done: Conversion, names: str, split: str) -> list[str]:
 
 
 def data_rule(done: Conversion, names: str, probs: str, split: str) -> None:
-    """The training data. `names`, `probs` and `split` are the command's keys."""
-    if not done.require(names, "name the training data"):
+    """Converts the training data. `names`, `probs` and `split` are the command's keys."""
+    if not done.require(names, "give the training data"):
         return
     if "@" in str(done[names]):
-        done.refuse(names, "lockstep does not read a folder inside a data set (NAME@FOLDER)", "name the files")
+        done.refuse(names, "lockstep does not read a folder inside a data set (NAME@FOLDER)", "give file paths")
         return
     weights, count = done[probs], len(dataset_names(done[names]))
     try:
@@ -114,7 +114,7 @@ def data_rule(done: Conversion, names: str, probs: str, split: str) -> None:
 
 
 def template_rule(done: Conversion) -> None:
-    """How a prompt becomes text: the tokenizer's chat template, a format string, or unchanged."""
+    """Converts how a prompt becomes text: by the tokenizer's chat template, a format string, or unchanged."""
     form = done["input_template"]
     if done["apply_chat_template"]:
         done.write("data.template", "auto", "apply_chat_template")
@@ -147,7 +147,7 @@ def _texts(done: Conversion) -> None:
         done.write("data.shape", "messages", "input_key", note="" if done["multiturn"] else _LAST_TURN)
         done.write_text("data.messages_key", "input_key")
     else:
-        done.require("output_key", "name the answer's column: --output_key output", "is not set: no answer to train on")
+        done.require("output_key", "set the answer's column: --output_key output", "is not set: no answer to train on")
 
 
 def _prompt_and_response(done: Conversion) -> None:
@@ -177,7 +177,7 @@ def _pairs(done: Conversion) -> None:
 
 
 def _kto(done: Conversion) -> None:
-    if not done.require("output_key", "name the answer's column: --output_key output"):
+    if not done.require("output_key", "set the answer's column: --output_key output"):
         return
     _prompt_and_response(done)
     done.write_number("preference.beta", "beta")
@@ -194,7 +194,7 @@ def _rm(done: Conversion) -> None:
 
 def _prm(done: Conversion) -> None:
     done.write_text("data.text_key", "input_key")
-    if done.require("placeholder_token", "name the text that marks a step: --placeholder_token"):
+    if done.require("placeholder_token", "give the text that marks a step: --placeholder_token"):
         done.write_text("prm.placeholder", "placeholder_token")
     if done.require("reward_tokens", "write for example --reward_tokens + -"):
         done.write("prm.tokens", list(done["reward_tokens"]), "reward_tokens")
@@ -202,13 +202,13 @@ def _prm(done: Conversion) -> None:
 
 def _kd(done: Conversion) -> None:
     _texts(done)
-    if done.require("teacher_model", "name the teacher"):
+    if done.require("teacher_model", "give the path of the teacher"):
         done.write_text("distill.teacher", "teacher_model")
         done.write_number("distill.coefficient", "kd_coef")
         done.write("distill.divergence", "forward")
 
 
-# The method and the rule of each program.
+# The method and the rule for each program.
 OFFLINE: dict[str, tuple[str, KeyRule]] = {
     "train_sft": ("sft", _sft),
     "train_dpo": ("dpo", _dpo),
@@ -224,12 +224,12 @@ def offline_rules(program: str) -> tuple[KeyRule, ...]:
 
     def rows_rule(done: Conversion) -> None:
         done.write("method", method)
-        if not done.require("pretrain", "name the model"):
+        if not done.require("pretrain", "give the path of the model"):
             return
         done.write_text("model.path", "pretrain")
         data_rule(done, "dataset", "dataset_probs", "dataset_split")
         _validation(done)
-        # A process reward model and plain text have no prompt.
+        # Process reward models and plain text have no prompt.
         if method != "prm" and not done["pretrain_mode"]:
             template_rule(done)
         done.write_integer("run.epochs", "max_epochs")

@@ -1,1 +1,1 @@
-"""Command lines of verl 0.4 and 0.9: `main_ppo` and the SFT trainers."""
+"""Converts command lines of verl 0.4 and 0.9: `main_ppo` and the SFT trainers."""

@@ -1,4 +1,4 @@
-"""`python -m lockstep.compat.verl main_ppo KEY=VALUE ...`: convert the command, report on every key, and train."""
+"""`python -m lockstep.compat.verl main_ppo KEY=VALUE ...`: converts the command, reports on every key, and trains."""
 
 from lockstep.compat.conversion_output import main
 from lockstep.compat.verl.convert_verl import convert_verl

@@ -17,7 +17,7 @@ _CONFIGS = (None, "ppo_trainer", "ppo_trainer.yaml", "sft_trainer", "sft_trainer
 
 
 def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = ()) -> Conversion:
-    """Convert `verl PROGRAM WORDS`. `locations` has the place of each word in a script."""
+    """Converts `verl PROGRAM WORDS`. `locations`: the location of each word in a script."""
     tables = load_tables("verl")
     name = program_name("verl", program, tables)
     trainer = tables["programs"][name]
@@ -33,7 +33,7 @@ def convert_verl(program: str, words: Sequence[str], locations: Sequence[str] = 
 
 
 def renamed(given: dict[str, Setting]) -> dict[str, Setting]:
-    """The keys of 0.9 by their names in 0.4."""
+    """Renames the keys of 0.9 to their names in 0.4."""
     names: dict[str, str] = load_tables("verl")["renamed"]
     settings = {}
     for key, value in given.items():
@@ -56,4 +56,4 @@ def _config_problems(parsed: ParsedOverrides) -> list[Problem]:
     remedy = "print it with `--cfg job --resolve`, and pass its keys as overrides"
     if "megatron" in str(parsed.config):
         why, remedy = "lockstep has no Megatron backend", "convert the FSDP variant of the script"
-    return Refusal.at(f"--config-name {parsed.config}", why, remedy).problems
+    return Refusal.at(f"--config-name {parsed.config}", why, remedy, code="unsupported-setting").problems

@@ -39,10 +39,10 @@ _LOSS_PARAMETERS = {
     ],
     "kl_cov": [("cov_ratio", "policy_loss.kl_cov_ratio"), ("cov_kl", "policy_loss.ppo_kl_coef")],
 }
-# Metrics of filter_groups that are the score of a response.
+# Values of filter_groups.metric that mean the score of a response.
 _SCORE = (None, "score", "reward", "seq_reward", "seq_final_reward")
 
-# What verl rejects by: the unit and the statistic. Its k1 is the inverse of lockstep's ratio.
+# For each of verl's rejection criteria: the unit and the statistic. Its k1 is the inverse of lockstep's ratio.
 _STATISTICS = {"k1": "ratio", "k2": "k2", "k3": "k3"}
 _OVER = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 CRITERIA = {
@@ -89,7 +89,7 @@ def _filter_groups(done: Conversion) -> None:
 
 
 def _resampling(done: Conversion, advantage: str) -> None:
-    """PF-PPO, which verl does only with gae."""
+    """Converts PF-PPO, which verl supports only with gae."""
     switch, method, power = (f"algorithm.{n}" for n in ("use_pf_ppo", "pf_ppo.reweight_method", "pf_ppo.weight_pow"))
     if not done[switch] or advantage != "gae":
         why = "verl resamples only with gae" if done[switch] else "verl reads it only with use_pf_ppo"
@@ -198,10 +198,10 @@ def _kl(done: Conversion) -> None:
 
 
 def _kl_in_both(done: Conversion) -> None:
-    """A KL penalty in the reward in addition to the one in the loss."""
+    """Converts a KL penalty in the reward in addition to the one in the loss."""
     coefficient, estimator, kind = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
     if done[kind] == "adaptive":
-        done.refuse(kind, "with a KL term in the loss too, the KL in the reward is fixed", f"{kind}=fixed")
+        done.refuse(kind, "if the loss has a KL term too, the KL coefficient in the reward is fixed", f"{kind}=fixed")
     ours = done.lookup(estimator)
     if ours is not None:
         done.write_number("algorithm.kl.reward_coefficient", coefficient, "algorithm.use_kl_in_reward")
@@ -266,14 +266,14 @@ def _bypass(done: Conversion, kind: Any, floor: float | None, cap: float) -> Non
         done.refuse(BOUND, "bypass_mode has no zero weights outside a band", "write one number, the largest weight")
     if kind is None:
         done.write("algorithm.rollout_correction.bypass", False, BYPASS)
-        done.decided[BYPASS] = ("mapped", "without weights no term reads old log-probs: the plain policy gradient")
+        done.decided[BYPASS] = ("mapped", "without weights the old log-probs are unused: the plain policy gradient")
     else:
         done.write("algorithm.ratio_of", kind, WEIGHT)
         done.write("algorithm.ratio_cap", cap, BOUND)
 
 
 def _weight_bounds(spec: Any) -> tuple[float | None, float]:
-    """Lower and upper bound of the weights; one number is the upper bound."""
+    """Returns the lower and upper bound of the weights; one number is the upper bound."""
     low, separator, high = str(spec).partition("_")
     if not separator:
         return None, _bound(low)
@@ -306,12 +306,12 @@ def _band(name: str, spec: str) -> dict[str, Any]:
         return {"over": over, "by": statistic, "high": _bound(spec)}
     low, separator, high = spec.partition("_")
     lower, upper = (_bound(low), _bound(high)) if separator else (1 / _bound(low), _bound(low))
-    # verl bounds -log r: the engine's probability over the trainer's.
+    # verl bounds -log r, so its ratio is the engine's probability over the trainer's.
     return {"over": over, "by": "ratio", "low": _rounded(1 / upper), "high": _rounded(1 / lower)}
 
 
 def _bound(text: str) -> float:
-    # Python reads 0.5_2 as 0.52.
+    # Python would read 0.5_2 as 0.52.
     value = math.nan if "_" in text else float(text)
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{text} is not a bound: it must be one number over 0")
@@ -319,5 +319,5 @@ def _bound(text: str) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Without the last digits that a division adds."""
+    """Rounds off the digits that a division adds at the end."""
     return float(f"{value:.12g}")

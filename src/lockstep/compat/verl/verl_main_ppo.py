@@ -20,7 +20,7 @@ FULL_RATIO = "as in verl: the trainer scores the full distribution, so the ratio
 
 
 def data_rule(done: Conversion) -> None:
-    if not done.require("data.train_files", "name the training files", UNSET):
+    if not done.require("data.train_files", "give the paths of the training files", UNSET):
         return
     done.write("data.train", files(done["data.train_files"]), "data.train_files")
     done.write("data.drop_last", True)
@@ -32,7 +32,7 @@ def data_rule(done: Conversion) -> None:
     drops, cuts = "data.filter_overlong_prompts", "data.truncation"
     if done[drops]:
         done.write("data.overlong", "drop", drops)
-        done.ignore("overlong prompts are dropped before they are truncated", cuts)
+        done.ignore("overlong prompts are dropped, so none is truncated", cuts)
     else:
         done.write_lookup("data.overlong", cuts)
     group_rule(done, "data.template_arguments", "data.apply_chat_template_kwargs")
@@ -41,7 +41,7 @@ def data_rule(done: Conversion) -> None:
 
 
 def model_rule(done: Conversion) -> None:
-    if not done.require(f"{M}.path", "name the model", UNSET):
+    if not done.require(f"{M}.path", "give the path of the model", UNSET):
         return
     done.write_text("model.path", f"{M}.path")
     lora_rule(done, M)
@@ -140,7 +140,7 @@ def critic_rule(done: Conversion) -> None:
     if advantage is None or advantage.value != "gae":
         done.ignore("the estimator has no critic", *done.below("critic"), "trainer.critic_warmup")
         return
-    if not done.require("critic.model.path", "name the critic's model", UNSET):
+    if not done.require("critic.model.path", "give the path of the critic's model", UNSET):
         return
     note = "the value head starts at zero, so all first values are 0; verl initializes it randomly"
     done.write("critic.path", str(done["critic.model.path"]), "critic.model.path", note=note)
@@ -166,7 +166,7 @@ def reward_rule(done: Conversion) -> None:
         done.write("reward.rules", dict(load_tables("verl")["reward_rules"]))
     if done["reward_model.enable"]:
         if done["reward_model.model.path"] is None:
-            done.refuse("reward_model.enable", "reward_model.model.path is not set", "name the reward model")
+            done.refuse("reward_model.enable", "reward_model.model.path is not set", "give the reward model's path")
         else:
             model = "reward_model.model.path"
             done.write("reward.model", str(done[model]), model, "reward_model.enable")

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.compat.key_table import Conversion, KeyRule
 
-# verl keeps all checkpoints; `checkpoint.keep_last` is a limit.
+# verl keeps all checkpoints, but `checkpoint.keep_last` is a limit.
 KEEP_ALL = 1_000_000
 _TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard")
 _CONSOLE = ("console", "file")
@@ -16,23 +16,23 @@ WARMUP_NOTE = "lockstep starts the warmup at lr / steps; verl starts at 0"
 
 
 def files(value: Any) -> list[str]:
-    """One path or a list of paths, as a list."""
+    """Returns one path or a list of paths as a list."""
     return [str(path) for path in (value if isinstance(value, list) else [value])]
 
 
 def run_name(value: Any) -> str:
-    """A valid folder name: other characters than letters, digits, dot, dash and underscore become a dash."""
+    """Returns a valid folder name: characters other than letters, digits, dot, dash and underscore become a dash."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.")
     return name if re.match(r"[A-Za-z0-9]", name) else f"run{name}"
 
 
 def first_set(done: Conversion, keys: Sequence[str]) -> str:
-    """The first key that the command sets, or else the first with a default, or else the first."""
+    """Returns the first key that the command sets, or else the first with a default, or else the first."""
     return next((key for key in keys if done.is_set(key)), next((key for key in keys if done[key]), keys[0]))
 
 
 def trainer_rule(done: Conversion) -> None:
-    """Name, folder, trackers, devices, length of the run."""
+    """Converts name, folder, trackers, devices and length of the run."""
     done.write("run.name", run_name(done["trainer.experiment_name"]), "trainer.experiment_name")
     done.write_text("log.project", "trainer.project_name")
     if done.is_set("trainer.default_local_dir"):
@@ -80,7 +80,7 @@ def keep_rule(done: Conversion, key: str) -> None:
 
 
 def group_rule(done: Conversion, to: str, group: str) -> None:
-    """The keys below a group as one mapping."""
+    """Converts the keys below a group to one mapping."""
     if keys := done.below(group):
         done.write(to, {key[len(group) + 1 :]: done[key] for key in keys}, *keys)
 
@@ -109,7 +109,7 @@ def lora_rule(done: Conversion, prefix: str) -> None:
 
 
 def precision_rule(done: Conversion, dtypes: Sequence[str]) -> None:
-    """FSDP keeps fp32 weights and computes in bf16, unless the command loads the model in 16 bits."""
+    """Converts the precision. FSDP keeps fp32 weights and computes in bf16, unless the model is loaded in 16 bits."""
     keys = [key for key in dtypes if done.is_set(key)]
     done.write("model.dtype", "bf16", *keys)
     done.write("model.master_weights", not any("16" in str(done[key]) for key in keys), *keys)
@@ -136,7 +136,7 @@ def schedule_rule(done: Conversion, group: str) -> None:
 
 def sft_data_rule(done: Conversion) -> None:
     done.write("method", "sft")
-    if not done.require("data.train_files", "name the training files"):
+    if not done.require("data.train_files", "give the paths of the training files"):
         return
     done.write("data.train", files(done["data.train_files"]), "data.train_files")
     if done["data.val_files"] is not None:
@@ -167,7 +167,7 @@ def _sft_columns(done: Conversion) -> None:
 
 def sft_model_rule(done: Conversion) -> None:
     key = "model.partial_pretrain" if done.is_set("model.partial_pretrain") else "model.path"
-    if not done.require(key, "name the model"):
+    if not done.require(key, "give the path of the model"):
         return
     done.write_text("model.path", key)
     lora_rule(done, "model")

@@ -1,1 +1,1 @@
-"""From rows to tokens: columns, chats, templates, and one file per kind of row."""
+"""Converts rows to tokens: columns, chats, templates, and one module per kind of row."""

@@ -45,7 +45,7 @@ class ChatText:
         self._special = tokenizer.special_tokens_map if self._fast is not None else {}
 
     def upto(self, count: int, *, open_turn: bool) -> str:
-        """The first messages. With `open_turn` the text ends with the generation prompt."""
+        """Renders the first `count` messages. With `open_turn` the text ends with the generation prompt."""
         messages, fast = self._messages[:count], self._fast
         if fast is None or not messages:
             return self._apply_template(messages, open_turn)
@@ -70,7 +70,9 @@ class ChatText:
 
 def refused_by_template(error: Exception, origin: Origin) -> Refusal:
     why = f"the chat template refuses this chat: {error}"
-    return Refusal.at(origin, why, "fix or remove the row, or use another template (data.template)")
+    return Refusal.at(
+        origin, why, "fix or remove the row, or use another template (data.template)", code="template-error"
+    )
 
 
 def _is_plain(message: Message) -> bool:
@@ -78,7 +80,7 @@ def _is_plain(message: Message) -> bool:
 
 
 class _FastTemplate:
-    """One compiled template."""
+    """A compiled chat template, rendered without `apply_chat_template`."""
 
     def __init__(self, compiled: Any):
         self._compiled = compiled
@@ -89,7 +91,7 @@ class _FastTemplate:
         """Values of `open_turn` for which it was compared with `apply_chat_template`."""
 
     def __call__(self, messages: list[Message], special: dict[str, Any], open_turn: bool) -> str | None:
-        """None if the template fails."""
+        """Renders the chat; returns None if the template fails."""
         variables = {**self._globals, "messages": messages, "add_generation_prompt": open_turn, **special}
         compiled = self._compiled
         context = compiled.environment.context_class(compiled.environment, variables, compiled.name, compiled.blocks)
@@ -100,7 +102,7 @@ class _FastTemplate:
 
 
 def _fast_template_of(tokenizer: PreTrainedTokenizerBase) -> _FastTemplate | None:
-    """None if the tokenizer overrides `apply_chat_template`."""
+    """Returns the compiled template; None if the tokenizer overrides `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     kind, base = type(tokenizer), PreTrainedTokenizerBase
@@ -152,7 +154,7 @@ def _marked(template: str) -> bool:
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], origin: Origin, tools: Tools = ()
 ) -> Spans:
-    """Render a checked chat. Each trained assistant turn must appear unchanged."""
+    """Renders a chat that passed `check_messages`. Each trained assistant turn must appear unchanged."""
     spans = (_by_markers if has_markers(tokenizer) else _by_prefixes)(tokenizer, messages, origin, tools)
     turns = [(number, turn) for number, turn in enumerate(_assistants(messages), 1) if is_trained(turn)]
     for (start, end), (number, turn) in zip(spans.trained, turns, strict=True):
@@ -161,6 +163,7 @@ def render_chat(
                 origin,
                 f"the chat template drops or changes assistant turn {number}",
                 "use a template that renders assistant content as it is (no stripped reasoning), or split the row",
+                code="template-changes-chat",
             )
         dropped = dropped_by_template(turn, spans.text[start:end])
         if dropped:
@@ -168,6 +171,7 @@ def render_chat(
                 origin,
                 f"the chat template drops the {dropped} from the trained text of assistant turn {number}",
                 "use a template that writes it (data.template), write it into the content, or remove it from the row",
+                code="template-changes-chat",
             )
     refuse_dropped_by_template(spans.text, messages, tools, origin)
     return spans
@@ -176,14 +180,22 @@ def render_chat(
 def check_messages(messages: list[Message], origin: Origin) -> None:
     """Refuse anything that is not a chat with an assistant turn to train."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise Refusal.at(origin, "a chat is a list of {role, content} messages", "set data.messages_key or data.shape")
+        raise Refusal.at(
+            origin,
+            "a chat is a list of {role, content} messages",
+            "set data.messages_key or data.shape",
+            code="invalid-chat",
+        )
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         why = f"the chat has no assistant turn, so there is nothing to train: it has turns of {roles}"
-        raise Refusal.at(origin, why, "fix or remove the row")
+        raise Refusal.at(origin, why, "fix or remove the row", code="no-answer")
     if messages[0]["role"] == "assistant":
         raise Refusal.at(
-            origin, "empty prompt: the chat starts with the assistant", "remove that turn, or put a user's before it"
+            origin,
+            "empty prompt: the chat starts with the assistant",
+            "remove that turn, or put a user turn before it",
+            code="empty-prompt",
         )
     for number, message in enumerate(messages, 1):
         refuse_no_content(message, number, origin)
@@ -194,19 +206,22 @@ def refuse_no_content(message: Message, number: int, origin: Origin) -> None:
     content, role = message.get("content"), message["role"]
     if not isinstance(content, str) or not (content.strip() or message.get("tool_calls") or role in MAY_BE_EMPTY):
         raise Refusal.at(
-            origin, f"message {number} ({role}) is empty or not text", "write it as text, or remove the row"
+            origin,
+            f"message {number} ({role}) is empty or not text",
+            "write it as text, or remove the row",
+            code="empty-field",
         )
 
 
 def contains_turn(text: str, start: int, end: int, turn: Message) -> bool:
-    """Whether the trained text contains the turn. The turn may begin before `start`, if the generation prompt already
-    contains the first characters of the answer (for example `<think>`)."""
+    """Returns whether the trained text contains the turn. The turn may begin before `start`, if the generation prompt
+    already contains the first characters of the answer (for example `<think>`)."""
     content = str(turn["content"]).strip()
     return not content or text.find(content, max(0, start + 1 - len(content)), end) >= 0
 
 
 def is_trained(turn: Message) -> bool:
-    """Whether an assistant turn is trained. A weight of 0 excludes it."""
+    """Returns whether an assistant turn is trained. A weight of 0 excludes it."""
     return bool(turn.get("weight", 1))
 
 
@@ -233,6 +248,7 @@ def _by_markers(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ori
             origin,
             f"the chat template renders {len(spans[0])} of {len(turns)} assistant turns as trained text",
             "fix the template: put generation markers around each assistant turn",
+            code="template-changes-chat",
         )
     trained = ((first, last) for (first, last), turn in zip(spans[0], turns, strict=True) if is_trained(turn))
     return Spans(texts[0], tuple(trained))
@@ -256,6 +272,7 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, messages: list[Message], or
                 "so its trained text cannot be found",
                 "add generation markers to the template, or train the last assistant turn alone: give the others a "
                 "weight of 0",
+                code="template-unstable",
             )
         spans.append((len(before), len(after)))
     return Spans(text, tuple(spans))
@@ -270,6 +287,7 @@ def refuse_another_opening(before: str, after: str, turn: Message, where: str, o
             origin,
             f"the generation prompt of the chat template ends with {opening!r}, but {where} is rendered without it",
             f"begin the answer with {opening!r}, or use a template that renders both alike (data.template)",
+            code="template-unstable",
         )
 
 
@@ -281,12 +299,12 @@ def render_prompt(
     *,
     open_turn: bool = True,
 ) -> str:
-    """The chat as text. With `open_turn` it ends with the generation prompt."""
+    """Renders the chat as text. With `open_turn` it ends with the generation prompt."""
     return ChatText(tokenizer, messages, tools, origin).upto(len(messages), open_turn=open_turn)
 
 
 def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origin) -> tuple[Example, bool]:
-    """Tokenise the text; also returns whether it was split at the span borders.
+    """Tokenises the text of the spans; also returns whether it was split at the span borders.
 
     A prompt must give the same tokens in training as in generation. If a token of the full text crosses a border, the
     pieces between the borders are tokenised separately.
@@ -302,9 +320,9 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, spans: Spans, origin: Origi
 
 
 def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray] | None:
-    """Tokens and whether each is trained, where the tokens can be counted between the borders of the spans."""
+    """Returns the tokens and whether each is trained; None if they cannot be counted between span borders."""
     text, borders = spans.text, [border for span in spans.trained for border in span]
-    # Some tokenizers give a token of spaces no offset, or count it to the following token.
+    # Some tokenizers give a token of spaces no offset, or add it to the following token.
     if any(text[start - 1 : start] == " " for start in borders[::2]) or borders != sorted(borders):
         return None
     runs = token_runs(tokenizer, text, borders)
@@ -316,7 +334,7 @@ def _between_borders(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[
 
 
 def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array[int], bytearray, bool]:
-    """The same from token offsets; also returns whether the text was split."""
+    """Finds the tokens and whether each is trained from token offsets; also returns whether the text was split."""
     ids, offsets = token_ids_and_offsets(tokenizer, spans.text)
     trained, split = _inside(offsets, spans.trained)
     if split:
@@ -330,7 +348,7 @@ def _by_offsets(tokenizer: PreTrainedTokenizerBase, spans: Spans) -> tuple[array
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[bytearray, bool]:
-    """1 for each token inside a span, and whether a token crosses a border of one."""
+    """Returns 1 for each token inside a span (else 0), and whether a token crosses a border of a span."""
     flat = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets))
     starts, ends = flat[0::2], flat[1::2]
     inside, across = np.zeros(len(starts), dtype=bool), False
@@ -357,5 +375,5 @@ def _untrain_after_end(tokenizer: PreTrainedTokenizerBase, ids: array[int], trai
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Special tokens, such as end-of-turn and end-of-text."""
+    """Returns the special tokens, such as end-of-turn and end-of-text."""
     return token_facts(tokenizer).special

@@ -31,7 +31,7 @@ TOKENS = {
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedTokenizerBase:
-    """Set the template and its arguments of `data` on the tokenizer."""
+    """Sets the template of `data` and its arguments on the tokenizer."""
     if is_named(data):
         tokenizer.chat_template = template_text(data.template)
         _refuse_missing_tokens(tokenizer, data.template)
@@ -40,26 +40,28 @@ def with_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedT
 
 
 def is_named(data: Data) -> bool:
-    """Whether `data.template` replaces the tokenizer's template."""
+    """Returns whether `data.template` replaces the tokenizer's template."""
     return data.template not in ("auto", "none")
 
 
 def template_text(name: str) -> str:
-    """A built-in template, or the content of a template file."""
+    """Returns a built-in template, or the content of a template file."""
     if name in TOKENS:
         return (resources.files("lockstep") / "data" / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise Refusal.at(f"{KEY} {name}", f"cannot be read: {why}", "give the path of a chat template") from error
+        raise Refusal.at(
+            f"{KEY} {name}", f"cannot be read: {why}", "give the path of a chat template", code="unreadable"
+        ) from error
     if not text.strip():
-        raise Refusal.at(f"{KEY} {name}", "is empty", "give the path of a chat template")
+        raise Refusal.at(f"{KEY} {name}", "is empty", "give the path of a chat template", code="empty-value")
     return text
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
-    """The token that ends an answer in the template of `data`, found by rendering a chat. None if none is required.
+    """Returns the token that ends an answer in the template of `data`, found by rendering a chat; None if not required.
 
     Generation must stop at it, even if the model has another end token.
     """
@@ -69,7 +71,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
     try:
         example, _ = encode_spans(tokenizer, render_chat(tokenizer, _answered(tokenizer, origin), origin), origin)
     except Refusal as refusal:
-        raise Refusal.at(f"{KEY} {data.template}", refusal.problems[0].why, "fix the template") from refusal
+        raise Refusal.at(
+            f"{KEY} {data.template}", refusal.problems[0].why, "fix the template", code=refusal.problems[0].code
+        ) from refusal
     last = last_trained(example)
     if last in special_ids(tokenizer):
         return last
@@ -79,12 +83,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, data: Data) -> int | None:
             f"ends an answer with {tokenizer.decode([last])!r}, which is no end token of the tokenizer: the model "
             "would not learn to stop",
             _ends_with(tokenizer) + ", or set data.require_end=false",
+            code="no-end-token",
         )
     return None
 
 
 def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Message]:
-    """A question and an answer that begins with the end of the generation prompt (for example `<think>`)."""
+    """Returns a question and an answer that begins with the end of the generation prompt (for example `<think>`)."""
     question: Message = {"role": "user", "content": "2+3?"}
     prompt = render_prompt(tokenizer, [question], origin)
     full = render_prompt(tokenizer, [question, {"role": "assistant", "content": "5"}], origin, open_turn=False)
@@ -93,7 +98,7 @@ def _answered(tokenizer: PreTrainedTokenizerBase, origin: Origin) -> list[Messag
 
 
 def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a template whose marks are not single special tokens: such a mark would end nothing."""
+    """Refuses a template whose marks are not single special tokens: generation would not stop at them."""
     special = special_ids(tokenizer)
     missing = [
         token
@@ -106,6 +111,7 @@ def _refuse_missing_tokens(tokenizer: PreTrainedTokenizerBase, name: str) -> Non
             f"writes {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} no special token of the "
             "tokenizer",
             f"use a template whose special tokens it has, or write a template file: {_ends_with(tokenizer)}",
+            code="unknown-token",
         )
 
 
@@ -128,7 +134,12 @@ def with_arguments(
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     refuse_all(
         [
-            Problem(f"data.template_arguments.{name}", "the chat template does not read it", _near_word(name, template))
+            Problem(
+                f"data.template_arguments.{name}",
+                "the chat template does not read it",
+                _near_word(name, template),
+                code="unused-key",
+            )
             for name in arguments
             if not re.search(rf"\b{re.escape(name)}\b", template)
         ]

@@ -1,4 +1,4 @@
-"""Which column holds which part of a row, and columns that extend the prompt (input, system, history, tools)."""
+"""Finds which column holds which field of a row, and columns that extend the prompt (input, system, history, tools)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ExtraColumns:
 
     @classmethod
     def of(cls, available: Sequence[str], *, prompt: str, used: Sequence[str] = ()) -> ExtraColumns:
-        """Find the extra columns of a source. The input and history columns count only with an `instruction` prompt and
+        """Finds the extra columns of a source. Input and history columns are used only with an `instruction` prompt and
         if they are not already `used`."""
         free = [name for name in available if name != prompt and name not in used]
 
@@ -46,12 +46,17 @@ class ExtraColumns:
         )
 
     def prompt(self, value: Any, name: str, row: Row, origin: Origin) -> Turns:
-        """The prompt with its extra columns. It stays a text unless a column makes it a chat."""
+        """Returns the prompt with its extra columns. It stays a text unless a column makes it a chat."""
         turns = as_turns(value, name, origin)
         if self.input:
             extra = self._text(self.input, row, origin)
             if extra and not isinstance(turns, str):
-                raise Refusal.at(origin, f"{name} is a chat, and {self.input} has no place in it", "fix the row")
+                raise Refusal.at(
+                    origin,
+                    f"{name} is a chat, and {self.input} cannot be added to it",
+                    "fix the row",
+                    code="invalid-chat",
+                )
             turns = f"{turns}\n{extra}" if extra else turns
         earlier = self._history(row, origin)
         if earlier:
@@ -59,7 +64,7 @@ class ExtraColumns:
         return self.chat(turns, row, origin)
 
     def chat(self, turns: Turns, row: Row, origin: Origin) -> Turns:
-        """The turns, preceded by the row's system message if it has one."""
+        """Returns the turns, preceded by the row's system message if it has one."""
         refuse_not_text(row, "the row", origin)
         system = self._text(self.system, row, origin)
         if not system:
@@ -70,7 +75,10 @@ class ExtraColumns:
             if str(turns[0]["content"]).strip() == system.strip():
                 return turns
             raise Refusal.at(
-                origin, f"has a system message in {self.system}, and another in its chat", "keep one of them"
+                origin,
+                f"has a system message in {self.system}, and another in its chat",
+                "keep one of them",
+                code="invalid-chat",
             )
         # An empty system message in the chat is replaced.
         others = turns[1:] if turns and turns[0]["role"] == "system" else turns
@@ -84,7 +92,7 @@ class ExtraColumns:
         return tuple(name for name in (self.input, self.system, self.history, self.tools) if name)
 
     def description(self) -> str:
-        """Text for the data report; empty without extra columns."""
+        """Returns text for the data report; empty without extra columns."""
         parts = {
             "and {} on a new line": self.input,
             "system message from {}": self.system,
@@ -96,18 +104,22 @@ class ExtraColumns:
     def _text(self, column: str, row: Row, origin: Origin) -> str:
         value = row.get(column) if column else None
         if value is not None and not isinstance(value, str):
-            raise Refusal.at(origin, f"{column} is {type(value).__name__}, not text", "fix or remove the row")
+            raise Refusal.at(
+                origin, f"{column} is {type(value).__name__}, not text", "fix or remove the row", code="not-text"
+            )
         return value if value and value.strip() else ""
 
     def _history(self, row: Row, origin: Origin) -> list[Message]:
-        """Earlier turns, from [question, answer] pairs."""
+        """Returns earlier turns, from [question, answer] pairs."""
         pairs = row.get(self.history) if self.history else None
         if not pairs:
             return []
         if not isinstance(pairs, list) or not all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
         ):
-            raise Refusal.at(origin, f"{self.history} must be a list of [question, answer] pairs", "fix the row")
+            raise Refusal.at(
+                origin, f"{self.history} must be a list of [question, answer] pairs", "fix the row", code="invalid-chat"
+            )
         return [
             {"role": role, "content": text}
             for pair in pairs
@@ -136,33 +148,33 @@ class ColumnFinder:
     """Columns that only some rows have, with the number of rows."""
 
     def setting(self, key: str) -> str:
-        """The setting of the source, else of the recipe; empty if neither is set."""
+        """Returns the setting of the source, else of the recipe; empty if neither is set."""
         return getattr(self.source, key) or getattr(self.data, key) or ""
 
     def first_column(self, names: Sequence[str]) -> str:
-        """The first name that is a column; empty if none is."""
+        """Returns the first name that is a column; empty if none is."""
         return next((name for name in names if name in self.available), "")
 
     def first_pair(self, pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-        """The first pair whose names are both columns."""
+        """Returns the first pair whose names are both columns."""
         return next((pair for pair in pairs if set(pair) <= set(self.available)), None)
 
     def find(self, key: str, names: Sequence[str]) -> str:
-        """The column set by `key`, else the first well-known name; empty if there is none."""
+        """Returns the column set by `key`, else the first well-known name; empty if there is none."""
         return self.setting(key) or self.first_column(names)
 
     def prompt(self) -> str:
-        """The column of the prompt or of the chat that the responses continue; empty if there is none."""
+        """Returns the column of the prompt or of the chat that the responses continue; empty if there is none."""
         given = self.setting("prompt_key") or self.setting("messages_key")
         return given or self.first_column((*PROMPTS, *CHATS))
 
     def extra_columns(self, prompt: str, *used: str) -> ExtraColumns:
-        """The columns that extend the prompt. A prompt column named by a setting gets no input or history."""
+        """Returns the columns that extend the prompt. A prompt column named by a setting gets no input or history."""
         named = bool(self.setting("prompt_key"))
         return ExtraColumns.of(self.available, prompt="" if named else prompt, used=(prompt, *used))
 
     def unread(self, *used: str) -> str:
-        """Text for the data report: the columns that are not read."""
+        """Returns text for the data report: the columns that are not read."""
         tops = {key if key in self.available else key.split(".")[0] for key in used}
         left = [column for column in self.available if column not in tops]
         names = (name + (f" (in {self.partly[name]:,} rows)" if name in self.partly else "") for name in left)
@@ -170,22 +182,26 @@ class ColumnFinder:
 
     def unknown(self, what: str, remedy: str) -> Refusal:
         return Refusal.at(
-            self.source.path, f"cannot tell which columns {what}; it has {', '.join(self.available)}", remedy
+            self.source.path,
+            f"cannot tell which columns {what}; it has {', '.join(self.available)}",
+            remedy,
+            code="unclear-columns",
         )
 
 
 def filled(row: Row, key: str, origin: Origin) -> Any:
-    """The value at `key`, which must not be empty."""
+    """Returns the value at `key`, which must not be empty."""
     value = lookup(row, key, origin)
     if value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
-        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in")
+        raise Refusal.at(origin, f"{key} is empty", "remove the row or fill it in", code="empty-field")
     return value
 
 
 def lookup(row: Row, key: str, origin: Origin) -> Any:
-    """The value at `key`. Dots lead into objects and lists: "extra_info.question", "choices.0".
+    """Returns the value at `key`. Dots lead into objects and lists: "extra_info.question", "choices.0".
 
-    A column whose name contains dots takes precedence over a path."""
+    A column whose name contains dots takes precedence over a path.
+    """
     value: Any = row
     parts = key.split(".")
     done = 0
@@ -200,7 +216,7 @@ def lookup(row: Row, key: str, origin: Origin) -> Any:
 
 
 def _step(value: Any, parts: list[str]) -> int | None:
-    """The largest number of leading parts that name something directly inside `value`; None if none do."""
+    """Returns how many leading parts together are a key or an index of `value`; None if none are."""
     if isinstance(value, dict):
         return next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in value), None)
     if isinstance(value, list) and parts[0].isascii() and parts[0].isdecimal():
@@ -218,7 +234,10 @@ def _missing(row: Row, key: str, reached: str, value: Any, origin: Origin) -> Re
         content = f"{inside} is {'null' if value is None else 'a ' + type(value).__name__}, with nothing inside"
     near = _nearest(row, key)
     return Refusal.at(
-        origin, f"has no {key!r}: {content}", f"did you mean {near!r}?" if near else "fix or remove the row"
+        origin,
+        f"has no {key!r}: {content}",
+        f"did you mean {near!r}?" if near else "fix or remove the row",
+        code="missing-column",
     )
 
 
@@ -228,7 +247,7 @@ def _listed(keys: list[str]) -> str:
 
 
 def _nearest(row: Row, key: str) -> str | None:
-    """The most likely intended path: one that ends in the same name (a missing parent), else one spelled alike."""
+    """Returns the most likely intended path: one with the same last name (a missing parent), else one spelled alike."""
     paths = list(row)
     paths += [f"{column}.{inner}" for column, value in row.items() if isinstance(value, dict) for inner in value]
     same_end = [path for path in paths if path.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]

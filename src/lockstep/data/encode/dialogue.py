@@ -1,4 +1,4 @@
-"""One prompt and its responses, from the many forms of rows; special tokens spelled out in text."""
+"""Splits rows of many forms into a prompt and its responses; finds special tokens that are spelled out in text."""
 
 from __future__ import annotations
 
@@ -31,17 +31,22 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")
 
 
 def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: Origin) -> tuple[Turns, list[Turns]]:
-    """The prompt, and each response without it. If the prompt is None, it is the common beginning of the responses.
+    """Returns the prompt, and each response without it. A prompt of None means the common beginning of the responses.
 
     Responses are texts or chats. A chat that does not start with the assistant is a full chat and must begin with the
     prompt. `names` are the columns of the responses.
     """
     responses = [_filled(name, response, origin) for name, response in zip(names, responses, strict=True)]
     if len({type(response) for response in responses}) > 1:
-        raise Refusal.at(origin, f"{_listed(names)} are partly text and partly chats", "write all of them in one way")
+        raise Refusal.at(
+            origin,
+            f"{_listed(names)} are partly text and partly chats",
+            "write all of them in one way",
+            code="mixed-rows",
+        )
     if prompt is None:
         if all(response == responses[0] for response in responses):
-            raise Refusal.at(origin, f"{_listed(names)} are identical", "remove the row")
+            raise Refusal.at(origin, f"{_listed(names)} are identical", "remove the row", code="identical-responses")
         shared = _shared_text if isinstance(responses[0], str) else _shared_turns
         beginning, rests = shared(responses, names, origin)
     elif isinstance(responses[0], str):
@@ -49,14 +54,19 @@ def divide(prompt: Any, responses: Sequence[Any], names: Sequence[str], origin: 
     else:
         beginning, rests = _continued(as_turns(prompt, "the prompt", origin), responses, names, origin)
     if isinstance(beginning, list) and beginning[-1]["role"] == "assistant":
-        raise Refusal.at(origin, "the prompt ends with the assistant, who would answer itself", "fix the prompt")
+        raise Refusal.at(
+            origin,
+            "the prompt ends with an assistant turn, so the model would answer itself",
+            "fix the prompt",
+            code="prompt-ends-with-assistant",
+        )
     for name, rest in zip(names, rests, strict=True):
         _refuse_no_answer(name, rest, origin)
     return beginning, rests
 
 
 def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], list[Turns]] | None:
-    """A dialogue stored as one text up to the answer mark, as a chat; None for anything else.
+    """Converts a dialogue stored as one text up to the answer mark to a chat; returns None for anything else.
 
     A chat template would otherwise put all of it into one user message.
     """
@@ -72,7 +82,7 @@ def spoken(beginning: Turns, answers: Sequence[Turns]) -> tuple[list[Message], l
 
 
 def as_turns(value: Any, name: str, origin: Origin) -> Turns:
-    """A text, or messages in the standard form, from a list or a single message. Anything else is refused.
+    """Returns a text, or messages in the standard form, from a list or a single message. Refuses anything else.
 
     A text that is the JSON of messages, as in csv files, is parsed.
     """
@@ -83,13 +93,16 @@ def as_turns(value: Any, name: str, origin: Origin) -> Turns:
     turns = [value] if is_message(value) else value
     if not isinstance(turns, list) or not all(map(is_message, turns)):
         raise Refusal.at(
-            origin, f"{name} is neither text nor a list of {{role, content}} messages", "fix or remove the row"
+            origin,
+            f"{name} is neither text nor a list of {{role, content}} messages",
+            "fix or remove the row",
+            code="invalid-chat",
         )
     return as_messages(turns, origin)
 
 
 def _written_chat(text: str, name: str, origin: Origin) -> Any:
-    """The messages, if the text is their JSON, else the text."""
+    """Returns the messages, if the text is their JSON, else the text."""
     if not _CHAT_TEXT.match(text):
         return text
     try:
@@ -97,8 +110,8 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
     except ValueError as error:
         if not _PYTHON_CHAT.match(text):
             return text
-        why = f"{name} looks like a chat as Python shows it, and is no JSON: {error}"
-        raise Refusal.at(origin, why, "write it as JSON, or as a list of messages") from error
+        why = f"{name} looks like the repr of a Python list, not JSON: {error}"
+        raise Refusal.at(origin, why, "write it as JSON, or as a list of messages", code="invalid-json") from error
     is_chat = all(isinstance(one, dict) and any(keys <= one.keys() for keys in _CHAT_KEYS) for one in found)
     return found if is_chat else text
 
@@ -106,19 +119,22 @@ def _written_chat(text: str, name: str, origin: Origin) -> Any:
 def _filled(name: str, response: Any, origin: Origin) -> Turns:
     turns = as_turns(response, name, origin)
     if not turns or (isinstance(turns, str) and not turns.strip()):
-        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in")
+        raise Refusal.at(origin, f"{name} is empty", "remove the row or fill it in", code="empty-field")
     return turns
 
 
 def _refuse_no_answer(name: str, rest: Turns, origin: Origin) -> None:
     if isinstance(rest, str):
         if not rest.strip():
-            raise Refusal.at(origin, f"{name} has no answer after the prompt", "remove the row or fill it in")
+            raise Refusal.at(
+                origin, f"{name} has no answer after the prompt", "remove the row or fill it in", code="no-answer"
+            )
     elif not rest or rest[0]["role"] != "assistant" or rest[-1]["role"] != "assistant":
         raise Refusal.at(
             origin,
             f"{name} must start with an assistant turn after the prompt and end with one",
             "fix or remove the row",
+            code="no-answer",
         )
 
 
@@ -133,6 +149,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
                 origin,
                 f"{name} is a full chat that does not begin with the prompt",
                 "check that the prompt belongs to this row, or set data.prompt_key",
+                code="different-prompts",
             )
         opening = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         heads.append(chat[:cut] if full else opening)
@@ -143,7 +160,7 @@ def _continued(prompt: Turns, chats: Sequence[list[Message]], names: Sequence[st
 
 
 def _end_of_prompt(prompt: Turns, chat: list[Message]) -> int | None:
-    """Number of messages of a full chat that are the prompt. A text prompt is the last user turn with that text."""
+    """Returns how many messages of a full chat are the prompt. A text prompt is the last user turn with that text."""
     if isinstance(prompt, list):
         return len(prompt) if chat[: len(prompt)] == prompt else None
     turns = [
@@ -160,7 +177,10 @@ def _shared_turns(chats: Sequence[list[Message]], names: Sequence[str], origin: 
     if cut == shortest:
         short = names[[len(chat) for chat in chats].index(shortest)]
         raise Refusal.at(
-            origin, f"{short} is only the beginning of the others, so it has no answer", "fix or remove the row"
+            origin,
+            f"{short} is only the beginning of the others, so it has no answer",
+            "fix or remove the row",
+            code="no-answer",
         )
     if not cut or any(chat[cut]["role"] != "assistant" for chat in chats):
         raise _different_prompts(names, origin)
@@ -181,7 +201,7 @@ def _shared_text(texts: Sequence[str], names: Sequence[str], origin: Origin) -> 
 
 
 def common_length(sequences: Sequence[Any]) -> int:
-    """Length of the common prefix."""
+    """Returns the length of the common prefix."""
     first, shortest = sequences[0], min(map(len, sequences))
     return bisect_left(range(1, shortest + 1), True, key=lambda n: any(s[:n] != first[:n] for s in sequences))
 
@@ -191,6 +211,7 @@ def _different_prompts(names: Sequence[str], origin: Origin) -> Refusal:
         origin,
         f"{_listed(names)} answer different prompts: they have no common beginning before their answers",
         "pair responses to one prompt, or name its column with data.prompt_key",
+        code="different-prompts",
     )
 
 
@@ -212,7 +233,7 @@ class SpecialText:
         self._any = re.compile("|".join(map(re.escape, sorted(names))) or r"(?!)")
 
     def inside(self, turns: Iterable[Turns]) -> bool:
-        """Whether a text or a message content contains one."""
+        """Returns whether a text or a message content contains a special token."""
         return any(
             self._in(str(message.get("content") or ""))
             for one in turns
@@ -220,12 +241,12 @@ class SpecialText:
         )
 
     def _in(self, text: str) -> bool:
-        # Fast path: most texts do not contain even the first character of a name.
+        # Fast path: most texts do not contain even the first character of a special token.
         return any(first in text for first in self._firsts) and self._any.search(text) is not None
 
 
 def special_rows_note(rows: int, first: object) -> str:
-    """Text for the data report."""
+    """Returns text for the data report."""
     return (
         f"{rows:,} rows hold special tokens of the tokenizer in their text, which are read as such and may end a turn; "
         f"the first is {first}"

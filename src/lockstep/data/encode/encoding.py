@@ -26,7 +26,8 @@ class OverLimit(Refusal):
 
 
 def kept_span(tokens: int, limit: int, overlong: str, over: Refusal) -> slice | None:
-    """The tokens to keep by `data.overlong`; None if the row is dropped. `over` is raised if cutting is not allowed."""
+    """Returns the tokens to keep by `data.overlong`; None if the row is dropped. Raises `over` if cutting is
+    forbidden."""
     if tokens <= limit:
         return slice(0, tokens)
     if overlong == "drop":
@@ -42,11 +43,12 @@ def too_long(origin: Origin, what: str, limit: int) -> OverLimit:
         f"{what} tokens, over data.max_tokens={limit}",
         "raise data.max_tokens as far as batch.tokens and the model's context allow, or set data.overlong to drop, "
         "truncate_left or truncate_right",
+        code="row-too-long",
     )
 
 
 def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained token") -> ExampleT | None:
-    """The example within `limit` tokens, with at least one `needed` token; None if it is dropped."""
+    """Returns the example within `limit` tokens, with at least one `needed` token; None if it is dropped."""
     if len(example) <= limit:
         return example
     over = too_long(example.origin, f"has {len(example)}", limit)
@@ -55,14 +57,16 @@ def fit(example: ExampleT, limit: int, overlong: str, needed: str = "trained tok
         return None
     short = example.cut(span)
     if not short.targets:
-        raise Refusal.at(example.origin, f"{overlong} to {limit} tokens leaves no {needed}", _DROP)
+        raise Refusal.at(
+            example.origin, f"{overlong} to {limit} tokens leaves no {needed}", _DROP, code="truncated-away"
+        )
     return short
 
 
 def fit_responses(
     examples: Sequence[Example], names: Sequence[str], limit: int, overlong: str
 ) -> Sequence[Example] | None:
-    """Responses to one prompt within `limit` tokens each; None if they are dropped.
+    """Cuts responses to one prompt to `limit` tokens each; returns None if they are dropped.
 
     truncate_left cuts the prompt, at the same position for all responses; truncate_right cuts each response.
     """
@@ -77,19 +81,24 @@ def fit_responses(
         prompt = prompt_length(examples[0])
         if span.start >= prompt:
             raise Refusal.at(
-                origin, f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt", _DROP
+                origin,
+                f"{name} alone has {longest - prompt} tokens and leaves nothing of {limit} to the prompt",
+                _DROP,
+                code="truncated-away",
             )
         return [example.cut(span) for example in examples]
     short = [example.cut(span) for example in examples]
     for name, example in zip(names, short, strict=True):
         if not example.targets:
-            raise Refusal.at(origin, f"truncate_right to {limit} tokens leaves nothing of {name}", _DROP)
+            raise Refusal.at(
+                origin, f"truncate_right to {limit} tokens leaves nothing of {name}", _DROP, code="truncated-away"
+            )
     refuse_equal(short, names, f" once cut to {limit} tokens")
     return short
 
 
 def prompt_length(example: Example) -> int:
-    """Number of tokens before the response."""
+    """Returns the number of tokens before the response."""
     return example.loss_mask.index(1)
 
 
@@ -100,7 +109,10 @@ def refuse_equal(examples: Sequence[Example], names: Sequence[str], after: str =
         twin = first.setdefault(tuple(example.ids), name)
         if twin != name:
             raise Refusal.at(
-                example.origin, f"{twin} and {name} are identical{after}", _DROP if after else "remove the row"
+                example.origin,
+                f"{twin} and {name} are identical{after}",
+                _DROP if after else "remove the row",
+                code="identical-responses",
             )
 
 
@@ -115,25 +127,30 @@ class Encoding:
         self.require_end = data.require_end and learned
         self.special = special_ids(tokenizer)
         self.unseparated = 0
-        """Prompts joined to a response without a space or line break between them."""
+        """Number of prompts joined to a response without a space or line break between them."""
         # Tokens that the tokenizer puts before plain text: a BOS token, or nothing.
         self.opening: list[int] = list(tokenizer("")["input_ids"])
         if data.system and not self.templated:
-            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+            raise Refusal.at(
+                "data.system",
+                "plain rows without a chat template cannot have it",
+                "remove it",
+                code="no-chat-template",
+            )
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of the text, without special tokens."""
+        """Returns the tokens of the text, without special tokens."""
         return token_ids(self.tokenizer, text)
 
     def chat(self, messages: list[Message], origin: Origin, tools: Tools = ()) -> tuple[Example, bool]:
-        """A chat with all assistant turns trained, and whether it was split at the border of a turn."""
+        """Encodes a chat with all assistant turns trained; also returns whether it was split at a turn border."""
         check_messages(messages, origin)
         self.need_template(origin)
         spans = render_chat(self.tokenizer, self.with_system(messages), origin, tools)
         return encode_spans(self.tokenizer, spans, origin)
 
     def joined(self, prompt: str, response: str, origin: Origin) -> Example:
-        """Formatted prompt and response, tokenised separately. The response and the end token are trained."""
+        """Encodes a formatted prompt and a response separately. The response and the end token are trained."""
         prompt = formatted(prompt, self.prompt_format)
         self.unseparated += bool(prompt[-1:].strip() and response[:1].strip())
         before = self.opening + self.ids(prompt)
@@ -141,7 +158,7 @@ class Encoding:
         return Example(array("q", before + after), bytes([0] * len(before) + [1] * len(after)), origin)
 
     def text(self, text: str, origin: Origin) -> Example:
-        """Plain text, all of it trained."""
+        """Encodes plain text, all of it trained."""
         after = self.ids(text) + self.end(origin)
         trained = bytes([0] * len(self.opening) + [1] * len(after))
         return Example(array("q", self.opening + after), trained, origin)
@@ -155,26 +172,33 @@ class Encoding:
                 origin,
                 "the row is a chat (messages, a system message or tools), and data.template is none",
                 "set data.template to auto, or give rows of plain text",
+                code="no-chat-template",
             )
         if not self.tokenizer.chat_template:
             raise Refusal.at(
                 origin,
                 "the row holds a chat, but the tokenizer has no chat template",
-                "name one with data.template, use a model whose tokenizer has one, or rows of plain text",
+                "set data.template, use a model whose tokenizer has one, or rows of plain text",
+                code="no-chat-template",
             )
 
     def end(self, origin: Origin) -> list[int]:
         if self.tokenizer.eos_token_id is not None:
             return [self.tokenizer.eos_token_id]
         if self.require_end:
-            raise Refusal.at(origin, "the tokenizer has no eos token to train as the end", "set data.require_end=false")
+            raise Refusal.at(
+                origin,
+                "the tokenizer has no eos token to train as the end",
+                "set data.require_end=false",
+                code="no-end-token",
+            )
         return []
 
     def checked(self, example: Example) -> Example:
-        """The example. Refuses two BOS tokens, no trained token, and a missing end token."""
+        """Returns the example. Refuses two BOS tokens, a row without trained tokens, and a missing end token."""
         self.refuse_two_openings(example)
         if not example.targets:
-            raise Refusal.at(example.origin, "no token of the row is trained")
+            raise Refusal.at(example.origin, "no token of the row is trained", code="no-trained-token")
         last = last_trained(example)
         if self.require_end and last not in self.special:
             token = self.tokenizer.decode([last])
@@ -182,6 +206,7 @@ class Encoding:
                 example.origin,
                 f"the last trained token is {token!r}, not an end token: the model would not learn to stop",
                 "use a chat template that ends assistant turns with the end token, or set data.require_end=false",
+                code="no-end-token",
             )
         return example
 
@@ -192,11 +217,12 @@ class Encoding:
                 example.origin,
                 f"starts with two {self.tokenizer.bos_token!r} tokens",
                 "the rows or the template already carry the BOS token; remove it from the rows",
+                code="two-bos-tokens",
             )
 
 
 def after_system(messages: list[Message], system: str | None) -> list[Message]:
-    """The chat with the message of `data.system`, if it has no system message; an empty one is replaced."""
+    """Returns the chat with the message of `data.system`, if it has no system message; an empty one is replaced."""
     present = [message for message in messages if message["role"] in ("system", "developer")]
     if not system or any(str(message["content"]).strip() for message in present):
         return messages
@@ -213,6 +239,7 @@ def written(prompt: Any, form: str | None, origin: Origin) -> Any:
             origin,
             "the prompt is a chat of several turns, and data.prompt_format is for one",
             "remove data.prompt_format",
+            code="unused-key",
         )
     user = prompt[users[0]]
     turns = list(prompt)
@@ -226,7 +253,7 @@ def formatted(prompt: str, form: str | None) -> str:
 
 
 def last_trained(example: Example) -> int:
-    """The last trained token of the row. Generation must stop at it."""
+    """Returns the last trained token of the row. Generation must stop at it."""
     return example.ids[bytes(example.loss_mask).rindex(1)]
 
 

@@ -1,4 +1,4 @@
-"""KTO rows: responses labelled desirable or undesirable. A pair becomes one of each."""
+"""KTO rows: responses labelled desirable or undesirable. A pair gives one desirable and one undesirable response."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class JudgedColumns:
 
 
 def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
-    """Columns by setting, else responses with a label, chats with a label, or pairs."""
+    """Finds the columns by setting, else of responses with a label, of chats with a label, or of pairs."""
     label = finder.find("label_key", ("label", "kto_tag"))
     pair = find_pair_columns(finder)
     if pair and (not label or finder.setting("chosen_key")):
         return pair
     for key in ("chosen_key", "rejected_key"):
         if finder.setting(key):
-            raise finder.unknown("hold the pairs", f"data.{key} and its other half must both be there")
+            raise finder.unknown("hold the pairs", "set both data.chosen_key and data.rejected_key")
     prompt, response = finder.find("prompt_key", PROMPTS), finder.find("response_key", RESPONSES)
     messages = finder.find("messages_key", CHATS)
     wants_chat = bool(finder.setting("messages_key")) and not finder.setting("response_key")
@@ -67,7 +67,7 @@ def find_judged_columns(finder: ColumnFinder) -> JudgedColumns | RankingColumns:
         return JudgedColumns(label, messages=messages, extra=finder.extra_columns(messages, label))
     if pair:
         return pair
-    raise finder.unknown("hold the judged responses", "set data.prompt_key, data.response_key and data.label_key")
+    raise finder.unknown("hold the labelled responses", "set data.prompt_key, data.response_key and data.label_key")
 
 
 class LabeledRows(ResponseRows):
@@ -114,23 +114,28 @@ class LabeledRows(ResponseRows):
             prompt = prompt_description(columns, self.tally)
             return f"pairs ({prompt}, {pair_names(columns)}), each split into a good and a bad response: {verdicts}"
         parts = (columns.messages or f"{columns.prompt}, {columns.response}") + columns.extra.description()
-        return f"judged responses ({parts}; verdict from {columns.label}): {verdicts}"
+        return f"labelled responses ({parts}; label from {columns.label}): {verdicts}"
 
 
 def verdict(row: Row, key: str, origin: Origin) -> bool:
-    """Whether the label of the row is desirable."""
+    """Returns whether the label of the row is desirable."""
     label = lookup(row, key, origin)
     if isinstance(label, str):
         found = SPELLED.get(label.strip().lower())
     else:
         found = VERDICTS.get(label) if isinstance(label, bool | int | float) else None
     if found is None:
-        raise Refusal.at(origin, f"{key} is {label!r}, which is not a label", "write true or false, 1 or 0, or 1 or -1")
+        raise Refusal.at(
+            origin,
+            f"{key} is {label!r}, which is not a label",
+            "write true or false, 1 or 0, or 1 or -1",
+            code="invalid-label",
+        )
     return found
 
 
 def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, Any]:
-    """The prompt and its response: a column, or the last turn of the chat."""
+    """Returns the prompt and its response, from a column or from the last turn of the chat."""
     if not columns.messages:
         prompt = columns.extra.prompt(filled(row, columns.prompt, origin), columns.prompt, row, origin)
         return prompt, lookup(row, columns.response, origin)
@@ -140,5 +145,6 @@ def _answered(row: Row, columns: JudgedColumns, origin: Origin) -> tuple[Any, An
             origin,
             f"{columns.messages} must be a chat that ends with the labelled assistant turn",
             "fix or remove the row",
+            code="no-answer",
         )
     return columns.extra.chat(chat[:-1], row, origin), chat[-1:]

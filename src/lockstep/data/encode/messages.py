@@ -39,7 +39,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 _WEIGHTS = ("weight", "train", "training", "loss")
 # Axolotl keys that select the trained characters of a turn.
 _DETAILS = ("train_detail", "training_detail")
-# Without these inputs, the model would be trained to answer something it does not see.
+# Inputs without which the model would be trained to answer something it does not see.
 NOT_TEXT = ("image", "images", "video", "videos", "audio", "audios")
 _CALLS = "tool_calls"
 
@@ -63,7 +63,9 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
     role = role.lower() if role.lower() in ROLE_NAMES else role
     if "role" not in fields and role not in ROLE_NAMES:
         names = ", ".join(sorted({*ROLES, *ROLE_NAMES}))
-        raise Refusal.at(origin, f"message {number} has the unknown role {written!r}", f"use one of {names}")
+        raise Refusal.at(
+            origin, f"message {number} has the unknown role {written!r}", f"use one of {names}", code="unknown-role"
+        )
     where = f"message {number} ({role})"
     refuse_not_text(fields, where, origin)
     content = _content(fields.pop("content", fields.pop("value", None)), where, origin)
@@ -82,21 +84,33 @@ def _message(turn: dict[str, Any], number: int, origin: Origin) -> Message:
 
 
 def _weight(fields: dict[str, Any], role: str, number: int, origin: Origin) -> dict[str, int]:
-    """Remove the training flag from the message and return it as a weight of 0 or 1; empty if there is none."""
+    """Removes the training flag from the message; returns it as a weight of 0 or 1, or an empty dict without a flag."""
     for key in _DETAILS:
         if fields.get(key):
             why = f"message {number} selects trained characters with {key}, but only full turns can be trained"
-            raise Refusal.at(origin, why, f"remove {key}; a weight of 0 excludes the turn from training")
+            raise Refusal.at(
+                origin, why, f"remove {key}; a weight of 0 excludes the turn from training", code="invalid-turn-weight"
+            )
     flags = {key: fields.pop(key) for key in _WEIGHTS if key in fields}
     for key, value in flags.items():
         if value not in (0, 1):
-            raise Refusal.at(origin, f"message {number} has a {key} of {value!r}", f"a {key} is 0 or 1, true or false")
+            raise Refusal.at(
+                origin,
+                f"message {number} has a {key} of {value!r}",
+                f"a {key} is 0 or 1, true or false",
+                code="invalid-turn-weight",
+            )
         if value and role != "assistant" and key in ("train", "training"):
             why = f"message {number} ({role}) is marked as trained ({key}), but only assistant turns are trained"
-            raise Refusal.at(origin, why, f"set {key} to false or remove it")
+            raise Refusal.at(origin, why, f"set {key} to false or remove it", code="invalid-turn-weight")
     weights = set(map(int, flags.values()))
     if len(weights) > 1:
-        raise Refusal.at(origin, f"{' and '.join(flags)} of message {number} contradict each other", "keep one of them")
+        raise Refusal.at(
+            origin,
+            f"{' and '.join(flags)} of message {number} contradict each other",
+            "keep one of them",
+            code="invalid-turn-weight",
+        )
     return {"weight": weights.pop()} if weights else {}
 
 
@@ -104,11 +118,14 @@ def refuse_not_text(holder: dict[str, Any], where: str, origin: Origin) -> None:
     """Refuse a row or message with images, audio or video."""
     for key in NOT_TEXT:
         if holder.get(key):
-            raise Refusal.at(origin, f"{where} has a value in {key}, but only text is trained", "remove the row")
+            raise Refusal.at(
+                origin, f"{where} has a value in {key}, but only text is trained", "remove the row", code="not-text"
+            )
 
 
 def _content(content: Any, where: str, origin: Origin) -> Any:
-    """The text of a content, also of a list of text parts. Other values are left to the message check."""
+    """Returns the text of a content, also of a list of text parts. Returns other values unchanged, to be refused
+    later."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -117,7 +134,12 @@ def _content(content: Any, where: str, origin: Origin) -> Any:
         text = part.get("text") if isinstance(part, dict) else part
         if kind not in TEXT_PARTS or not isinstance(text, str):
             what = repr(kind) if kind else "unknown"
-            raise Refusal.at(origin, f"{where} has a part of type {what}, but only text is trained", "remove the row")
+            raise Refusal.at(
+                origin,
+                f"{where} has a part of type {what}, but only text is trained",
+                "remove the row",
+                code="not-text",
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -128,12 +150,17 @@ def _list_of(value: Any, where: str, origin: Origin) -> list[Any]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise Refusal.at(origin, f"{_CALLS} of {where} is {type(value).__name__}, not a list", "fix or remove the row")
+        raise Refusal.at(
+            origin,
+            f"{_CALLS} of {where} is {type(value).__name__}, not a list",
+            "fix or remove the row",
+            code="invalid-tool",
+        )
     return value
 
 
 def _written_calls(content: Any, where: str, origin: Origin) -> list[Any]:
-    """Tool calls of a `function_call` message: the JSON of one call or of a list."""
+    """Returns the tool calls of a `function_call` message, whose content is the JSON of one call or of a list."""
     value = _parsed(content, f"{where}, from 'function_call',", origin)
     return value if isinstance(value, list) else [value]
 
@@ -141,26 +168,35 @@ def _written_calls(content: Any, where: str, origin: Origin) -> list[Any]:
 def _call(call: Any, where: str, origin: Origin) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
-        raise Refusal.at(origin, f"{where} names no function", 'write it as {"name": ..., "arguments": {...}}')
+        raise Refusal.at(
+            origin, f"{where} names no function", 'write it as {"name": ..., "arguments": {...}}', code="invalid-tool"
+        )
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"the arguments of {where}", origin) if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise Refusal.at(origin, f"the arguments of {where} are no object", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"the arguments of {where} are no object", "fix or remove the row", code="invalid-tool"
+        )
     outer = {key: value for key, value in call.items() if key in ("id", "type") and value is not None}
     return {"type": "function", **outer, "function": {"name": inner["name"], "arguments": _of_row(arguments, origin)}}
 
 
 def as_tools(value: Any, key: str, origin: Origin) -> list[dict[str, Any]]:
-    """The tools of a row, from a list or its JSON, in the standard form."""
+    """Returns the tools of a row, from a list or its JSON, in the standard form."""
     if isinstance(value, str):
         value = _parsed(value, key, origin) if value.strip() else None
     if value is None:
         return []
     if not isinstance(value, list):
-        raise Refusal.at(origin, f"{key} is {type(value).__name__}, not a list of tools", "fix or remove the row")
+        raise Refusal.at(
+            origin,
+            f"{key} is {type(value).__name__}, not a list of tools",
+            "fix or remove the row",
+            code="invalid-tool",
+        )
     return [_tool(tool, f"tool {number} of {key}", origin) for number, tool in enumerate(value, 1)]
 
 
@@ -169,14 +205,16 @@ def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
         tool = _parsed(tool, where, origin)
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"]:
-        raise Refusal.at(origin, f"{where} has no name", 'write it as {"name": ..., "parameters": {...}}')
+        raise Refusal.at(
+            origin, f"{where} has no name", 'write it as {"name": ..., "parameters": {...}}', code="invalid-tool"
+        )
     wrapped = tool if "function" in tool else {"type": "function", "function": tool}
     result: dict[str, Any] = _of_row(wrapped, origin)
     return result
 
 
 def _of_row(value: Any, origin: Origin) -> Any:
-    """Remove the nulls that a table adds for keys of other rows. In text files a null is data."""
+    """Removes the nulls that parquet, arrow and hub tables add for keys of other rows. Nulls in text files are kept."""
     table = origin.file.startswith("hub:") or origin.file.lower().endswith((".parquet", ".arrow"))
     return _without_nulls(value) if table else value
 
@@ -191,7 +229,9 @@ def _parsed(text: Any, what: str, origin: Origin) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError) as error:
-        raise Refusal.at(origin, f"{what} should be JSON: {error}", "fix or remove the row") from error
+        raise Refusal.at(
+            origin, f"{what} should be JSON: {error}", "fix or remove the row", code="invalid-json"
+        ) from error
 
 
 # Most chat templates take the arguments of tool calls as an object, some as its JSON. The latter, given an object, fail
@@ -203,7 +243,7 @@ _FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, 
 
 
 def as_written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """The chat with tool call arguments in the type that the tokenizer's template expects."""
+    """Returns the chat with tool call arguments in the type that the tokenizer's template expects."""
     if not any(message.get("tool_calls") for message in messages) or not _takes_text(tokenizer):
         return list(messages)
     return [_with_text(message) if message.get("tool_calls") else message for message in messages]
@@ -228,7 +268,7 @@ def _takes_text(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 @lru_cache(maxsize=16)
 def _tried(template: str, special: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether the template renders arguments correctly from JSON text, but not from an object."""
+    """Returns whether the template renders arguments correctly from JSON text, but not from an object."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def shows(arguments: object) -> str:

@@ -35,22 +35,24 @@ class RankedResponses:
 
 
 def is_objects(responses: Sequence[Any]) -> bool:
-    """Whether each response is an object, and not a message."""
+    """Returns whether each response is an object, and not a message."""
     return all(isinstance(one, dict) and "role" not in one and "from" not in one for one in responses)
 
 
 def of_objects(responses: Sequence[dict[str, Any]], column: str, origin: Origin) -> tuple[list[Any], list[Any], str]:
-    """The responses, their scores, and the key of the scores."""
+    """Returns the responses, their scores, and the key of the scores."""
     text = next((key for key in TEXTS if all(isinstance(one.get(key), str) for one in responses)), None)
     score = next((key for key in SCORES if all(is_number(one.get(key)) for one in responses)), None)
     if text is None or score is None:
         missing = f"a text ({', '.join(TEXTS)})" if text is None else f"a number ({', '.join(SCORES)})"
-        raise Refusal.at(origin, f"not every response of {column} has {missing}", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"not every response of {column} has {missing}", "fix or remove the row", code="missing-column"
+        )
     return [one[text] for one in responses], [one[score] for one in responses], score
 
 
 def best_first(responses: Sequence[Any], names: Sequence[str], scores: Sequence[float]) -> RankedResponses:
-    """Sort by descending score. Of equal scores, only the first response is kept."""
+    """Sorts responses by descending score. Of equal scores, only the first response is kept."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     kept = [i for place, i in enumerate(order) if not place or scores[i] != scores[order[place - 1]]]
     return RankedResponses([names[i] for i in kept], [responses[i] for i in kept], len(order) - len(kept))
@@ -86,7 +88,7 @@ class RankingColumns:
     def divided(
         self, row: Row, responses: Sequence[Any], names: Sequence[str], origin: Origin
     ) -> tuple[Turns, list[Turns]]:
-        """The prompt of a row with its extra columns, and each response without the prompt."""
+        """Returns the prompt of a row with its extra columns, and each response without the prompt."""
         if not self.prompt:
             beginning, answers = divide(None, responses, names, origin)
             return self.extra.chat(beginning, row, origin), answers
@@ -100,7 +102,7 @@ class RankingColumns:
 
 
 def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
-    """The columns of pairs if both sides exist (or a setting names one), else of lists of responses."""
+    """Returns the columns of pairs if both sides exist (or a setting names one), else of lists of responses."""
     prompt = finder.prompt()
     pair = find_pair_columns(finder)
     scores = finder.find("scores_key", ("scores",))
@@ -120,7 +122,7 @@ def find_ranking_columns(finder: ColumnFinder) -> RankingColumns:
 
 
 def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
-    """The columns of a pair; None if a side is missing."""
+    """Returns the columns of a pair; None if a side is missing."""
     chosen, rejected = finder.find("chosen_key", ("chosen",)), finder.find("rejected_key", ("rejected",))
     if not (chosen and rejected):
         return None
@@ -132,8 +134,8 @@ def find_pair_columns(finder: ColumnFinder) -> RankingColumns | None:
 
 
 class RankingRows(ResponseRows):
-    """Reads the rows of one source as rankings. `read` is the model output that is used: log-probs of the response, or
-    a score at the last token. Without `several`, a row has two responses."""
+    """Reads the rows of one source as rankings. `read` is the model output that the method uses: log-probs of the
+    response, or a score at the last token. Without `several`, a row has two responses."""
 
     def __init__(
         self, finder: ColumnFinder, tokenizer: PreTrainedTokenizerBase, limit: int, *, read: Read, several: bool
@@ -172,7 +174,7 @@ class RankingRows(ResponseRows):
         return [Kept.of(Ranking(tuple(fitted)), truncated, tuple(map(last_trained, examples)))]
 
     def _ranked(self, row: Row, origin: Origin) -> tuple[list[str], list[Any]] | None:
-        """The responses to compare, best first; None if all scores are equal."""
+        """Returns the responses to compare, best first; None if all scores are equal."""
         columns = self.columns
         if not columns.responses:
             return pair_of(row, columns, origin)
@@ -192,13 +194,14 @@ class RankingRows(ResponseRows):
                 origin,
                 f"has {len(responses)} responses, and this method compares two",
                 "write it as pairs, or give each response its score (data.scores_key)",
+                code="wrong-count",
             )
         return names, responses
 
     def _score_counts(self) -> str:
         texts = {
             "passed over": "the best against the worst, {:,} others left out",
-            "alike": "{:,} responses left out, whose score another has too",
+            "alike": "{:,} responses left out, with the same score as another",
             "all equal": "{:,} rows dropped, whose scores are all equal",
         }
         return "".join(f"; {text.format(self.tally[key])}" for key, text in texts.items() if self.tally[key])
@@ -221,10 +224,12 @@ class RankingRows(ResponseRows):
 
 
 def prompt_description(columns: RankingColumns, tally: Counter[str]) -> str:
-    """Text for the data report: the columns of the prompts, and how they were read."""
+    """Returns text for the data report: the columns of the prompts, and how they were read."""
     count = tally[DIALOGUES]
     spoken = f", {count:,} dialogues of Human and Assistant read as chats" if count else ""
-    return (columns.prompt or "the prompt is what the responses begin with") + columns.extra.description() + spoken
+    return (
+        (columns.prompt or "the prompt is the common beginning of the responses") + columns.extra.description() + spoken
+    )
 
 
 def pair_names(columns: RankingColumns) -> str:
@@ -232,18 +237,21 @@ def pair_names(columns: RankingColumns) -> str:
 
 
 def pair_of(row: Row, columns: RankingColumns, origin: Origin) -> tuple[list[str], list[Any]]:
-    """The names and values of the two responses, the better one first."""
+    """Returns the names and values of the two responses, the better one first."""
     keys = [columns.chosen, columns.rejected]
     refuse_swapped(row, columns, origin)
     return keys, [lookup(row, key, origin) for key in keys]
 
 
 def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple[RankedResponses, str]:
-    """The responses of a list, best first, and the column of their scores (empty if the list is the ranking)."""
+    """Returns the responses of a list, best first, and the column of their scores (empty if the list is ranked)."""
     responses = lookup(row, columns.responses, origin)
     if not isinstance(responses, list) or len(responses) < 2:
         raise Refusal.at(
-            origin, f"{columns.responses} must be a list of two or more responses", "fix or remove the row"
+            origin,
+            f"{columns.responses} must be a list of two or more responses",
+            "fix or remove the row",
+            code="wrong-count",
         )
     names = [f"{columns.responses}.{i}" for i in range(len(responses))]
     if columns.scores:
@@ -256,7 +264,7 @@ def listed_responses(row: Row, columns: RankingColumns, origin: Origin) -> tuple
 
 
 def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
-    """Refuse a pair whose scores contradict its columns: the sides are swapped."""
+    """Refuses a pair whose scores contradict its columns: chosen and rejected are swapped."""
     if columns.scores_of_pair is None:
         return
     better, worse = (lookup(row, key, origin) for key in columns.scores_of_pair)
@@ -265,15 +273,23 @@ def refuse_swapped(row: Row, columns: RankingColumns, origin: Origin) -> None:
             origin,
             f"{columns.scores_of_pair[0]} {better} is below {columns.scores_of_pair[1]} {worse}: the sides are swapped",
             "swap the responses, or fix the scores",
+            code="swapped-responses",
         )
 
 
 def _scores(row: Row, columns: RankingColumns, count: int, origin: Origin) -> list[float]:
     scores = lookup(row, columns.scores, origin)
     if not isinstance(scores, list) or not all(is_number(score) for score in scores):
-        raise Refusal.at(origin, f"{columns.scores} must be a list of finite numbers", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"{columns.scores} must be a list of finite numbers", "fix or remove the row", code="not-a-number"
+        )
     if len(scores) != count:
-        raise Refusal.at(origin, f"has {count} responses and {len(scores)} scores", "give each response its score")
+        raise Refusal.at(
+            origin,
+            f"has {count} responses and {len(scores)} scores",
+            "give each response its score",
+            code="wrong-count",
+        )
     return scores
 
 
@@ -290,13 +306,16 @@ def _margin(row: Row, columns: RankingColumns, origin: Origin, *, used: bool) ->
             origin,
             f"the margin is {margin}: a negative margin prefers the rejected response",
             "swap the responses or fix it",
+            code="swapped-responses",
         )
     return margin
 
 
 def _finite(value: Any, key: str, origin: Origin) -> float:
     if not is_number(value):
-        raise Refusal.at(origin, f"{key} is {value!r}, not a finite number", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"{key} is {value!r}, not a finite number", "fix or remove the row", code="not-a-number"
+        )
     return float(value)
 
 

@@ -43,7 +43,7 @@ class Truth:
 
 
 def final_answer(worked: str) -> Truth:
-    """The final answer of a worked solution: after `####` (GSM8K), or in `\\boxed{...}` (MATH), else the full text.
+    r"""Returns the final answer of a worked solution: after `####` (GSM8K), in `\boxed{...}` (MATH), or the full text.
 
     `####` must be on the last line. With lines after it, it is a heading.
     """
@@ -56,14 +56,15 @@ def final_answer(worked: str) -> Truth:
 
 
 def answer_with_solution(answer: str, solution: object) -> Truth:
-    r"""The final answer. A plain answer with a solution that ends in `\boxed{...}` is in the format of MATH-500."""
+    r"""Returns the final answer. A plain answer beside a solution that ends in `\boxed{...}` is in MATH-500's
+    format."""
     truth = final_answer(answer)
     boxed = not truth.source and isinstance(solution, str) and final_answer(solution).source == MATH
     return Truth(truth.value, MATH_500) if boxed else truth
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the `\boxed{...}` that closes last, with balanced braces; None if there is none."""
+    r"""Returns the content of the `\boxed{...}` that closes last, with balanced braces; None if there is none."""
     found = None
     starts: list[int | None] = []
     for token in _TOKEN.finditer(text):
@@ -90,9 +91,9 @@ class QuestionColumns:
 
     prompt: str = "prompt"
     truth: str = _SCHEMA_TRUTH
-    """Empty if there is none."""
+    """Column of the ground truth; empty if there is none."""
     source: str = ""
-    """The `data_source` of rows without one."""
+    """The `data_source` that rows without that column get."""
     required: frozenset[str] = frozenset()
     """The fields of `REWARD_FIELDS` that a row must have."""
     worked: bool = False
@@ -106,7 +107,7 @@ class QuestionColumns:
 
 
 def find_question_columns(finder: ColumnFinder, reward_fields: frozenset[str] = REWARD_FIELDS) -> QuestionColumns:
-    """Columns by setting, else of the RL schema, else by the column names of other projects.
+    """Finds the columns by setting, else of the RL schema, else by the column names of other projects.
 
     `reward_fields` are the fields that the rewards read.
     """
@@ -159,11 +160,11 @@ def _named_columns(rows: RowSet) -> QuestionColumns:
         remedy = (
             f"rename the column of the prompts to prompt, and that of the ground truth to one of {', '.join(TRUTHS)}"
         )
-        raise Refusal([Problem(p.where, p.why, remedy) for p in refusal.problems]) from refusal
+        raise Refusal([Problem(p.where, p.why, remedy, code=p.code) for p in refusal.problems]) from refusal
 
 
 def question_of(row: Row, origin: Origin, columns: QuestionColumns) -> Question:
-    """The question of a row: a prompt, and a ground truth if there is one."""
+    """Returns the question of a row: a prompt, and a ground truth if there is one."""
     return _question(row, origin, columns)[0]
 
 
@@ -188,7 +189,7 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
         value = lookup(row, columns.truth, origin)
         # Tables store a missing value as NaN.
         if value is None or not str(value).strip() or value != value:
-            raise Refusal.at(origin, f"{columns.truth} is empty", "remove the row or fill it in")
+            raise Refusal.at(origin, f"{columns.truth} is empty", "remove the row or fill it in", code="empty-field")
     except Refusal:
         if "ground_truth" in columns.required:
             raise
@@ -200,7 +201,7 @@ def _truth(row: Row, origin: Origin, columns: QuestionColumns) -> Truth:
 
 
 class PromptCounts(RowCounts):
-    """Counts of prompts."""
+    """Row counts of prompts."""
 
     def sentence(self) -> str:
         return f"{self.tokens:,} in {self.rows:,} prompts; longest {self.longest}"
@@ -241,7 +242,7 @@ class PromptRows:
         self.special_text = SpecialText(tokenizer)
         self.columns = find_question_columns(finder, reward_fields)
         self.tally: Counter[str] = Counter()
-        """Rows by the data set whose answer format they have."""
+        """Number of rows by the data set whose answer format they have."""
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[Prompt] | None]:
         question, truth = _question(row, origin, self.columns)
@@ -265,10 +266,10 @@ class PromptRows:
 
 
 _WORKED = {
-    "": "whole",
+    "": "full text",
     GSM8K: f"after its {MARK}",
     MATH: r"in its last \boxed{}",
-    MATH_500: r"whole, beside a solution with \boxed{}",
+    MATH_500: r"the full text, next to a solution with \boxed{}",
 }
 
 
@@ -282,7 +283,7 @@ def load_prompts(
     *,
     reward_fields: frozenset[str] = REWARD_FIELDS,
 ) -> PromptSet:
-    """The prompts of all sources. `reward_fields` are the fields that the rewards read."""
+    """Returns the prompts of all sources. `reward_fields` are the fields that the rewards read."""
     open_rows = partial(PromptRows, reward_fields=reward_fields)
     return load_rows(PromptSet, open_rows, sources, data, tokenizer, limit, advance, opened)
 
@@ -291,26 +292,40 @@ def check_prompt(tokenizer: PreTrainedTokenizerBase, question: Question, data: D
     """Refuse prompts that a chat template would reject or render wrongly."""
     if data is not None and data.template == "none":
         if data.system is not None:
-            raise Refusal.at("data.system", "prompts without a chat template have no place for it", "remove it")
+            raise Refusal.at(
+                "data.system",
+                "prompts without a chat template cannot have it",
+                "remove it",
+                code="no-chat-template",
+            )
         if len(question.prompt) != 1 or question.tools:
             what = "has tools" if question.tools else "is a chat of several turns"
-            raise Refusal.at(question.origin, f"the prompt {what}, and data.template is none", "set it to auto")
+            raise Refusal.at(
+                question.origin,
+                f"the prompt {what}, and data.template is none",
+                "set it to auto",
+                code="no-chat-template",
+            )
     elif not tokenizer.chat_template:
         raise Refusal.at(
             question.origin,
             "the prompt is a chat, but the tokenizer has no chat template",
-            "name one with data.template, or use a model whose tokenizer has one",
+            "set data.template, or use a model whose tokenizer has one",
+            code="no-chat-template",
         )
     if question.prompt[-1]["role"] == "assistant":
         raise Refusal.at(
-            question.origin, "the prompt ends with the assistant, who would answer itself", "fix or remove the row"
+            question.origin,
+            "the prompt ends with an assistant turn, so the model would answer itself",
+            "fix or remove the row",
+            code="prompt-ends-with-assistant",
         )
     for number, message in enumerate(question.prompt, 1):
         refuse_no_content(message, number, question.origin)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Data | None = None) -> list[int]:
-    """The token ids of the prompt, ending with the generation prompt."""
+    """Returns the token ids of the prompt, ending with the generation prompt."""
     if data is not None and data.template == "none":
         return list(tokenizer(formatted(str(question.prompt[0]["content"]), data.prompt_format))["input_ids"])
     text = render_prompt(tokenizer, question.prompt, question.origin, question.tools)
@@ -321,10 +336,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question, data: Dat
 def fit_prompt(
     question: Question, tokenizer: PreTrainedTokenizerBase, limit: int, overlong: str, data: Data | None = None
 ) -> Kept[Prompt] | None:
-    """The prompt within the limit, by `data.overlong`; None if it is dropped. Its end is never cut."""
+    """Returns the prompt within the limit, by `data.overlong`; None if it is dropped. Its end is never cut."""
     ids = prompt_ids(tokenizer, question, data)
     if not ids:
-        raise Refusal.at(question.origin, "the prompt has no tokens", "fix or remove the row")
+        raise Refusal.at(question.origin, "the prompt has no tokens", "fix or remove the row", code="empty-prompt")
     # Without the key, the limit is the model's context or batch.tokens minus the response.
     is_set = data is not None and data.max_prompt_tokens is not None
     way = "raise data.max_prompt_tokens" if is_set else "lower rollout.max_tokens, which shares a limit with the prompt"
@@ -332,6 +347,7 @@ def fit_prompt(
         question.origin,
         f"the prompt has {len(ids)} tokens, over the limit of {limit}",
         f"{way}, or set data.overlong to drop or truncate_left",
+        code="row-too-long",
     )
     span = kept_span(len(ids), limit, "error" if overlong == "truncate_right" else overlong, over)
     if span is None:

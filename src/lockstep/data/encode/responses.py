@@ -25,7 +25,7 @@ from lockstep.errors import Refusal
 from lockstep.types import Example, Message, Origin
 
 DIALOGUES = "dialogues"
-"""Tally key of a reader: prompts converted by `as_chats`."""
+"""Key of a reader's tally for the number of prompts converted by `as_chats`."""
 
 
 class ResponseEncoder:
@@ -49,7 +49,7 @@ class ResponseEncoder:
         return [self.encoding.checked(example) for example in examples]
 
     def as_chats(self, prompt: Turns, responses: list[Turns], tally: Counter[str]) -> tuple[Turns, list[Turns]]:
-        """Convert a dialogue stored as one text to a chat, if a template is used, and count it."""
+        """Converts a dialogue stored as one text to a chat, if a template is used, and counts it."""
         chat = spoken(prompt, responses) if self.encoding.templated else None
         if chat is None:
             return prompt, responses
@@ -66,19 +66,20 @@ class ResponseEncoder:
         encoded = [encode_spans(tokenizer, spans, origin) for spans in rendered]
         examples, split = [example for example, _ in encoded], any(split for _, split in encoded)
         if not _begin_alike(examples):
-            # The response can change the tokens of the prompt's last word; tokenised alone they are always the same.
+            # The response can change the tokens of the prompt's last word, so the prompt is tokenised separately.
             examples, split = [self._apart(spans, origin) for spans in rendered], True
         if not _begin_alike(examples):
             raise Refusal.at(
                 origin,
                 "the chat template renders the prompt differently for each response",
                 "use a template that renders the prompt the same for every response",
+                code="template-unstable",
             )
         self.split_rows += split
         return examples
 
     def _spans(self, prompt: list[Message], answer: list[Message], origin: Origin, tools: Tools) -> Spans:
-        """The full chat as text, with the assistant turns of the answer trained."""
+        """Renders the full chat as text, with the assistant turns of the answer trained."""
         tokenizer = self.encoding.tokenizer
         check_messages([*prompt, *answer], origin)
         if not is_trained(answer[0]):
@@ -86,6 +87,7 @@ class ResponseEncoder:
                 origin,
                 "the first turn of a response has a weight of 0: nothing of it would be compared",
                 "put it into the prompt, or remove the weight",
+                code="invalid-turn-weight",
             )
         prompt = self.encoding.with_system(prompt)
         before = render_prompt(tokenizer, prompt, origin, tools)
@@ -108,6 +110,7 @@ class ResponseEncoder:
                 origin,
                 "the chat template does not render the response unchanged after the generation prompt",
                 "fix the template, or use one that neither drops nor changes assistant turns",
+                code="template-changes-chat",
             )
         return spans
 
@@ -120,7 +123,7 @@ class ResponseEncoder:
 
 
 class ResponseRows:
-    """Base of the row readers that encode with a `ResponseEncoder`: its counts of rows."""
+    """Base class of row readers that encode with a `ResponseEncoder`. It provides the row counts."""
 
     encode: ResponseEncoder
 

@@ -1,4 +1,4 @@
-"""SFT rows: finds their columns and encodes them."""
+"""Finds the columns of SFT rows and encodes the rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXT_COLUMNS = ("text", "content")
 
 @dataclass(frozen=True)
 class SupervisedColumns:
-    """Columns of the parts of a row. Empty string: not used by the shape."""
+    """Columns of the fields of a row. An empty string means that rows of this shape do not have the field."""
 
     shape: str
     messages: str = ""
@@ -57,7 +57,7 @@ class SupervisedColumns:
 
 
 def find_columns(finder: ColumnFinder) -> SupervisedColumns:
-    """Columns by the settings of the source, then of the recipe, then by well-known names."""
+    """Finds the columns by the settings of the source, then of the recipe, then by well-known names."""
     data = finder.data
     shape = finder.source.shape or (None if data.shape == "auto" else data.shape)
     keys = ("messages_key", "prompt_key", "response_key", "text_key")
@@ -94,24 +94,36 @@ class Encoder:
         self.split_rows = self.special_rows = 0
         self.special_text = SpecialText(tokenizer)
         if data.system and columns.shape == "text":
-            raise Refusal.at("data.system", "plain rows without a chat template have no place for it", "remove it")
+            raise Refusal.at(
+                "data.system",
+                "plain rows without a chat template cannot have it",
+                "remove it",
+                code="no-chat-template",
+            )
         if data.prompt_format is not None and columns.shape != "prompt_response":
-            raise Refusal.at("data.prompt_format", f"rows of shape {columns.shape} have no prompt apart", "remove it")
+            raise Refusal.at(
+                "data.prompt_format",
+                f"rows of shape {columns.shape} have no separate prompt",
+                "remove it",
+                code="unused-key",
+            )
         if columns.shape == "messages" and data.template == "none":
             raise Refusal.at(
                 "data.template",
                 f"is none, and rows are chats ({columns.messages})",
                 "set it to auto, or use data.prompt_key and data.response_key",
+                code="no-chat-template",
             )
         if columns.shape == "messages" and not tokenizer.chat_template:
             raise Refusal.at(
                 "data.shape",
                 "rows are chats, but the tokenizer has no chat template",
-                "name one with data.template, or use data.prompt_key and data.response_key",
+                "set data.template, or use data.prompt_key and data.response_key",
+                code="no-chat-template",
             )
 
     def __call__(self, row: Row, origin: Origin) -> Example:
-        """The example of a row. A refusal names the row."""
+        """Encodes a row as an example. A refusal names the row."""
         shape = self.columns.shape
         if shape == "text":
             refuse_not_text(row, "the row", origin)
@@ -125,6 +137,7 @@ class Encoder:
                     origin,
                     f"{key} is text, not a list of messages",
                     "set data.text_key, if it is meant, or write it as JSON",
+                    code="invalid-chat",
                 )
             example = self._chat(extra.chat(messages, row, origin), origin, extra.tools_of(row, origin))
         else:
@@ -151,7 +164,7 @@ class Encoder:
 
     def _text(self, value: Any, key: str, origin: Origin) -> str:
         if not isinstance(value, str):
-            raise Refusal.at(origin, f"{key} is {type(value).__name__}, not text")
+            raise Refusal.at(origin, f"{key} is {type(value).__name__}, not text", code="not-text")
         return value
 
 

@@ -1,4 +1,4 @@
-"""Rows with a label for each step of a solution (process reward models).
+"""Reads rows with a label for each step of a solution (process reward models).
 
 A placeholder follows each step; the model is scored there. A row is a text with placeholders, or a prompt with a list
 of steps, written as `step 1<placeholder>\\nstep 2<placeholder>`. The steps are the assistant turn after the prompt, or
@@ -39,7 +39,7 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, placeholder: str, tokens: Sequence[str]) -> Marks:
-        """Refuse texts that are not a single token, before any row is read."""
+        """Creates the marks. Refuses texts that are not a single token, before any row is read."""
         texts = [("prm.placeholder", placeholder), *(("prm.tokens", token) for token in tokens)]
         ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text in texts]
         problems = [
@@ -47,31 +47,44 @@ class Marks:
                 key,
                 f"{text!r} is {len(found)} tokens ({', '.join(map(str, found))}) in this tokenizer, not one",
                 f"set {key} to a text that is one token, or add {text!r} to the tokenizer",
+                code="unknown-token",
             )
             for (key, text), found in zip(texts, ids, strict=True)
             if len(found) != 1
         ]
         token_ids = tuple(found[0] for found in ids[1:] if found)
         if not problems and len(set(token_ids)) < len(token_ids):
-            problems.append(Problem("prm.tokens", f"{', '.join(tokens)} are not all different", "name each word once"))
+            problems.append(
+                Problem(
+                    "prm.tokens",
+                    f"{', '.join(tokens)} are not all different",
+                    "name each word once",
+                    code="duplicate-name",
+                )
+            )
         refuse_all(problems)
         return cls(placeholder, ids[0][0], tuple(tokens), token_ids)
 
 
 def parse_labels(value: Any, key: str, marks: Marks, origin: Origin) -> list[tuple[float, ...]]:
-    """The target distribution over the label tokens at each step, from a list or its JSON.
+    """Returns the target distribution over the label tokens at each step, from a list or its JSON.
 
-    A token has probability 1. A number (with two tokens) is the probability of the first: true, 1, 0.8.
+    A label that is a token has probability 1. With two tokens, a number is the probability of the first: true, 1, 0.8.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise Refusal.at(
-                origin, f"{key} is text, but not a JSON list: {error.msg}", 'write it as ["+", "-"] or [1, 0]'
+                origin,
+                f"{key} is text, but not a JSON list: {error.msg}",
+                'write it as ["+", "-"] or [1, 0]',
+                code="invalid-json",
             ) from error
     if not isinstance(value, list) or not value:
-        raise Refusal.at(origin, f"{key} must be a list with a label for each step", "fix or remove the row")
+        raise Refusal.at(
+            origin, f"{key} must be a list with a label for each step", "fix or remove the row", code="invalid-label"
+        )
     return [_distribution(label, number, key, marks, origin) for number, label in enumerate(value, 1)]
 
 
@@ -85,6 +98,7 @@ def _distribution(label: Any, number: int, key: str, marks: Marks, origin: Origi
         origin,
         f"label {number} of {key} is {label!r}",
         f"labels are the words of prm.tokens ({', '.join(marks.tokens)}){numbers}",
+        code="invalid-label",
     )
 
 
@@ -94,7 +108,7 @@ _VERDICTS = {"+": 1, "-": 0}
 
 
 def shepherd(text: str, labelled: str, names: tuple[str, str], origin: Origin) -> tuple[list[str], list[int]]:
-    """The text split at the placeholders, and the label at each placeholder."""
+    """Returns the text split at the placeholders, and the label at each placeholder."""
     pieces = text.split(SHEPHERD)
     verdicts: list[int] = []
     rest = labelled
@@ -117,6 +131,7 @@ def _parts(names: tuple[str, str], number: int, origin: Origin) -> Refusal:
         origin,
         f"{names[1]} is not {names[0]} with + or - in place of each {SHEPHERD!r}: they differ at step {number}",
         "fix or remove the row",
+        code="invalid-label",
     )
 
 
@@ -135,20 +150,25 @@ def is_rated(label: Any) -> bool:
 
 
 def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: Origin) -> Rated:
-    """A solution of PRM800K: at each step the chosen completion, or the human one, or the last rated one.
+    """Reads a solution of PRM800K: at each step the chosen completion, or the human one, or the last rated one.
 
     Ratings 1 and 0 (neutral) are good, as in its paper; -1 is bad. The solution ends at an unrated step.
     """
     problem = question.get("problem") if isinstance(question, dict) else None
     if not isinstance(problem, str) or not problem.strip():
-        raise Refusal.at(origin, f"{names[0]} has no problem", "fix or remove the row")
+        raise Refusal.at(origin, f"{names[0]} has no problem", "fix or remove the row", code="missing-column")
     steps: list[str] = []
     verdicts: list[int] = []
     others = 0
     for number, step in enumerate(label["steps"], 1):
         completions = (step.get("completions") if isinstance(step, dict) else None) or []
         if not isinstance(step, dict) or not all(isinstance(one, dict) for one in completions):
-            raise Refusal.at(origin, f"step {number} of {names[1]} is not in PRM800K format", "fix or remove the row")
+            raise Refusal.at(
+                origin,
+                f"step {number} of {names[1]} is not in PRM800K format",
+                "fix or remove the row",
+                code="invalid-label",
+            )
         chosen, human = step.get("chosen_completion"), step.get("human_completion")
         if chosen is None and isinstance(human, dict):
             taken: dict[str, Any] = {"rating": 1, **{key: human[key] for key in human if human[key] is not None}}
@@ -163,7 +183,10 @@ def rated(question: Any, label: dict[str, Any], names: tuple[str, str], origin: 
             break
         if rating not in (-1, 0, 1) or not isinstance(text, str) or not text.strip():
             raise Refusal.at(
-                origin, f"step {number} of {names[1]} has the rating {rating!r} or no text", "fix or remove the row"
+                origin,
+                f"step {number} of {names[1]} has the rating {rating!r} or no text",
+                "fix or remove the row",
+                code="invalid-label",
             )
         steps.append(text)
         verdicts.append(int(rating >= 0))
@@ -187,7 +210,7 @@ class StepColumns:
 
 
 def find_step_columns(finder: ColumnFinder) -> StepColumns:
-    """The column of a list of steps (`steps_key`, `completions`), else of a text with placeholders."""
+    """Returns the column of a list of steps (`steps_key`, `completions`), else of a text with placeholders."""
     label, steps = finder.find("label_key", LABELS), finder.find("steps_key", ("completions",))
     prompt = finder.prompt()
     wants_text = bool(finder.setting("text_key")) and not finder.setting("steps_key")
@@ -214,17 +237,17 @@ class StepWriter:
         self.before_placeholder = " " if sticks else ""
 
     def marked(self, steps: Sequence[str]) -> str:
-        """One line per step, with the placeholder at its end."""
+        """Joins the steps to lines, each with the placeholder at its end."""
         return "\n".join(step + self.before_placeholder + self.marks.placeholder for step in steps)
 
     def chat(self, messages: list[Message], origin: Origin) -> tuple[str, list[int]]:
-        """The text and tokens of a chat whose last turn holds marked steps."""
+        """Returns the text and tokens of a chat whose last turn holds marked steps."""
         text = render_prompt(self.tokenizer, messages, origin, open_turn=False)
         refuse_dropped_by_template(text, messages, (), origin)
         return text, self._ids(text)
 
     def positions(self, ids: Sequence[int]) -> list[int]:
-        """Positions of the placeholder tokens."""
+        """Returns the positions of the placeholder tokens."""
         return [position for position, token in enumerate(ids) if token == self.marks.placeholder_id]
 
     def _ids(self, text: str) -> list[int]:
@@ -251,7 +274,9 @@ class StepRows:
         self.encoding = Encoding(tokenizer, finder.data, learned=False)
         self.writer = StepWriter(tokenizer, self.marks)
         if finder.data.system and self.columns.text:
-            raise Refusal.at("data.system", "rows of text with placeholders have no place for it", "remove it")
+            raise Refusal.at(
+                "data.system", "rows of text with placeholders cannot have it", "remove it", code="unused-key"
+            )
 
     def __call__(self, row: Row, origin: Origin) -> Sequence[Kept[StepLabels] | None]:
         read = self._labelled(row, origin)
@@ -270,7 +295,7 @@ class StepRows:
         return [None] if fitted is None else [Kept.of(fitted, fitted is not item)]
 
     def _labelled(self, row: Row, origin: Origin) -> tuple[list[tuple[float, ...]], str, list[int]] | None:
-        """The labels, the text and its tokens; None for a row without rated steps."""
+        """Returns the labels, the text and its tokens; None for a row without rated steps."""
         columns = self.columns
         value = filled(row, columns.label, origin)
         if is_rated(value) and not columns.steps:
@@ -280,6 +305,7 @@ class StepRows:
                 origin,
                 f"{columns.label} has no rated steps (PRM800K format), and there is no column of steps",
                 "set data.steps_key or data.text_key",
+                code="unclear-columns",
             )
         text = filled(row, columns.text, origin) if columns.text else None
         if isinstance(text, str) and isinstance(value, str) and SHEPHERD in text and not value.lstrip().startswith("["):
@@ -324,7 +350,7 @@ class StepRows:
             how = f": 1 and 0 are good, -1 is bad; {others}"
         left = f"; {self.unusable:,} rows dropped, in which no step is rated" if self.unusable else ""
         unread = self.finder.unread(columns.label, columns.text, columns.prompt, columns.steps)
-        return f"{kind} ({parts}; verdicts from {columns.label}{how}{left}){unread}"
+        return f"{kind} ({parts}; labels from {columns.label}{how}{left}){unread}"
 
     def _from_text(self, value: Any, origin: Origin) -> tuple[str, list[int]]:
         turns = as_turns(value, self.columns.text, origin)
@@ -336,10 +362,15 @@ class StepRows:
         steps = filled(row, self.columns.steps, origin)
         if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
             raise Refusal.at(
-                origin, f"{self.columns.steps} must be a list of texts, none empty", "fix or remove the row"
+                origin,
+                f"{self.columns.steps} must be a list of texts, none empty",
+                "fix or remove the row",
+                code="not-text",
             )
         if len(steps) != labels:
-            raise Refusal.at(origin, f"has {len(steps)} steps and {labels} labels", "give each step its label")
+            raise Refusal.at(
+                origin, f"has {len(steps)} steps and {labels} labels", "give each step its label", code="wrong-count"
+            )
         prompt = as_turns(filled(row, self.columns.prompt, origin), self.columns.prompt, origin)
         return self._written(prompt, steps, origin)
 
@@ -360,7 +391,10 @@ class StepRows:
         count = text.count(placeholder)
         if not count:
             raise Refusal.at(
-                origin, f"the text holds no placeholder {placeholder!r}", "set prm.placeholder to what the rows use"
+                origin,
+                f"the text holds no placeholder {placeholder!r}",
+                "set prm.placeholder to what the rows use",
+                code="missing-placeholder",
             )
         if count != found:
             raise Refusal.at(
@@ -368,17 +402,19 @@ class StepRows:
                 f"the text holds the placeholder {placeholder!r} {count} times, but its token {found} times: it merges "
                 "with its neighbours",
                 "put a space or a line break around it, or add it to the tokenizer as a token",
+                code="missing-placeholder",
             )
         if count != labels:
             raise Refusal.at(
                 origin,
                 f"has {count} placeholders {placeholder!r} and {labels} labels",
                 "give each placeholder its label, or set prm.placeholder to a text that no step holds",
+                code="wrong-count",
             )
 
 
 def fit_steps(item: StepLabels, limit: int, overlong: str) -> StepLabels | None:
-    """The item within `limit` tokens, with the remaining steps; None if it is dropped."""
+    """Returns the item within `limit` tokens, with the remaining steps; None if it is dropped."""
     fitted = fit(item.example, limit, overlong, needed="placeholder")
     if fitted is None or fitted is item.example:
         return None if fitted is None else item

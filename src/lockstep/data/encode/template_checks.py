@@ -1,4 +1,4 @@
-"""Refuses chats of which the chat template drops a part: a message, a tool call, the tools."""
+"""Refuses chats if the chat template drops a message, a tool call, or the tools."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ _REMEDY = "use a template that writes it (data.template), or remove it from the 
 def refuse_dropped_by_template(
     text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], origin: Origin
 ) -> None:
-    """Refuse a rendered text that lacks a part of the chat.
+    """Refuses a rendered text that lacks a part of the chat.
 
-    Contents of other roles must appear in order. A system message may move, because templates move it. Assistant
-    contents are checked by the callers that train them, because templates may shorten earlier turns.
+    The contents of all roles but the assistant must appear in order. A system message may move, because templates move
+    it. Assistant contents are checked by the callers that train them, because templates may shorten earlier turns.
     """
     for tool in tools:
         for name in _names(tool["function"]):
             if _found(name, text, 0) < 0:
-                raise Refusal.at(origin, f"the chat template drops the tools: {name!r} is not in its text", _REMEDY)
+                raise Refusal.at(
+                    origin,
+                    f"the chat template drops the tools: {name!r} is not in its text",
+                    _REMEDY,
+                    code="template-changes-chat",
+                )
     reached = 0
     for number, message in enumerate(messages, 1):
         role, content = message["role"], str(message.get("content") or "").strip()
@@ -38,18 +43,22 @@ def refuse_dropped_by_template(
                 if other is not message and other["role"] != "assistant"
             )
             if _found(content, text, 0) < 0 or text.count(content) == others > 0:
-                raise Refusal.at(origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY)
+                raise Refusal.at(
+                    origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY, code="template-changes-chat"
+                )
         elif role != "assistant" and content:
             found = _found(content, text, reached)
             if found < 0:
-                raise Refusal.at(origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY)
+                raise Refusal.at(
+                    origin, f"the chat template drops {where}: {content[:60]!r}", _REMEDY, code="template-changes-chat"
+                )
             reached = found
         for call in message.get("tool_calls") or []:
             reached = _past_call(call["function"], text, reached, where, origin)
 
 
 def dropped_by_template(turn: Message, text: str) -> str:
-    """The reasoning key or tool call of a turn that is missing from its text; empty if nothing is missing."""
+    """Returns the reasoning key or tool call of a turn that is missing from its text; empty if nothing is missing."""
     if turn.keys() == {"role", "content"}:
         return ""
     fields = ((key, turn.get(key)) for key in REASONING)
@@ -60,7 +69,7 @@ def dropped_by_template(turn: Message, text: str) -> str:
 
 
 def _names(function: dict[str, Any]) -> list[str]:
-    """Names of the function and its parameters: a user may mention a tool, but hardly all its parameters."""
+    """Returns the names of the function and its parameters: a user may mention a tool, but not all its parameters."""
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return [function["name"], *(properties if isinstance(properties, dict) else ())]
@@ -69,11 +78,19 @@ def _names(function: dict[str, Any]) -> list[str]:
 def _past_call(call: dict[str, Any], text: str, reached: int, where: str, origin: Origin) -> int:
     found = _found(call["name"], text, reached)
     if found < 0:
-        raise Refusal.at(origin, f"the chat template drops the call of {call['name']!r} in {where}", _REMEDY)
+        raise Refusal.at(
+            origin,
+            f"the chat template drops the call of {call['name']!r} in {where}",
+            _REMEDY,
+            code="template-changes-chat",
+        )
     for name, value in _leaves(call["arguments"]):
         if all(_found(spelling, text, reached) < 0 for spelling in _spellings(value)):
             raise Refusal.at(
-                origin, f"the chat template drops {name} from the call of {call['name']!r} in {where}", _REMEDY
+                origin,
+                f"the chat template drops {name} from the call of {call['name']!r} in {where}",
+                _REMEDY,
+                code="template-changes-chat",
             )
     return found
 
@@ -94,7 +111,7 @@ def _spellings(value: Any) -> tuple[str, ...]:
 
 
 def _found(part: str, text: str, start: int) -> int:
-    """End of the part in the text, as it is or JSON-escaped; -1 if it is missing."""
+    """Returns the end of the part in the text, as it is or JSON-escaped; -1 if it is missing."""
     found = text.find(part, start)
     if found >= 0:
         return found + len(part)

@@ -2,7 +2,7 @@
 
 Byte-level BPE first splits a text into words by a regular expression, and tokenises each word independently. Where a
 word ends regardless of its context, the text can be cut, and the tokens of the parts are the tokens of the text. A chat
-consists of some hundred such pieces, of some thousand distinct ones, so look-ups are many times faster than tokenising.
+consists of hundreds of such pieces, most of which occur in many chats: a look-up is many times faster than tokenising.
 New pieces (or their words, in ASCII) are given to the tokenizer; no BPE merge is done here. Texts that cannot be cut
 safely are tokenised as one.
 
@@ -66,7 +66,7 @@ _GPT2 = next(iter(_CUTS))
 
 
 class NotCacheable(Exception):
-    """The tokens of a text, or of a cut in it, cannot be composed from its pieces."""
+    """The tokens of a text, or of a cut in it, cannot be composed from the tokens of its pieces."""
 
 
 class Pieces(dict[str, bytes]):
@@ -100,14 +100,15 @@ class Pieces(dict[str, bytes]):
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Pieces | None:
-        """None for a tokenizer that does not work word by word, or whose word pattern is not in `_CUTS`."""
+        """Creates the cache. Returns None if the tokenizer does not work word by word, or its pattern is not in
+        `_CUTS`."""
         patterns, added = _patterns(backend), _plain_added(backend)
         return None if patterns is None or added is None else cls(backend, *patterns, added)
 
     def runs(self, text: str, borders: Sequence[int] = ()) -> list[bytes] | None:
-        """The tokens of the text, split at the borders: one run more than there are borders.
+        """Returns the tokens of the text, split at the borders: one run more than there are borders.
 
-        None if a word or an added token crosses a border, or if the text cannot be cut into pieces.
+        Returns None if a word or an added token crosses a border, or if the text cannot be cut into pieces.
         """
         try:
             return self._runs(text, borders)
@@ -159,7 +160,7 @@ class Pieces(dict[str, bytes]):
         return start
 
     def _split(self, piece: str, place: int) -> tuple[bytes, bytes]:
-        """The tokens of a piece before and after a place where a word ends."""
+        """Returns the tokens of a piece before and after `place`, where a word ends."""
         parts = self._parts.get((piece, place))
         if parts is None:
             tokens, left = self[piece], array("q")
@@ -202,8 +203,8 @@ class Pieces(dict[str, bytes]):
         return tokens
 
     def _ascii_words(self, words: Callable[[str], list[str]]) -> Callable[[str], list[str]] | None:
-        """Splits an ASCII piece into words with Python's fast regular expressions. None if they differ from the
-        tokenizer's words; checked on every combination of three kinds of characters."""
+        """Returns a function that splits an ASCII piece into words with Python's fast regular expressions. Returns None
+        if its words differ from those of the tokenizer on any combination of three kinds of characters."""
         tried = "".join(map("".join, itertools.product("aSl1 .'/\n\r\t", repeat=3)))
         found = [tried[start:end] for _, (start, end) in self._backend.pre_tokenizer.pre_tokenize_str(tried)]
         return words if words(tried) == found else None
@@ -216,8 +217,9 @@ class Pieces(dict[str, bytes]):
             self._parts.clear()
 
     def _agrees(self, letter: str) -> bool:
-        """Whether the tokenizer and Python agree that the letter is white space: their Unicode versions may differ.
-        Tested with the word pattern: white space ends a word of punctuation, and a newline after it starts no word."""
+        """Returns whether the tokenizer and Python agree that the letter is white space: their Unicode versions may
+        differ. Tested with the word pattern: white space ends a word of punctuation, and a newline after it starts no
+        word."""
         if letter in "\r\n":
             return True
         words = self._backend.pre_tokenizer.pre_tokenize_str
@@ -232,7 +234,7 @@ def _next_run(ahead: list[int], made: list[bytes], run: list[bytes]) -> None:
 
 
 def _in_ascii(pattern: str) -> str:
-    """The pattern for ASCII texts, without the character classes that Python does not support."""
+    """Converts the pattern for ASCII texts: replaces the character classes that Python does not support."""
     kinds = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9"}  # other classes have no ASCII members
     inside, made = False, []
     for part in re.split(r"(\\p\{\w+\}|\\.|[\[\]])", pattern):
@@ -246,7 +248,7 @@ def _in_ascii(pattern: str) -> str:
 
 
 def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
-    """The pattern of the pieces of a byte-level BPE, and of its ASCII words (None if unsupported)."""
+    """Returns the patterns of the pieces and of the ASCII words of a byte-level BPE (None if unsupported)."""
     from tokenizers.models import BPE
 
     model = backend.model
@@ -262,7 +264,7 @@ def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
     if kinds[-1:] != ["ByteLevel"] or steps[-1]["add_prefix_space"]:
         return None
     if steps[-1]["use_regex"]:
-        # A Digits step before changes the words, but not the pieces: digits are not white space.
+        # A preceding Digits step changes the words, but not the pieces: digits are not white space.
         if kinds in (["ByteLevel"], ["Digits", "ByteLevel"]):
             return _CUTS[_GPT2], _in_ascii(_GPT2) if kinds == ["ByteLevel"] else None
         return None
@@ -273,12 +275,12 @@ def _patterns(backend: Tokenizer) -> tuple[str, str | None] | None:
 
 
 def _state(part: Any) -> Any:
-    """The settings of a component, as in tokenizer.json."""
+    """Returns the settings of a tokenizer component, as in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
-    """The added tokens; None if one is not matched by its exact text, or is white space (its offset is unreliable)."""
+    """Returns the added tokens; None if one is not matched by its exact text, or is white space (unreliable offset)."""
     found: dict[str, int] = {}
     for index, token in backend.get_added_tokens_decoder().items():
         if token.normalized or token.lstrip or token.rstrip or token.single_word or not token.content.strip():
@@ -294,7 +296,7 @@ def _plain_added(backend: Tokenizer) -> dict[str, int] | None:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of the text, without special tokens."""
+    """Returns the tokens of the text, without special tokens."""
     backend = plain_backend(tokenizer)
     if backend is None:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -304,7 +306,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def token_ids_and_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of the text with their character offsets: (first, after the last)."""
+    """Returns the tokens of the text with their character offsets: (first, after the last)."""
     backend = plain_backend(tokenizer)
     if backend is None:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -314,8 +316,8 @@ def token_ids_and_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tupl
 
 
 def token_runs(tokenizer: PreTrainedTokenizerBase, text: str, borders: Sequence[int]) -> list[bytes] | None:
-    """The tokens of the text before, between and after the borders (sorted positions), each run as 64-bit integers
-    (`as_array`). None if this needs the offsets of all tokens."""
+    """Returns the tokens of the text before, between and after the borders (sorted positions), each run as 64-bit
+    integers (`as_array`). None if this needs the offsets of all tokens."""
     backend = plain_backend(tokenizer)
     return None if backend is None else _runs(backend, text, borders)
 
@@ -340,14 +342,14 @@ _PIECES: WeakKeyDictionary[Tokenizer, tuple[tuple[int, bytes], Pieces | None]] =
 
 
 def forget_pieces(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Clear the cache. A vocabulary word that became an added token is not detected otherwise."""
+    """Clears the cache of pieces. Needed when a vocabulary word became an added token, which is not detected."""
     backend = plain_backend(tokenizer)
     if backend is not None:
         _PIECES.pop(backend, None)
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """The Rust tokenizer behind `__call__`, in the state that `__call__` uses; None if `__call__` does more."""
+    """Returns the Rust tokenizer behind `__call__`, in the state that `__call__` uses; None if `__call__` does more."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -380,12 +382,12 @@ class TokenFacts:
         self._blank: dict[int, bool] = {}
 
     def where_special(self, ids: array[int]) -> list[int]:
-        """Positions of the special tokens among the 64-bit ids."""
+        """Returns the positions of the special tokens among the 64-bit ids."""
         found: list[int] = self._is_special.take(np.frombuffer(ids, dtype=np.int64), mode="clip").nonzero()[0].tolist()
         return found
 
     def blank(self, tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-        """Whether the token decodes to white space or nothing."""
+        """Returns whether the token decodes to white space or nothing."""
         if token not in self._blank:
             self._blank[token] = not tokenizer.decode([token]).strip()
         return self._blank[token]
@@ -395,7 +397,7 @@ _TOKEN_FACTS: WeakKeyDictionary[PreTrainedTokenizerBase, TokenFacts] = WeakKeyDi
 
 
 def token_facts(tokenizer: PreTrainedTokenizerBase) -> TokenFacts:
-    """Cached; computed again when tokens were added."""
+    """Returns the cached facts of a tokenizer; computes them again when tokens were added."""
     facts = _TOKEN_FACTS.get(tokenizer)
     if facts is None or facts.size != len(tokenizer):
         facts = _TOKEN_FACTS[tokenizer] = TokenFacts(tokenizer)

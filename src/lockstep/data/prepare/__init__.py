@@ -1,1 +1,1 @@
-"""Files of rows made here: generated tasks, GSM8K, pairs of sampled responses. For the command line alone."""
+"""Writes files of rows: generated tasks, GSM8K, pairs of sampled responses. Imported only by the command line."""

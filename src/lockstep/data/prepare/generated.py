@@ -18,7 +18,7 @@ from lockstep.types import Message, Row
 
 
 def rl_row(data_source: str, prompt: list[Message], truth: object, **extra_info: Any) -> Row:
-    """A row of mathematics in verl's schema."""
+    """Returns a row of mathematics in verl's schema."""
     return {
         "data_source": data_source,
         "prompt": prompt,
@@ -37,23 +37,25 @@ def assistant_message(text: str) -> list[Message]:
 
 
 def too_few(**rows: int) -> list[Problem]:
-    """Problems of options with fewer than 1 row."""
+    """Returns a problem for each option with fewer than 1 row."""
     return [
-        Problem(name, f"{count} rows are not enough", "give at least 1") for name, count in rows.items() if count < 1
+        Problem(name, f"{count} rows are not enough", "give at least 1", code="out-of-range")
+        for name, count in rows.items()
+        if count < 1
     ]
 
 
 def write_files(folder: Path, files: Mapping[str, Sequence[Row]]) -> dict[str, int]:
-    """Write each list as `name`.parquet; returns rows by file."""
+    """Writes each list as `name`.parquet; returns the number of rows by file."""
     for name, rows in files.items():
         write_rows(folder / f"{name}.parquet", rows)
     return {f"{name}.parquet": len(rows) for name, rows in files.items()}
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as parquet, or as JSON lines for any other suffix. The file appears complete or not at all."""
+    """Writes rows as parquet, or as JSON lines for any other suffix. The file is written completely or not at all."""
     if path.parent.exists() and not path.parent.is_dir():
-        raise Refusal.at(path.parent, "is a file, not a folder", "give another folder")
+        raise Refusal.at(path.parent, "is a file, not a folder", "give another folder", code="not-a-folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".parquet":
         replace_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -89,16 +91,18 @@ class Sum:
 def write_arithmetic(
     folder: Path, *, train_rows: int = 2000, val_rows: int = 200, difficulty: int = 1, seed: int = 0
 ) -> dict[str, int]:
-    """Write train and val rows in the RL schema and in the SFT schema (`sft_*`); returns rows by file.
+    """Writes train and val rows in the RL schema and in the SFT schema (`sft_*`); returns the number of rows by file.
 
-    Difficulty 1: sums of two or three 1-digit numbers (1,100 questions in all). 2: sums of two 2-digit numbers
-    (8,100). 3: sums and differences of 3-digit numbers (1,214,550). 4: products of 2-digit numbers (8,100).
-    A level with fewer questions than requested gives all it has, at most a fifth of them for validation: the returned
-    counts say so. Questions are held out, not facts: `3 + 4 = 7` may be a step of another row's answer.
+    Difficulty 1: sums of two or three 1-digit numbers (1,100 questions in all). 2: sums of two 2-digit numbers (8,100).
+    3: sums and differences of 3-digit numbers (1,214,550). 4: products of 2-digit numbers (8,100). If a level has fewer
+    questions than requested, all are written, at most a fifth of them for validation. Full questions are held out, not
+    single facts: `3 + 4 = 7` may be a step of another row's answer.
     """
     problems = too_few(train_rows=train_rows, val_rows=val_rows)
     if difficulty not in LEVELS:
-        problems.append(Problem("difficulty", f"{difficulty} is not one of {', '.join(map(str, LEVELS))}"))
+        problems.append(
+            Problem("difficulty", f"{difficulty} is not one of {', '.join(map(str, LEVELS))}", code="unknown-name")
+        )
     refuse_all(problems)
     draw = random.Random(f"{difficulty}/{seed}")
     size, question_at = LEVELS[difficulty]
@@ -178,7 +182,7 @@ def running_steps(numbers: tuple[int, ...]) -> Iterator[str]:
 
 
 def _column_steps(a: int, b: int) -> Iterator[str]:
-    """Addition right to left with carry."""
+    """Yields the steps of an addition, right to left with carry."""
     carry = 0
     while a or b:
         column = a % 10 + b % 10 + carry
@@ -187,7 +191,7 @@ def _column_steps(a: int, b: int) -> Iterator[str]:
 
 
 def _difference_steps(a: int, b: int) -> Iterator[str]:
-    """Subtraction right to left with borrow."""
+    """Yields the steps of a subtraction, right to left with borrow."""
     borrow = 0
     while a or b:
         top, bottom = a % 10, b % 10 + borrow
@@ -204,8 +208,8 @@ def _product_steps(a: int, b: int) -> Iterator[str]:
 
 
 # Generated preferences: sums of one-digit numbers, where the prompt requests a brief or a worked answer. Every sum
-# occurs with both requests and swapped answers, so ignoring the request is right half of the time. The same prompts are
-# written for online methods, and lists of labelled small sums for process reward models.
+# occurs with both requests and swapped answers, so a model that ignores the request is right half of the time. The same
+# prompts are written for online methods, and lists of labelled small sums for process reward models.
 
 BREVITY_SOURCE = "brevity"
 BRIEF, WORKED = "Be brief.", "Show the work."
@@ -215,7 +219,7 @@ FEWEST_STEPS, MOST_STEPS = 10, 14
 
 @dataclass(frozen=True)
 class RequestedSum:
-    """A sum with a request."""
+    """A sum, with the request for a brief or a worked answer."""
 
     numbers: tuple[int, ...]
     request: str
@@ -226,12 +230,12 @@ class RequestedSum:
 
 
 def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 200, seed: int = 0) -> dict[str, int]:
-    """Write `pairs_*`, `prompts_*` (RL schema) and `steps_*`, a file for training and one for validation; returns rows
-    by file.
+    """Writes `pairs_*`, `prompts_*` (RL schema) and `steps_*` for training and validation; returns the row count by
+    file.
 
-    There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; if more are requested, the
-    files hold what there is, a fifth of it for validation at most. No sum of a validation pair or prompt is among the
-    training rows, and no row of steps has the sums of another; single facts such as `3 + 4 = 7` are in both.
+    There are 1,100 sums of two or three one-digit numbers, so 2,200 pairs and prompts; if more are requested, all are
+    written, at most a fifth of them for validation. No sum of a validation pair or prompt is in the training rows, and
+    no two rows of steps have the same sums; single facts such as `3 + 4 = 7` are in both.
     """
     refuse_all(too_few(train_rows=train_rows, val_rows=val_rows))
     wanted = {"train": train_rows, "val": val_rows}
@@ -251,7 +255,7 @@ def write_preferences(folder: Path, *, train_rows: int = 2000, val_rows: int = 2
 
 
 def _questions(wanted: dict[str, int], draw: random.Random) -> dict[str, list[RequestedSum]]:
-    """Each sum with both requests (the last one with one, if odd), in an order that separates the two."""
+    """Returns each sum with both requests (the last one with one, if the number is odd), in random order."""
     size, question_at = LEVELS[1]
     drawn = draw.sample(range(size), size)
     # Two questions per sum, rounded up.
@@ -273,10 +277,10 @@ def _pair_row(question: RequestedSum) -> Row:
 
 
 def _step_rows(draw: random.Random) -> Iterator[Row]:
-    """Rows of several sums below ten, each wrong with probability one half.
+    """Yields rows of several sums below ten, each wrong with probability one half.
 
-    One token for a number and one step like the other: what is left to learn is to add, which a tiny model can. There
-    are so many lists of sums (55 to the power of ten and more) that none comes twice.
+    Each number is one token and all steps are alike, so only addition has to be learned, which a tiny model can do.
+    There are so many lists of sums (at least 55 to the power of ten) that none occurs twice.
     """
     facts = [(a, b) for a in range(10) for b in range(10 - a)]
     while True:
@@ -304,7 +308,8 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = True) -> dict[str, int]:
-    """Write train.parquet and test.parquet; returns rows by file. `source` holds the raw train.jsonl and test.jsonl."""
+    """Writes train.parquet and test.parquet; returns the row count by file. `source` has the raw train.jsonl and
+    test.jsonl."""
     written: dict[str, list[Row]] = {}
     problems: list[Problem] = []
     for split, expected in COUNTS.items():
@@ -316,6 +321,7 @@ def write_gsm8k(out: Path, *, source: Path | None = None, check_counts: bool = T
                     path,
                     f"has {len(rows):,} rows, the data set has {expected:,}",
                     "get a complete copy of the data set",
+                    code="too-few-rows",
                 )
             )
         written[split] = list(_convert(rows, split, problems))
@@ -328,12 +334,12 @@ def _convert(rows: RowSet, split: str, problems: list[Problem]) -> Iterator[Row]
         row, origin = rows[index], rows.origin(index)
         question, answer = row.get("question"), row.get("answer")
         if not (isinstance(question, str) and question.strip() and isinstance(answer, str)):
-            problems.append(Problem(str(origin), "needs a question and an answer, both text"))
+            problems.append(Problem(str(origin), "needs a question and an answer, both text", code="not-text"))
             continue
         _, mark, final = answer.rpartition("####")
         truth = final.strip().replace(",", "")
         if not mark or not _NUMBER.fullmatch(truth):
-            problems.append(Problem(str(origin), "the answer does not end with '#### number'"))
+            problems.append(Problem(str(origin), "the answer does not end with '#### number'", code="invalid-label"))
             continue
         prompt = user_message(f"{question} {INSTRUCTION}")
         yield rl_row(GSM8K_SOURCE, prompt, truth, split=split, index=index, question=question, answer=answer)

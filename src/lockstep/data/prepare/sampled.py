@@ -1,4 +1,4 @@
-"""Sampled and scored responses as training rows: best of n, pairs, KTO rows, conditional SFT."""
+"""Converts sampled and scored responses to training rows: best of n, pairs, KTO rows, conditional SFT."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
             samples,
             f"lacks the columns {', '.join(missing)}; it has {', '.join(rows.columns)}",
             "give a file that `lockstep sample` wrote",
+            code="missing-column",
         )
     groups: dict[tuple[int, str], ScoredQuestion] = {}
     unused: Counter[str] = Counter()
@@ -62,7 +63,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
     for number, row in enumerate(rows):
         wrong = _wrong(row)
         if wrong:
-            problems.append(Problem(str(rows.origin(number)), wrong, "fix or remove the row"))
+            problems.append(Problem(str(rows.origin(number)), wrong, "fix or remove the row", code="invalid-row"))
             continue
         key = row["question"], json.dumps(row["prompt"], ensure_ascii=False, sort_keys=True)
         group = groups.setdefault(key, ScoredQuestion(row["prompt"]))
@@ -76,7 +77,7 @@ def read_scored(samples: str, *, keep_cut: bool = False) -> Scored:
 
 
 def _wrong(row: Row) -> str:
-    """Why the row is not a valid response; empty if it is."""
+    """Returns why the row is not a valid response; empty if it is."""
     prompt, reward = row["prompt"], row["reward"]
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and m.get("role") for m in prompt):
         return "prompt is not a list of chat messages"
@@ -107,16 +108,23 @@ _FIELDS = ("{input}", "{reward}")
 def refuse_template(template: str) -> None:
     missing = [name for name in _FIELDS if name not in template]
     if missing:
-        raise Refusal.at("--reward-template", f"has no place for {' and '.join(missing)}", f"for example {TEMPLATE!r}")
+        raise Refusal.at(
+            "--reward-template",
+            f"has no place for {' and '.join(missing)}",
+            f"for example {TEMPLATE!r}",
+            code="missing-placeholder",
+        )
 
 
 def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
-    """Normalise rewards by their mean and standard deviation (n - 1) over all usable responses."""
+    """Normalises rewards by their mean and standard deviation (n - 1) over all usable responses."""
     rewards = [response.reward for group in groups for response in group.responses]
     mean = math.fsum(rewards) / max(len(rewards), 1)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(len(rewards) - 1, 1)
     if variance == 0:
-        raise Refusal.at("--normalize", "all rewards are equal: there is nothing to divide by", "remove it")
+        raise Refusal.at(
+            "--normalize", "all rewards are equal: their standard deviation is 0", "remove it", code="equal-rewards"
+        )
 
     def scaled(response: ScoredResponse) -> ScoredResponse:
         return replace(response, reward=(response.reward - mean) / math.sqrt(variance))
@@ -125,7 +133,7 @@ def normalised(groups: Sequence[ScoredQuestion]) -> list[ScoredQuestion]:
 
 
 def conditioned(prompt: Sequence[Message], reward: float, template: str) -> list[Message]:
-    """The prompt with the reward (two decimals) in its last message."""
+    """Returns the prompt with the reward (two decimals) in its last message."""
     *before, last = prompt
     # The prompt is inserted last, so that braces in it stay text.
     text = template.replace("{reward}", f"{reward:.2f}").replace("{input}", str(last["content"]))
@@ -141,7 +149,7 @@ def conditional_rows(group: ScoredQuestion, responses: Sequence[ScoredResponse],
 
 KINDS = ("pairs", "sft", "kto", "conditional")
 TIES = ("first", "shortest")
-# Rewards of rules are 0 or 1; from this value on, a response counts as good.
+# A response with at least this reward counts as good. Rewards of rules are 0 or 1.
 THRESHOLD = 0.5
 
 EQUAL = "all rewards equal"
@@ -153,7 +161,7 @@ CLOSE = "margin below --min-margin"
 
 @dataclass(frozen=True)
 class Selection:
-    """How responses of a question are selected. `threshold` None is the mean of the question's rewards."""
+    """How responses of a question are selected. A `threshold` of None means the mean of the question's rewards."""
 
     kind: str = "pairs"
     per_prompt: int = 1
@@ -177,11 +185,11 @@ def choice_of(
     reward_template: str | None = None,
     normalize: bool = False,
 ) -> Selection:
-    """Convert the options of the command; refuses options of another kind of rows."""
+    """Converts the options of the command. Refuses options that do not apply to the kind of rows."""
     if kind not in KINDS:
-        raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}")
+        raise Refusal.at("--kind", f"{kind!r} is not one of {', '.join(KINDS)}", code="unknown-name")
     if length_tie not in (None, *TIES):
-        raise Refusal.at("--length-tie", f"{length_tie!r} is not one of {', '.join(TIES)}")
+        raise Refusal.at("--length-tie", f"{length_tie!r} is not one of {', '.join(TIES)}", code="unknown-name")
     given = {
         "--per-prompt": (per_prompt, ("pairs", "sft")),
         "--min-margin": (min_margin, ("pairs",)),
@@ -192,7 +200,12 @@ def choice_of(
         "--normalize": (normalize or None, ("conditional",)),
     }
     problems = [
-        Problem(option, f"has no meaning for --kind {kind}", f"remove it; it is for {' and '.join(kinds)}")
+        Problem(
+            option,
+            f"does not apply to --kind {kind}",
+            f"remove it; it is for {' and '.join(kinds)}",
+            code="unused-key",
+        )
         for option, (value, kinds) in given.items()
         if value is not None and kind not in kinds
     ]
@@ -220,7 +233,7 @@ def _threshold(given: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise Refusal.at("--threshold", f"{given!r} is not a number", "give a number, or mean")
+        raise Refusal.at("--threshold", f"{given!r} is not a number", "give a number, or mean", code="not-a-number")
     return value
 
 
@@ -249,21 +262,25 @@ class SelectionCounts:
 def write_pairs(samples: str, out: Path, choice: Selection) -> SelectionCounts:
     """Read the responses of `samples` and write the selected rows to `out` (.parquet or .jsonl); returns the counts."""
     if out.suffix not in (".parquet", ".jsonl"):
-        raise Refusal.at(out, "does not say which format to write", "end it in .parquet or .jsonl")
+        raise Refusal.at(
+            out, "does not say which format to write", "end it in .parquet or .jsonl", code="unsupported-format"
+        )
     if out.exists():
-        raise Refusal.at(out, "exists already", "choose another name, or remove it")
+        raise Refusal.at(out, "exists already", "choose another name, or remove it", code="already-exists")
     scored = read_scored(samples, keep_cut=choice.keep_cut)
     counts = SelectionCounts(len(scored.groups), scored.responses, unused=scored.unused)
     groups = normalised(scored.groups) if choice.normalize else scored.groups
     rows = list(chosen_rows(groups, choice, counts))
     if not rows:
-        raise Refusal.at(samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts))
+        raise Refusal.at(
+            samples, f"gives no row of kind {choice.kind}: {_why_none(counts)}", _remedy(counts), code="no-rows"
+        )
     write_rows(out, rows)
     return counts
 
 
 def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: SelectionCounts) -> Iterator[Row]:
-    """The rows of every question in order; updates `counts`."""
+    """Yields the rows of every question in order; updates `counts`."""
     makers: dict[str, Callable[[ScoredQuestion, Selection], list[Row] | str]] = {
         "pairs": _pairs,
         "sft": _best,
@@ -283,7 +300,7 @@ def chosen_rows(groups: Sequence[ScoredQuestion], choice: Selection, counts: Sel
 
 
 def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """The best distinct responses with the minimum reward; otherwise the reason for none."""
+    """Returns the best distinct responses with the minimum reward, or the reason why there are none."""
     ranked = _distinct(_ranked(group.responses, choice.length_tie, best_first=True))
     if not ranked:
         return NOTHING
@@ -292,7 +309,7 @@ def _best(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Pairs of best and worst, then the next of either end, without repeated texts; otherwise the reason for none."""
+    """Returns pairs of best and worst, then of the next ones, without repeated texts; or why there are none."""
     if group.tied:
         return EQUAL
     best = _ranked(group.responses, choice.length_tie, best_first=True)
@@ -327,7 +344,7 @@ def _pairs(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Each distinct response, labelled by the threshold or the question's mean reward."""
+    """Returns each distinct response, labelled by the threshold or the mean reward; or why there are none."""
     if not group.responses:
         return NOTHING
     threshold = choice.threshold
@@ -347,7 +364,7 @@ def _verdicts(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
 
 
 def _conditional(group: ScoredQuestion, choice: Selection) -> list[Row] | str:
-    """Each distinct response, with its reward in the prompt."""
+    """Returns each distinct response, with its reward in the prompt; or why there are none."""
     return conditional_rows(group, _distinct(group.responses), choice.reward_template) or NOTHING
 
 
@@ -357,7 +374,7 @@ def _ranked(responses: Sequence[ScoredResponse], tie: str, *, best_first: bool) 
 
 
 def _distinct(responses: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """The first response of each text."""
+    """Returns the responses without those whose text occurred before."""
     kept: dict[str, ScoredResponse] = {}
     for response in responses:
         kept.setdefault(response.text, response)
@@ -370,7 +387,8 @@ def _why_none(counts: SelectionCounts) -> str:
 
 
 def _remedy(counts: SelectionCounts) -> str:
-    """The remedy for the most frequent reason, of unused responses if there are any, else of questions."""
+    """Returns the remedy for the most frequent reason, or for that of unused responses if questions lack usable
+    ones."""
     reason = counts.left_out.most_common(1)[0][0]
     if reason in (NOTHING, TOO_FEW) and counts.unused:
         reason = counts.unused.most_common(1)[0][0]
@@ -380,6 +398,6 @@ def _remedy(counts: SelectionCounts) -> str:
         BELOW: "lower --min-reward, or sample more responses (--n)",
         CLOSE: "lower --min-margin, or sample more responses (--n)",
         NO_SCORE: "fix the reward and sample again; the column `failure` says what went wrong",
-        CUT: "raise --max-new-tokens of `lockstep sample`, or use them too with --keep-cut",
-        EMPTY: "sample from a model that answers",
+        CUT: "raise --max-new-tokens of `lockstep sample`, or keep truncated responses with --keep-cut",
+        EMPTY: "sample from a model that gives non-empty answers",
     }[reason]

@@ -1,1 +1,1 @@
-"""From the paths of a recipe to rows: files, formats, hub data sets, user readers, and the order of mixed sources."""
+"""Reads the rows of a recipe's paths: files, formats, hub data sets, user readers, and the order of mixed sources."""

@@ -45,7 +45,7 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file. `name` is its name in messages (as given)."""
+    """A data file. `name` is the name given by the user, for messages."""
 
     name: str
     path: Path
@@ -59,7 +59,7 @@ class FoundFiles:
 
 
 def format_of(name: str) -> str | None:
-    """The format by the suffix of a file name, or None."""
+    """Returns the file format of a name by its suffix; None if it is unknown."""
     lower = name.lower()
     stem, packed = (lower[:-3], True) if lower.endswith(".gz") else (lower, False)
     found = FORMATS.get(os.path.splitext(stem)[1])
@@ -67,9 +67,11 @@ def format_of(name: str) -> str | None:
 
 
 def locate(given: str, base: Path | None) -> FoundFiles:
-    """The data files of `given` (file, folder or pattern), sorted by name. Relative names start at `base`."""
+    """Returns the data files of `given` (file, folder or pattern), sorted by name. Relative paths start at `base`."""
     if not given.strip():
-        raise Refusal.at("data path", "is empty", "name a file, a folder, a glob pattern or hub:owner/name")
+        raise Refusal.at(
+            "data path", "is empty", "give a file, a folder, a glob pattern or hub:owner/name", code="empty-value"
+        )
     root = base or Path()
     path = root / os.path.expanduser(given)
     if path.is_dir():
@@ -78,12 +80,12 @@ def locate(given: str, base: Path | None) -> FoundFiles:
     if path.exists():
         format = format_of(given)
         if format is None:
-            raise Refusal.at(given, "has a suffix that is not read", f"supported: {SUPPORTED}")
+            raise Refusal.at(given, "has an unsupported suffix", f"supported: {SUPPORTED}", code="unsupported-format")
         return FoundFiles([DataFile(given, path, format)], [])
     if glob.has_magic(given):
         matches = glob.glob(os.path.expanduser(given), root_dir=root, recursive=True)
         if not matches:
-            raise Refusal.at(given, f"the pattern matches no file under {root.absolute()}")
+            raise Refusal.at(given, f"the pattern matches no file under {root.absolute()}", code="no-such-file")
         return _sift(given, root, matches)
     raise _missing(given, path)
 
@@ -91,14 +93,16 @@ def locate(given: str, base: Path | None) -> FoundFiles:
 def _refuse_pipe(given: str, path: Path) -> None:
     """Refuse pipes and devices: reading them may never end."""
     if path.exists() and not path.is_file():
-        raise Refusal.at(given, "is a pipe or a device, not a file", "write the rows into a file and name that")
+        raise Refusal.at(
+            given, "is a pipe or a device, not a file", "write the rows to a file and give its path", code="not-a-file"
+        )
 
 
 def _refuse_odd(given: str, path: Path) -> None:
     """Refuse pipes and broken symbolic links."""
     _refuse_pipe(given, path)
     if path.is_symlink() and not path.exists():
-        raise Refusal.at(given, "is a broken symbolic link", "name the file itself")
+        raise Refusal.at(given, "is a broken symbolic link", "give the path of the file itself", code="no-such-file")
 
 
 def _sift(given: str, root: Path, names: Iterable[str]) -> FoundFiles:
@@ -128,10 +132,12 @@ def _no_files(given: str, root: Path, ignored: Sequence[str]) -> Refusal:
     pattern = os.path.join(given, "**", f"*{suffix}")
     remedy = f"supported: {SUPPORTED}"
     if filled:
-        remedy = f"name the folder that is meant ({', '.join(list(filled)[:10])}), or a pattern such as {pattern}"
+        remedy = (
+            f"give the path of the intended folder ({', '.join(list(filled)[:10])}), or a pattern such as {pattern}"
+        )
     elif folders:
         remedy += f"; sub-folders are read with a pattern such as {pattern}"
-    return Refusal.at(given, f"holds no data file{note}", remedy)
+    return Refusal.at(given, f"holds no data file{note}", remedy, code="no-such-file")
 
 
 def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
@@ -149,12 +155,13 @@ def _refuse_several_splits(given: str, files: Sequence[DataFile]) -> None:
         raise Refusal.at(
             given,
             f"holds the rows of several splits: {listed}",
-            f"name one: {one}, or a pattern that fits its files alone; all of them can be given as a list",
+            f"give one: {one}, or a pattern that matches only its files; to read all of them, give a list",
+            code="several-candidates",
         )
 
 
 def _missing(given: str, path: Path) -> Refusal:
-    """Name the first part of the path that does not exist, and the nearest existing name."""
+    """Returns a refusal with the first missing part of the path, and the nearest existing name."""
     missing, parent = path, path.parent
     while not parent.exists() and parent != parent.parent:
         missing, parent = parent, parent.parent
@@ -168,7 +175,7 @@ def _missing(given: str, path: Path) -> Refusal:
             remedy = f"looked in {parent.absolute()}"
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and format_of(given) is None:
         remedy += f"; for a data set of the hub write hub:{given}"
-    return Refusal.at(given, what, remedy)
+    return Refusal.at(given, what, remedy, code="no-such-file")
 
 
 class CachedFile:
@@ -209,7 +216,7 @@ class FileCache:
         self._folder = folder / "files"
 
     def find(self, name: str, form: str, size: int, sha256: str, open_file: Callable[[], RowFile]) -> CachedFile | None:
-        """The cached file of this content and format, or None. `name` is its current name in messages."""
+        """Returns the cached file of this content and format, or None. `name` is its current name in messages."""
         entry = kept(self._folder / f"{sha256}.{form}", self._key(sha256, form))
         if entry is None:
             return None

@@ -28,7 +28,7 @@ _BATCH_ROWS = 8192  # keeps batches of long answers below Arrow's 2 GiB limit fo
 _INDEX = "Unnamed: 0"
 _TRUNCATED = "the file looks truncated"
 _COPY_AGAIN = "copy or download it again"
-PART_BYTES = 8 << 20  # JSON lines per task of a worker: about 0.1 s
+PART_BYTES = 8 << 20  # of JSON lines per task of a worker: about 0.1 s
 _NO_FIELD_LIMIT = 2**31 - 1  # the csv module's default of 128 KiB is shorter than a long answer
 
 
@@ -73,7 +73,7 @@ class _JsonLines:
 
 
 def _line_parts(data: bytes) -> list[tuple[int, int, int]]:
-    """Split at line ends: (first byte, end, number of the first line) of each part."""
+    """Splits the data at line ends; returns (first byte, end, number of the first line) of each part."""
     parts, start, line = [], 0, 1
     while start < len(data):
         end = data.find(b"\n", start + PART_BYTES) + 1 or len(data)
@@ -89,7 +89,7 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
     problems = found.problems
     stream = io.BytesIO(data)
     stream.seek(end)
-    # Split at \n alone: str.splitlines would also split at U+2028, which may stand inside a JSON string.
+    # Split only at \n: str.splitlines would also split at U+2028, which may occur inside a JSON string.
     for line, raw in enumerate(stream, start=first):
         if end == behind:
             break
@@ -107,9 +107,14 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
             cut = line == last and raw[:1] == b"{" and (not data.endswith(b"\n") or _ran_out(error, text))
             why = f"invalid JSON at line {line}, column {error.colno}: {error.msg}"
             why += f"; {_TRUNCATED}" if cut else ""
-            problems.add(LineOrigin(name, line), why, _COPY_AGAIN if cut else _one_a_line(raw, line))
+            problems.add(
+                LineOrigin(name, line),
+                why,
+                _COPY_AGAIN if cut else _one_a_line(raw, line),
+                code="damaged-file" if cut else "invalid-json",
+            )
         except (ValueError, RecursionError) as error:
-            problems.add(LineOrigin(name, line), f"JSON that cannot be read: {error}")
+            problems.add(LineOrigin(name, line), f"JSON that cannot be read: {error}", code="invalid-json")
         else:
             if isinstance(value, dict):
                 found.starts.append(start)
@@ -118,7 +123,9 @@ def _parse_lines(name: str, data: bytes, last: int, part: tuple[int, int, int]) 
                 found.groups.add(value)
             else:
                 remedy = "a file with one JSON list needs the suffix .json" if isinstance(value, list) else ""
-                problems.add(LineOrigin(name, line), f"is {a(kind_of(value))}, not an object", remedy)
+                problems.add(
+                    LineOrigin(name, line), f"is {a(kind_of(value))}, not an object", remedy, code="invalid-row"
+                )
     return found
 
 
@@ -138,24 +145,26 @@ def _parse_json(name: str, data: bytes, problems: Problems) -> Parsed:
         where = LineOrigin(name, error.lineno)
         why = f"invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
         if error.msg == "Extra data":
-            problems.add(where, why, "one object on each line is the .jsonl format: rename the file")
+            problems.add(
+                where, why, "one object on each line is the .jsonl format: rename the file", code="invalid-json"
+            )
         elif _ran_out(error, text):
-            problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN)
+            problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN, code="damaged-file")
         else:
-            problems.add(where, why)
+            problems.add(where, why, code="invalid-json")
         return Parsed()
     except (ValueError, RecursionError) as error:
-        problems.add(name, f"JSON that cannot be read: {error}")
+        problems.add(name, f"JSON that cannot be read: {error}", code="invalid-json")
         return Parsed()
     return Parsed(_objects(name, _the_list(name, value, problems), problems))
 
 
 def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
-    """The list of rows: the file itself, the only list of objects in an object such as {"data": [...]}, or one row."""
+    """Returns the list of rows: the file, the only list of objects in an object such as {"data": [...]}, or one row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
-        problems.add(name, f"holds {a(kind_of(value))}, not a list of objects")
+        problems.add(name, f"holds {a(kind_of(value))}, not a list of objects", code="invalid-row")
         return []
     lists = {key: inner for key, inner in value.items() if isinstance(inner, list) and _has_objects(inner)}
     if len(lists) == 1:
@@ -163,7 +172,12 @@ def _the_list(name: str, value: Any, problems: Problems) -> list[Any]:
     if not any(isinstance(inner, list | dict) for inner in value.values()):
         return [value]  # one row per file, as in MATH
     content = f"several lists of objects ({', '.join(map(repr, lists))})" if lists else "no list of objects"
-    problems.add(name, f"is an object with {content}", 'give a list of objects, or an object with one: {"data": [...]}')
+    problems.add(
+        name,
+        f"is an object with {content}",
+        'give a list of objects, or an object with one: {"data": [...]}',
+        code="invalid-row",
+    )
     return []
 
 
@@ -174,7 +188,7 @@ def _has_objects(values: list[Any]) -> bool:
 def _objects(name: str, values: list[Any], problems: Problems) -> list[Row]:
     for number, value in enumerate(values):
         if not isinstance(value, dict):
-            problems.add(Origin(name, number), f"is {a(kind_of(value))}, not an object")
+            problems.add(Origin(name, number), f"is {a(kind_of(value))}, not an object", code="invalid-row")
     # Dropping a row would shift the numbers of the following rows, so checking stops here.
     return values if all(isinstance(value, dict) for value in values) else []
 
@@ -195,12 +209,17 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
         header[0] = _INDEX  # the index column of pandas
     if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
         why = f"the header is one column, {header[0]!r}"
-        problems.add(LineOrigin(name, line), why, "separate the columns with commas")
+        problems.add(LineOrigin(name, line), why, "separate the columns with commas", code="invalid-csv")
         return parsed
     twice = sorted({column for column in header if header.count(column) > 1})
     if twice or "" in header:
         what = f"names {', '.join(map(repr, twice))} twice" if twice else "has a column without a name"
-        problems.add(LineOrigin(name, line), f"the header {what}", "give every column a unique name")
+        problems.add(
+            LineOrigin(name, line),
+            f"the header {what}",
+            "give every column a unique name",
+            code="duplicate-name" if twice else "invalid-csv",
+        )
         return parsed
     last = text.rstrip("\r\n").count("\n") + 1
     for line, fields in records:
@@ -210,12 +229,17 @@ def _parse_csv(name: str, data: bytes, problems: Problems) -> Parsed:
             continue
         cut = len(fields) < len(header) and line == last and not text.endswith(("\n", "\r"))
         why = f"has {len(fields)} fields, the header has {len(header)}"
-        problems.add(LineOrigin(name, line), why + (f"; {_TRUNCATED}" if cut else ""), _COPY_AGAIN if cut else "")
+        problems.add(
+            LineOrigin(name, line),
+            why + (f"; {_TRUNCATED}" if cut else ""),
+            _COPY_AGAIN if cut else "",
+            code="damaged-file" if cut else "invalid-csv",
+        )
     return parsed
 
 
 def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int, list[str]]]:
-    """(start line, fields) of each record; blank lines are skipped."""
+    """Yields (start line, fields) of each record; skips blank lines."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     start = 1
     with _no_field_limit():
@@ -227,7 +251,9 @@ def _csv_records(name: str, text: str, problems: Problems) -> Iterator[tuple[int
         except csv.Error as error:
             cut = "unexpected end of data" in str(error)
             why = f"a quoted field never ends; {_TRUNCATED}" if cut else f"invalid csv: {error}"
-            problems.add(LineOrigin(name, start), why, _COPY_AGAIN if cut else "")
+            problems.add(
+                LineOrigin(name, start), why, _COPY_AGAIN if cut else "", code="damaged-file" if cut else "invalid-csv"
+            )
 
 
 @contextmanager
@@ -240,7 +266,7 @@ def _no_field_limit() -> Iterator[None]:
 
 
 def _load(text: str) -> Any:
-    """json.loads that refuses duplicate keys and unpaired surrogates."""
+    """Parses JSON as json.loads does, but refuses duplicate keys and unpaired surrogates."""
     # `json.loads` would create a decoder for each text. It has its own error for a byte order mark.
     value = json.loads(text) if text.startswith("\ufeff") else _DECODER.decode(text)
     if "\\u" in text and ("\\ud" in text or "\\uD" in text):
@@ -255,7 +281,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
     return row
 
 
@@ -283,13 +309,13 @@ def _report_bytes(where: Origin, error: UnicodeDecodeError, problems: Problems, 
     bad = error.object[error.start]
     why = f"is not UTF-8: byte 0x{bad:02x} at byte {error.start + 1} of the line"
     if at_end and error.reason == "unexpected end of data":
-        problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN)
+        problems.add(where, f"{why}; {_TRUNCATED}", _COPY_AGAIN, code="damaged-file")
     else:
-        problems.add(where, why, "save the file as UTF-8")
+        problems.add(where, why, "save the file as UTF-8", code="not-utf8")
 
 
 def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """The record batches of the file; empty if there is a problem."""
+    """Returns the record batches of the file; empty if there is a problem."""
     if not _is_complete(name, path, problems):
         return []
     try:
@@ -299,14 +325,14 @@ def read_parquet(name: str, path: Path, problems: Problems) -> list[pa.RecordBat
                 return []
             batches = [batch for batch in file.iter_batches(_BATCH_ROWS) if batch.num_rows]
     except (pa.ArrowException, OSError) as error:
-        problems.add(name, f"damaged parquet: {error}", _COPY_AGAIN)
+        problems.add(name, f"damaged parquet: {error}", _COPY_AGAIN, code="damaged-file")
         return []
     _check_values(name, batches, problems)
     return batches
 
 
 def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch]:
-    """The record batches of an Arrow file or stream (package datasets); empty if there is a problem."""
+    """Returns the record batches of an Arrow file or stream (package datasets); empty if there is a problem."""
     try:
         source = pa.memory_map(str(path))
         is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
@@ -319,10 +345,12 @@ def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch
             schema, batches = stream.schema, list(stream)
             source.seek(max(0, source.size() - len(_ARROW_END)))
             if source.read() != _ARROW_END:  # truncated between two batches, which reads as a shorter stream
-                problems.add(name, "is truncated: the end of the arrow stream is missing", _COPY_AGAIN)
+                problems.add(
+                    name, "is truncated: the end of the arrow stream is missing", _COPY_AGAIN, code="damaged-file"
+                )
                 return []
     except (pa.ArrowException, OSError) as error:
-        problems.add(name, f"damaged arrow: {error}", _COPY_AGAIN)
+        problems.add(name, f"damaged arrow: {error}", _COPY_AGAIN, code="damaged-file")
         return []
     if _repeats(name, schema.names, problems):
         return []
@@ -334,7 +362,12 @@ def read_arrow(name: str, path: Path, problems: Problems) -> list[pa.RecordBatch
 def _repeats(name: str, columns: Sequence[str], problems: Problems) -> bool:
     twice = sorted({column for column in columns if columns.count(column) > 1})
     if twice:
-        problems.add(name, f"has the column {', '.join(map(repr, twice))} twice", "give every column a unique name")
+        problems.add(
+            name,
+            f"has the column {', '.join(map(repr, twice))} twice",
+            "give every column a unique name",
+            code="duplicate-name",
+        )
     return bool(twice)
 
 
@@ -345,9 +378,9 @@ def _is_complete(name: str, path: Path, problems: Problems) -> bool:
         file.seek(-min(len(_MAGIC), path.stat().st_size), 2)
         tail = file.read()
     if head != _MAGIC:
-        problems.add(name, "is not a parquet file: it does not begin with PAR1")
+        problems.add(name, "is not a parquet file: it does not begin with PAR1", code="unsupported-format")
     elif tail != _MAGIC or path.stat().st_size < 3 * len(_MAGIC):
-        problems.add(name, "is truncated: the footer of the parquet file is missing", _COPY_AGAIN)
+        problems.add(name, "is truncated: the footer of the parquet file is missing", _COPY_AGAIN, code="damaged-file")
     else:
         return True
     return False
@@ -361,7 +394,7 @@ def _check_values(name: str, batches: list[pa.RecordBatch], problems: Problems) 
             for number in range(batch.num_rows):
                 fault = _fault(batch.slice(number, 1))
                 if fault:
-                    problems.add(Origin(name, start + number), f"invalid value: {fault}")
+                    problems.add(Origin(name, start + number), f"invalid value: {fault}", code="invalid-row")
         start += batch.num_rows
 
 

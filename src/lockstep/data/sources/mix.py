@@ -62,7 +62,7 @@ class Mixture:
         self.counts: list[int] | None = None if weights is None else _shares(self.epoch_length, weights)
 
     def order(self, epoch: int) -> RowOrder:
-        """The (source, row) pairs of one epoch, counted from 0."""
+        """Returns the (source, row) pairs of one epoch, counted from 0."""
         if epoch < 0:
             raise ValueError(f"epoch {epoch}")
         if self.counts is None:
@@ -91,7 +91,7 @@ class Mixture:
         return RowOrder(sources, rows)
 
     def _walk(self, source: int, start: int, count: int) -> npt.NDArray[np.int64]:
-        """The `count` rows from position `start` of the source's endless chain of permutations."""
+        """Returns the `count` rows from position `start` of the source's endless chain of permutations."""
         size = self.sizes[source]
         first, last = start // size, (start + count - 1) // size
         passes = [
@@ -103,7 +103,7 @@ class Mixture:
 
 
 def permutation(length: int, *key: int) -> npt.NDArray[np.int64]:
-    """The permutation of range(length) for a key of integers."""
+    """Returns the permutation of range(length) for a key of integers."""
     return np.argsort(_numbers(length, _fold(key)), kind="stable")
 
 
@@ -122,7 +122,7 @@ def _fold(numbers: Sequence[int]) -> int:
 
 
 def _numbers(length: int, key: int) -> npt.NDArray[np.uint64]:
-    """splitmix64 seeded with `key`: its first `length` numbers. uint64 arithmetic wraps, as intended."""
+    """Returns the first `length` numbers of splitmix64 seeded with `key`. uint64 arithmetic wraps, as intended."""
     value = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -130,7 +130,7 @@ def _numbers(length: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def _shares(total: int, weights: list[float]) -> list[int]:
-    """Largest remainder, in exact fractions, so that float rounding does not decide."""
+    """Divides `total` by largest remainder, in exact fractions, so that float rounding has no effect."""
     exact = [Fraction(weight) for weight in weights]
     quotas = [total * weight / sum(exact) for weight in exact]
     counts = [math.floor(quota) for quota in quotas]
@@ -142,6 +142,7 @@ def _shares(total: int, weights: list[float]) -> list[int]:
             f"mixing weight of source {source}",
             f"{weights[source]} of {sum(weights)} gives it no row in an epoch of {total}",
             f"raise it to {float((sum(exact) - exact[source]) / (total - 1)):.4g} or more, or leave the source out",
+            code="too-few-rows",
         )
         for source, count in enumerate(counts)
         if count == 0
@@ -152,11 +153,19 @@ def _shares(total: int, weights: list[float]) -> list[int]:
 
 def _check(sizes: list[int], weights: list[float] | None) -> None:
     if not sizes:
-        raise Refusal.at("sources", "there is none")
-    problems = [Problem(f"source {source}", "has no rows") for source, size in enumerate(sizes) if size < 1]
+        raise Refusal.at("sources", "there is none", code="no-rows")
+    problems = [
+        Problem(f"source {source}", "has no rows", code="no-rows") for source, size in enumerate(sizes) if size < 1
+    ]
     if weights is not None and len(weights) != len(sizes):
-        problems.append(Problem("mixing weights", f"{len(weights)} for {len(sizes)} sources", "give each source one"))
+        problems.append(
+            Problem(
+                "mixing weights", f"{len(weights)} for {len(sizes)} sources", "give each source one", code="wrong-count"
+            )
+        )
     for source, weight in enumerate(weights or []):
         if not (weight > 0 and math.isfinite(weight)):
-            problems.append(Problem(f"mixing weight of source {source}", f"{weight} is not a positive number"))
+            problems.append(
+                Problem(f"mixing weight of source {source}", f"{weight} is not a positive number", code="out-of-range")
+            )
     refuse_all(problems)

@@ -52,7 +52,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 def read_rows(
     path: str, *, base: Path | None = None, reader: UserReader | None = None, cache: Path | None = None
 ) -> RowSet:
-    """The rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
+    """Returns the rows of `path`: a file, a folder, a glob pattern, or hub:owner/name[:config[:split]].
 
     Relative paths start at `base` (default: the working directory). Files are sorted by name. `reader` is a user
     function that reads `path` instead. `cache` is the folder of the file cache (`data/sources/find_files.py`).
@@ -71,13 +71,18 @@ def read_rows(
 
 
 def _read_file(file: DataFile, problems: Problems, cache: FileCache | None) -> RowFile | None:
-    """The file's rows, or None with at least one problem added."""
+    """Reads the rows of a file; returns None after adding at least one problem."""
     try:
         size, sha256, is_pointer = _examine(file.path)
         if is_pointer:
-            problems.add(file.name, "is a git-LFS pointer, not the data", "run git lfs pull where it was cloned")
+            problems.add(
+                file.name,
+                "is a git-LFS pointer, not the data",
+                "run git lfs pull where it was cloned",
+                code="damaged-file",
+            )
         elif size == 0:
-            problems.add(file.name, "is empty")
+            problems.add(file.name, "is empty", code="no-rows")
         else:
             form = file.format + (".gz" if file.name.lower().endswith(".gz") else "")
             cached = cache and cache.find(file.name, form, size, sha256, lambda: _open_cached(file, size, sha256))
@@ -88,7 +93,7 @@ def _read_file(file: DataFile, problems: Problems, cache: FileCache | None) -> R
                 cache.remember(form, read)
             return read
     except OSError as error:
-        problems.add(file.name, f"cannot be read: {error.strerror or error}")
+        problems.add(file.name, f"cannot be read: {error.strerror or error}", code="unreadable")
     return None
 
 
@@ -97,11 +102,11 @@ def _parsed(file: DataFile, size: int, sha256: str, problems: Problems) -> RowFi
 
 
 def _open_cached(file: DataFile, size: int, sha256: str) -> RowFile:
-    """Parse a file whose metadata was cached."""
+    """Parses a file whose metadata was cached; raises if the file has changed."""
     problems = Problems(file.name)
     now = _examine(file.path)[:2]
     if now != (size, sha256):
-        problems.add(file.name, "was changed while it was read", "start again")
+        problems.add(file.name, "was changed while it was read", "start again", code="changed-data")
     read = _parsed(file, size, sha256, problems)
     problems.refuse()
     assert read is not None
@@ -115,7 +120,7 @@ def _read_arrow(file: DataFile, size: int, sha256: str, problems: Problems) -> R
         return None
     rows = sum(batch.num_rows for batch in batches)
     if not rows or not batches[0].schema.names:
-        problems.add(file.name, "has no rows")
+        problems.add(file.name, "has no rows", code="no-rows")
         return None
     shape = {column.name: kind_of_arrow(column.type) for column in batches[0].schema}
     return ArrowFile(FileInfo(file.name, rows, size, sha256), shape, batches)
@@ -129,7 +134,7 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
     parsed = parse(file.format, file.name, data, problems)
     if not parsed.rows:
         if problems.count == before:
-            problems.add(file.name, "has no rows")
+            problems.add(file.name, "has no rows", code="no-rows")
         return None
     groups = (parsed.groups or ShapeGroups(parsed.rows)).all()
     info = FileInfo(file.name, len(parsed.rows), size, sha256)
@@ -140,9 +145,9 @@ def _read_text(file: DataFile, size: int, sha256: str, problems: Problems) -> Ro
 
     for number, why in disagreements(groups, place):
         remedy = "rows need these columns with values of one kind; null is allowed anywhere"
-        problems.add(found.origin(number), why, remedy)
+        problems.add(found.origin(number), why, remedy, code="mixed-rows")
     if problems.count == before and not groups[0].shape:
-        problems.add(file.name, "has rows without any column")
+        problems.add(file.name, "has rows without any column", code="no-rows")
     return found if problems.count == before else None
 
 
@@ -152,11 +157,11 @@ def _check_agreement(parts: list[RowFile], problems: Problems) -> None:
     groups = [ShapeGroup(part.shape, [number]) for number, part in enumerate(parts)]
     for number, why in disagreements(groups, lambda number: parts[number].info.name):
         remedy = "files of one source need the same columns; list different data as separate sources"
-        problems.add(parts[number].info.name, why, remedy)
+        problems.add(parts[number].info.name, why, remedy, code="mixed-rows")
 
 
 def _examine(path: Path) -> tuple[int, str, bool]:
-    """(size, sha256, whether it is a git-LFS pointer) of the file on disk."""
+    """Returns (size, sha256, whether it is a git-LFS pointer) of the file on disk."""
     with path.open("rb") as file:
         head = file.read(len(_LFS_POINTER))
     return path.stat().st_size, checksum(path), head == _LFS_POINTER
@@ -169,9 +174,11 @@ def _unpacked(file: DataFile, problems: Problems) -> bytes | None:
     try:
         return gzip.decompress(data)
     except EOFError:
-        problems.add(file.name, "is truncated: the gzip stream ends early", "copy or download it again")
+        problems.add(
+            file.name, "is truncated: the gzip stream ends early", "copy or download it again", code="damaged-file"
+        )
     except (gzip.BadGzipFile, zlib.error) as error:
-        problems.add(file.name, f"is not a valid gzip file: {error}", "copy or download it again")
+        problems.add(file.name, f"is not a valid gzip file: {error}", "copy or download it again", code="damaged-file")
     return None
 
 
@@ -187,12 +194,12 @@ class HubName:
 def parse_hub_name(given: str) -> HubName:
     name, config, split = [*given.removeprefix(HUB).split(":", 2), "", ""][:3]
     if not name:
-        raise Refusal.at(given, "names no data set", _FORM)
+        raise Refusal.at(given, "names no data set", _FORM, code="invalid-name")
     return HubName(name, config or None, split or None)
 
 
 def read_hub(given: str) -> RowSet:
-    """The rows of one split of a hub data set, in Arrow memory."""
+    """Loads the rows of one split of a hub data set into Arrow memory."""
     wanted = parse_hub_name(given)
     try:
         import datasets
@@ -205,15 +212,15 @@ def read_hub(given: str) -> RowSet:
     except Exception as error:  # the package raises network, hub and parser errors of many libraries
         if unreached is not None:
             raise unreached from error
-        raise Refusal.at(given, f"cannot be loaded: {error}", _FORM) from error
+        raise Refusal.at(given, f"cannot be loaded: {error}", _FORM, code="hub-failed") from error
     if isinstance(loaded, dict):
         if len(loaded) != 1:
             # Taking the first could train on the test split.
-            raise Refusal.at(given, f"has several splits: {', '.join(loaded)}", _FORM)
+            raise Refusal.at(given, f"has several splits: {', '.join(loaded)}", _FORM, code="several-candidates")
         loaded = next(iter(loaded.values()))
     table: pa.Table = loaded.with_format("arrow")[:]
     if not len(table):
-        raise Refusal.at(given, "has no rows")
+        raise Refusal.at(given, "has no rows", code="no-rows")
     shape = {column.name: kind_of_arrow(column.type) for column in table.schema}
     batches = table.to_batches()
     return RowSet([ArrowFile(_info(given, batches), shape, batches)])
@@ -223,20 +230,20 @@ def _refused_by_hub(name: str, given: str) -> Refusal | None:
     """Check the hub within seconds; the package itself retries for a minute. Returns the refusal, or None."""
     from lockstep.model.resolve import ask_hub
 
-    remedy = "copy the files of the data set here and name them, or start where there is a network"
+    remedy = "copy the files of the data set here and give their path, or start where there is a network"
     try:
         status = ask_hub(name, given, "cannot be loaded", remedy, "datasets")
     except Refusal as refusal:
         return refusal
     if status in (401, 403, 404):
         why = f"the hub has no data set {name} that may be read ({status})"
-        return Refusal.at(given, why, "check the name; for a private or gated one set HF_TOKEN")
+        return Refusal.at(given, why, "check the name; for a private or gated one set HF_TOKEN", code="hub-access")
     return None
 
 
 @contextmanager
 def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
-    """With `only`, use the local cache and no network."""
+    """With `only`, the package uses its local cache and no network inside the block."""
     from huggingface_hub import constants
 
     switches = [(datasets.config, "HF_HUB_OFFLINE"), (constants, "HF_HUB_OFFLINE")]
@@ -251,7 +258,7 @@ def _from_its_cache(datasets: Any, *, only: bool) -> Iterator[None]:
 
 
 def _info(given: str, batches: list[pa.RecordBatch]) -> FileInfo:
-    """Hash the rows as JSON lines, so that the hash does not depend on how the package stored them."""
+    """The identity of the rows, hashed as JSON lines: independent of how the package stores them."""
     digest, size, rows = hashlib.sha256(), 0, 0
     for batch in batches:
         for start in range(0, batch.num_rows, 1024):

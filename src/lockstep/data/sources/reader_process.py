@@ -32,7 +32,7 @@ def lines(file: str, name: str, memory_bytes: int, path: str) -> Iterator[tuple[
     try:
         function = load_by_position(Path(file), name, CALL)
     except Unloadable as error:
-        yield UNLOADABLE, json.dumps([error.why, error.remedy]).encode()
+        yield UNLOADABLE, json.dumps([error.why, error.remedy, error.code]).encode()
         return
     limit_memory(memory_bytes)
     try:
@@ -58,7 +58,7 @@ def is_rows(found: Any) -> bool:
 
 
 def encoded(row: Any) -> tuple[bytes, bytes]:
-    """A row as JSON, or the reason why it cannot be encoded."""
+    """Returns a row as JSON, or the reason why it cannot be encoded."""
     if not isinstance(row, Mapping) or not row:
         what = "an empty row" if isinstance(row, Mapping) else f"a {type(row).__name__}"
         return BAD_ROW, f"is {what}".encode()

@@ -1,4 +1,4 @@
-"""The rows of one source with random access. Each row knows its origin and its columns.
+"""The rows of one source with random access. Each row has an origin and columns.
 
 Rows must agree in the columns that determine their format (`FORMAT_COLUMNS`): every row has them, with values of one
 kind. Other columns (an id, a comment) may be missing in some rows, which is reported, and may hold several kinds: an
@@ -60,13 +60,13 @@ class Problems:
         self.first: list[Problem] = []
         self.count = 0
 
-    def add(self, where: object, why: str, remedy: str = "") -> None:
+    def add(self, where: object, why: str, remedy: str = "", *, code: str) -> None:
         self.count += 1
         if len(self.first) < SHOWN:
-            self.first.append(Problem(str(where), why, remedy))
+            self.first.append(Problem(str(where), why, remedy, code=code))
 
     def extend(self, other: Problems) -> None:
-        """Append the problems of a later part."""
+        """Appends the problems of a later part of the file."""
         self.first += other.first[: SHOWN - len(self.first)]
         self.count += other.count
 
@@ -75,7 +75,9 @@ class Problems:
         if not self.count:
             return
         more = self.count - len(self.first)
-        raise Refusal(self.first + ([Problem(self.subject, f"and {more} more like these")] if more else []))
+        raise Refusal(
+            self.first + ([Problem(self.subject, f"and {more} more like these", code="more-problems")] if more else [])
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class LineOrigin(Origin):
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Identity of a data file; a resume compares it."""
+    """The identity of a data file, which is compared on resume."""
 
     name: str
     rows: int
@@ -114,7 +116,7 @@ class RowFile(Protocol):
     def row(self, number: int) -> Row: ...
     @property
     def lines(self) -> Sequence[int] | None:
-        """The line of each row; None if rows are not lines."""
+        """Line number of each row; None if rows are not lines."""
         ...
 
     def origin(self, number: int) -> Origin: ...
@@ -122,7 +124,7 @@ class RowFile(Protocol):
 
 
 class JsonRows(Sequence[Row]):
-    """Valid JSON lines, as bytes of their file. A row is parsed on access."""
+    """Rows of a valid JSON lines file, kept as bytes and parsed on access."""
 
     def __init__(self, data: bytes, starts: Sequence[int], ends: Sequence[int]) -> None:
         self._data, self._starts, self._ends = data, starts, ends
@@ -222,7 +224,7 @@ class RowSet:
         return part.row(number)
 
     def __iter__(self) -> Iterator[Row]:
-        """All rows in order; several times faster than single accesses."""
+        """Yields all rows in order; several times faster than access by index."""
         for part in self._parts:
             yield from part
 
@@ -231,7 +233,7 @@ class RowSet:
         return part.origin(number)
 
     def origins(self) -> Callable[[int], Origin]:
-        """The function `origin`, without a reference to the rows."""
+        """Returns a function like `origin` that does not keep the rows in memory."""
         parts, ends = [(part.info.name, part.lines) for part in self._parts], self._ends
 
         def origin(index: int) -> Origin:
@@ -241,12 +243,12 @@ class RowSet:
         return origin
 
     def described(self) -> dict[str, object]:
-        """The identity that a resume compares: content, not names."""
+        """Returns the identity that a resume compares: content, not names."""
         return {"fingerprint": self.fingerprint, "files": [asdict(file) for file in self.files]}
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the contents in order. File names do not count."""
+        """Hash of the contents in order, independent of file names."""
         return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
 
     def _find(self, index: int) -> tuple[RowFile, int]:
@@ -259,17 +261,17 @@ class RowSet:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON or csv value."""
+    """Returns the kind of a JSON or csv value."""
     return _KINDS[type(value)]
 
 
 def a(kind: str) -> str:
-    """The kind with its article."""
+    """Returns the kind with its indefinite article, for messages."""
     return kind if kind == NULL else f"an {kind}" if kind == "object" else f"a {kind}"
 
 
 def kind_of_arrow(kind: pa.DataType) -> str:
-    """The JSON kind of an Arrow type, or its Arrow name if JSON has none."""
+    """Returns the JSON kind of an Arrow type, or its Arrow name if JSON has none."""
     types = pa.types
     if types.is_dictionary(kind):
         return kind_of_arrow(kind.value_type)
@@ -325,7 +327,7 @@ class ShapeGroups:
 
 
 def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
-    """The combined shape: a column is null only if it is null in all groups."""
+    """Returns the combined shape: a column is null only if it is null in all groups."""
     shape: dict[str, str] = {}
     for group in groups:
         for column, kind in group.shape.items():
@@ -335,7 +337,7 @@ def merged(groups: Sequence[ShapeGroup]) -> dict[str, str]:
 
 
 def partly_there(groups: Sequence[ShapeGroup]) -> dict[str, int]:
-    """Columns that only some members have, with the number of members; without the optional columns."""
+    """Returns the columns that only some members have, with the number of members; without the optional columns."""
     total = sum(len(group.members) for group in groups)
     having: Counter[str] = Counter()
     for group in groups:
@@ -344,7 +346,7 @@ def partly_there(groups: Sequence[ShapeGroup]) -> dict[str, int]:
 
 
 def disagreements(groups: Sequence[ShapeGroup], name: Callable[[int], str]) -> list[tuple[int, str]]:
-    """(member, problem) for each member that differs from the majority in `FORMAT_COLUMNS`, in order.
+    """Returns (member, problem) for each member that differs from the majority in `FORMAT_COLUMNS`, in order.
 
     The majority decides, not the first member, which may be the odd one. `name` names a member in messages.
     """

@@ -50,15 +50,15 @@ class UserReader:
     def of(cls, data: Data) -> UserReader | None:
         return None if data.reader is None else cls(data.reader, data.reader_timeout, data.reader_memory_gb)
 
-    def refuse(self, why: str, remedy: str) -> Refusal:
-        return Refusal.at(f"{KEY} {self.function_path}", why, remedy)
+    def refuse(self, why: str, remedy: str, *, code: str) -> Refusal:
+        return Refusal.at(f"{KEY} {self.function_path}", why, remedy, code=code)
 
 
 def read_user_rows(path: str, reader: UserReader) -> RowSet:
-    """Read all rows. The hash of their content replaces that of a file.
+    """Reads all rows. The hash of their content replaces that of a file.
 
-    A process that was killed or stopped from outside is restarted once. The second time raises `LostProcess`: the
-    function is not at fault (the host may lack memory), so restarting the run may help.
+    A process that was killed or stopped from outside is restarted once. If that happens again, raises `LostProcess`:
+    the function is not at fault (the host may lack memory), so restarting the run may help.
     """
     if is_registered(reader.function_path):
         return _row_set(path, reader, _here(path, reader))
@@ -77,7 +77,7 @@ def _row_set(path: str, reader: UserReader, messages: Iterable[tuple[bytes, byte
     for number, (kind, text) in enumerate(messages):
         if kind == BAD_ROW:
             where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
-            problems.add(where, text.decode(errors="replace"), REMEDY)
+            problems.add(where, text.decode(errors="replace"), REMEDY, code="invalid-row")
             continue
         line = text + b"\n"
         digest.update(line)
@@ -85,30 +85,32 @@ def _row_set(path: str, reader: UserReader, messages: Iterable[tuple[bytes, byte
         rows.append(json.loads(text))
     problems.refuse()
     if not rows:
-        raise reader.refuse(f"yielded no rows for {path}", REMEDY)
+        raise reader.refuse(f"yielded no rows for {path}", REMEDY, code="no-rows")
     groups = ShapeGroups(rows).all()
     for number, why in disagreements(groups, lambda number: f"row {number}"):
         where = f"{KEY} {reader.function_path}: {Origin(path, number)}"
-        problems.add(where, why, "every row needs the same columns and kinds")
+        problems.add(where, why, "every row needs the same columns and kinds", code="mixed-rows")
     problems.refuse()
     return RowSet([TextFile(FileInfo(path, len(rows), size, digest.hexdigest()), merged(groups), rows, None)])
 
 
 def _here(path: str, reader: UserReader) -> list[tuple[bytes, bytes]]:
-    """Encoded rows, good and bad, of a callable in this process."""
+    """Returns the encoded rows, valid and invalid, of a callable in this process."""
     function = load_user_function(reader.function_path, KEY, CALL, reader.seconds, TIME)
 
     def read(path: str) -> list[tuple[bytes, bytes]]:
         found = function.function(path)
         if not is_rows(found):
-            raise reader.refuse(f"returned a {type(found).__name__} for {path}, not rows", REMEDY)
+            raise reader.refuse(
+                f"returned a {type(found).__name__} for {path}, not rows", REMEDY, code="invalid-return"
+            )
         return [encoded(row) for row in found]
 
     return function.with_function(read)(path)
 
 
 def _in_process(path: str, reader: UserReader) -> Iterator[tuple[bytes, bytes]]:
-    """Encoded rows, good and bad, from the reader's process. Its failure is raised when it occurs."""
+    """Yields the encoded rows, valid and invalid, from the reader's process. Its failure is raised when it occurs."""
     file, name = locate(reader.function_path, KEY)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.log"
@@ -140,19 +142,22 @@ def _failure(
 ) -> Refusal:
     if how == UNLOADABLE:
         assert isinstance(payload, list)
-        return reader.refuse(*payload)
+        why, remedy, code = payload
+        return reader.refuse(why, remedy, code=code)
     if how == NO_ROWS:
-        return reader.refuse(f"returned a {payload} for {path}, not rows", REMEDY)
+        return reader.refuse(f"returned a {payload} for {path}, not rows", REMEDY, code="invalid-return")
     if how == OUT_OF_MEMORY:
         remedy = f"yield the rows one by one, or raise {MEMORY}"
-        return reader.refuse(f"raised {payload}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy)
+        return reader.refuse(
+            f"raised {payload}: over {reader.memory_gb:g} GiB ({MEMORY}), for {path}", remedy, code="function-raised"
+        )
     if how == RAISED:
-        return reader.refuse(f"raised {payload}, for {path}", "fix the function")
+        return reader.refuse(f"raised {payload}, for {path}", "fix the function", code="function-raised")
     if late:
         why = f"did not yield all rows of {path} in {reader.seconds:g} s ({TIME})"
-        return reader.refuse(why, f"make it faster, or raise {TIME}")
+        return reader.refuse(why, f"make it faster, or raise {TIME}", code="function-too-slow")
     remedy = "fix the function, or check what ended the process, for example a lack of memory"
-    return reader.refuse(f"{status}, before it yielded all rows of {path}", remedy)
+    return reader.refuse(f"{status}, before it yielded all rows of {path}", remedy, code="process-lost")
 
 
 def _last_line(log: Path) -> str:

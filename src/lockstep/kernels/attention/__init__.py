@@ -1,1 +1,1 @@
-"""Attention: the transformers hook, layouts, masks, and one kernel per device and its plain-torch reference."""
+"""Attention: the transformers interface, layouts, masks, and one kernel per device with a plain-torch reference."""

@@ -28,7 +28,7 @@ def _merge(  # type: ignore[no-untyped-def]
     HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row, over all of its heads."""
+    """Merges all heads of one row; each program has one row."""
     pid = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + pid)
     heads, columns = tl.arange(0, HEAD_BLOCK), tl.arange(0, BLOCK)

@@ -1,16 +1,16 @@
-"""Attention in plain torch for what torch's own lacks: soft-capped scores and attention sinks."""
+"""Attention in plain torch with soft-capped scores and attention sinks, which torch's attention lacks."""
 
 from __future__ import annotations
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# Attention sinks are added to the output of attention without them. The keys keep the share sigmoid(lse - sink) of the
+# Attention sinks rescale the output of attention without sinks: the keys keep the share sigmoid(lse - sink) of the
 # probability. A sink's value is 0, so its gradient is -probability * (upstream . output). T tokens, H heads.
 
 
 def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse including the sinks."""
+    """Returns output and lse with the sinks included."""
     sinks_H1 = sinks_H.to(lse_HT.dtype)[:, None]
     return out_THD * (lse_HT - sinks_H1).sigmoid().t()[:, :, None], torch.logaddexp(lse_HT, sinks_H1)
 
@@ -18,7 +18,7 @@ def with_sinks(out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tenso
 def sink_gradient(
     upstream_THD: torch.Tensor, out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """Gradient of the sinks, from the output and lse that include them."""
+    """Returns the gradient of the sinks, computed from the output and lse that include them."""
     p_sink_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp()
     delta_HT = (upstream_THD.to(lse_HT.dtype) * out_THD.to(lse_HT.dtype)).sum(-1).t()
     return -(p_sink_HT * delta_HT).sum(1).to(sinks_H.dtype)
@@ -42,7 +42,7 @@ def masked_attention(
     softcap: float | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax attention in fp32 or wider, with `mask_NQK` added to the capped scores."""
+    """Computes softmax attention in fp32 or wider, with `mask_NQK` added to the capped scores."""
     heads, queries, groups = query_NHQD.shape[1], query_NHQD.shape[2], key_NGKD.shape[1]
     wide = torch.promote_types(query_NHQD.dtype, torch.float32)
     # Query heads that share a key/value head are stacked as rows of one query, so keys are not repeated in memory.
@@ -73,9 +73,9 @@ def causal_attention(
     dropout: float = 0.0,
     first: int = 0,
 ) -> torch.Tensor:
-    """Causal attention (over the last `window` keys); the first query is at position `first`.
+    """Computes causal attention (over the last `window` keys). The first query is at position `first`.
 
-    Computed in blocks of queries; the backward pass recomputes each block's scores.
+    It runs in blocks of queries, and the backward pass recomputes the scores of each block.
     """
     batch, heads, queries, _ = query_NHQD.shape
     rows = max(1, SCORE_BYTES // (4 * batch * heads * key_NGKD.shape[2]))

@@ -11,10 +11,10 @@ from lockstep.kernels.attention.explicit import sink_gradient, with_sinks
 from lockstep.kernels.attention.layout import Cascade, Layout
 from lockstep.kernels.attention.partial_attention import Gradients, PartialKernel, Sections, Tensors, merge
 
-# Cascade attention: sequences that share a prefix, without copying it. Every token attends to the unshared tokens of
-# its sequence and, where there is one, to the shared prefix. The two parts are merged by their log-sum-exp (lse). With
+# Cascade attention over sequences that share a prefix, without copying it. Every token attends to the unshared tokens
+# of its sequence and to the shared prefix, if there is one. The two parts are merged by their log-sum-exp (lse). Given
 # the merged output and lse, the backward of each part returns its exact contribution to the gradients. Shapes: T tokens
-# of the packed row, R of them behind a shared prefix, H query heads, G key/value heads, D head size.
+# of the packed row, of which R follow a shared prefix, H query heads, G key/value heads, D head size.
 
 
 def cascade_attention(
@@ -93,7 +93,7 @@ def merge_(
     more_RHD: torch.Tensor,
     more_lse_HR: torch.Tensor,
 ) -> None:
-    """Merge a second part into some rows of the first part's output and lse."""
+    """Merges the attention `more` of the rows `rows_R` over further keys into `out` and `lse`, in place."""
     merged, lse = merge(out_THD.index_select(0, rows_R), lse_HT.index_select(1, rows_R), more_RHD, more_lse_HR)
     out_THD.index_copy_(0, rows_R, merged.to(out_THD.dtype))
     lse_HT.index_copy_(1, rows_R, lse)
@@ -131,7 +131,7 @@ def flash_varlen(
 def flash_shared(
     query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, cascade: Cascade, scale: float
 ) -> torch.Tensor:
-    """For a packed row with shared prefixes."""
+    """Computes attention over a packed row with shared prefixes."""
     return cascade_attention(query_THD, key_TGD, value_TGD, cascade, scale, FLASH_PARTS)
 
 
@@ -148,10 +148,10 @@ def flash_with_sinks(
 
 
 class _FlashWithSinks(torch.autograd.Function):
-    """Attention without sinks, rescaled by the probability mass that the sinks take.
+    """Computes attention without sinks and rescales it by the probability mass that the sinks take.
 
-    The kernel's backward needs only the output and the lse. Given those that include the sinks, its gradients include
-    them too (see `sink_gradient`).
+    The kernel's backward needs only the output and the lse. If these include the sinks, so do its gradients (see
+    `sink_gradient`).
     """
 
     @staticmethod
@@ -205,7 +205,7 @@ def flash_line_backward(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of a forward pass that another kernel computed."""
+    """Computes the backward pass for a forward pass that another kernel computed."""
     state = torch.zeros(2, dtype=torch.int64, device=query_THD.device).view(torch.uint64)
     return torch.ops.aten._flash_attention_backward(
         upstream_THD,
@@ -236,7 +236,7 @@ def flash_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """Partial attention (`partial_attention.py`). The kernel aligns causal sequences at their end too."""
+    """Computes partial attention (`partial_attention.py`). The kernel also aligns causal sequences at their end."""
     out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         query_THD, key_SGD, value_SGD, *_cu_seqlens(where), False, scale=scale, **_window(window)
     )
@@ -275,13 +275,13 @@ FLASH_PARTS = PartialKernel(flash_part, flash_part_backward)
 
 
 def _cu_seqlens(where: Sections) -> tuple[Any, ...]:
-    # With a maximum query length of 1 the kernel returns the lse in another order.
+    # With a maximum query length of 1 the kernel would return the lse in a different order.
     longest = max(2, where.longest_query), where.longest_key
     return where.query_bounds, where.key_bounds, *longest, 0.0, where.causal
 
 
 def _sequences(layout: Layout) -> tuple[Any, ...]:
-    """Cumulative sequence lengths and maximum lengths of queries and keys, no dropout, causal."""
+    """Returns kernel arguments: cumulative and maximum lengths of queries and keys, no dropout, causal."""
     return layout.bounds, layout.bounds, layout.longest, layout.longest, 0.0, True
 
 

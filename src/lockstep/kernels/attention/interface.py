@@ -1,4 +1,4 @@
-"""Attention as transformers calls it: packed sequences in training, the paged KV cache in generation."""
+"""The attention function that transformers calls, for packed sequences (training) and the paged KV cache (rollout)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.kernels.attention.varlen import varlen_attention
 
 
 class DividedLayout(ABC):
-    """Base class of context-parallel layouts (see `parallel/`): this rank's tokens of a packed row."""
+    """Base class of context-parallel layouts (see `parallel/`), in which this rank has some tokens of a packed row."""
 
     @abstractmethod
     def attend(
@@ -29,13 +29,13 @@ class DividedLayout(ABC):
         softcap: float | None,
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Same as `varlen_attention` over the complete packed row; takes and returns this rank's tokens."""
+        """Computes `varlen_attention` over the complete packed row, but takes and returns only this rank's tokens."""
 
 
 # The name under which transformers finds our attention (`attn_implementation`).
 ATTENTION = "lockstep"
-# Keywords that models pass to attention and that do not change the mask: positions are already in queries and keys, and
-# the window comes from the mask (`masks.py`).
+# Keywords that models pass to attention and that can be ignored: positions are already in queries and keys, and the
+# window is read from the mask (`masks.py`).
 SAYS_NOTHING = frozenset(
     {
         "position_ids",
@@ -65,16 +65,16 @@ def transformers_attention(
     layout: Layout | DividedLayout | PrefillPass | DecodePass | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with the signature that transformers calls: (N, heads, T, D) in, (N, T, heads, D) out.
+    """Computes attention with the signature that transformers requires: (N, heads, T, D) to (N, T, heads, D).
 
-    `layout` is passed through the model's forward as a keyword. It locates the tokens: in a packed row, on several
-    ranks, or in the engine's KV cache. Unsupported attention raises an error.
+    `layout` is passed through the model's forward as a keyword. It says where the tokens are: in a packed row, on
+    several ranks, or in the engine's KV cache. Unsupported attention raises an error.
     """
     _refuse_more(module, attention_mask, is_causal, extra)
     if layout is None:
-        raise RuntimeError("the packed attention was called without a layout; generation uses another implementation")
+        raise RuntimeError("lockstep's attention was called without a layout; transformers' `generate` cannot use it")
     rows, heads, width, size = query.shape
-    # N rows of one width form one packed row; right-padded batches take this path too.
+    # N rows of equal width form one packed row; right-padded batches also use this path.
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     window: int | None = getattr(module, WINDOW)
@@ -94,21 +94,21 @@ def transformers_attention(
 def _refuse_more(
     module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool | None, extra: dict[str, Any]
 ) -> None:
-    """Reject unknown arguments: they may change what this model's attention computes."""
+    """Raises `BeyondCausal` for unknown arguments, which may change what this model's attention computes."""
     name = type(module).__name__
     if mask is not None:
-        raise BeyondCausal(f"{name} makes a mask of its own")
+        raise BeyondCausal(f"{name} builds its own mask")
     if (module.is_causal if is_causal is None and hasattr(module, "is_causal") else is_causal) is False:
         raise BeyondCausal(f"{name} attends in both directions")
     unknown = sorted(key for key, value in extra.items() if value is not None and key not in SAYS_NOTHING)
     if unknown:
-        raise BeyondCausal(f"{name} hands {', '.join(unknown)} to its attention")
+        raise BeyondCausal(f"{name} passes unsupported arguments to its attention: {', '.join(unknown)}")
     if not hasattr(module, WINDOW):
-        raise BeyondCausal(f"{name} was not called when the model's masks were read")
+        raise BeyondCausal(f"{name} was not called in the probe pass that reads the model's masks")
 
 
 def register_attention() -> None:
-    """Register `attn_implementation="lockstep"` with transformers. No mask function is registered, so none is built."""
+    """Registers `attn_implementation="lockstep"` with transformers, without a mask function, so no masks are built."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, transformers_attention)

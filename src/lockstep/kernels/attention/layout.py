@@ -1,4 +1,4 @@
-"""How the sequences of a micro-batch lie in memory, computed once and used by every layer's attention."""
+"""The memory layout of the sequences of a micro-batch, computed once and used by the attention of every layer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from lockstep.device.base import sent
 from lockstep.kernels.attention.partial_attention import Sections, sections
 
-# The shortest sequence of a bucket as a fraction of its longest. It keeps both padding and the number of buckets small.
+# Minimum length of a sequence as a fraction of the longest in its bucket; it keeps padding and bucket count small.
 BUCKET_SHARE = 0.75
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to `width` in the regrouped buffer from `start` on."""
+    """Sequences of similar length, padded to `width`, that start at `start` in the regrouped buffer."""
 
     start: int
     count: int
@@ -28,12 +28,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sequences packed into one row, and where each token goes when they are regrouped by length.
+    """Sequences packed into one row, and the slot of each token when sequences are regrouped by length.
 
-    `slots_of_tokens` maps a token of the packed row to its slot in the regrouped buffer, `tokens_of_slots` the other
-    way. Padding slots point at token 0, and their output is never read. Both are None when the packed row is already a
-    grid (all sequences of one length); regrouping is then a view. They are built on first use, because varlen kernels
-    do not need them.
+    `slots_of_tokens` maps a token of the packed row to its slot in the regrouped buffer, and `tokens_of_slots` is the
+    inverse. Padding slots point at token 0, and their output is never read. Both maps are None if all sequences have
+    the same length; regrouping is then a view. They are built on first use, because varlen kernels do not need them.
 
     A prefix that sequences share is stored once in the packed row: see `Sharing`.
     """
@@ -42,9 +41,9 @@ class Layout:
     longest: int
     bounds: torch.Tensor
     ends: tuple[int, ...]
-    """End of each sequence, as host integers. Some kernels need them, and reading them from the device would sync."""
+    """End of each sequence, as host integers, for kernels that need them; reading them from the device would sync."""
     packed_index_E: torch.Tensor | None = None
-    """On the host: packed index of each token of the expanded sequences, where prefixes are shared."""
+    """Packed index of each token of the expanded sequences, on the host; None without shared prefixes."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -72,7 +71,7 @@ class Layout:
 
     @cached_property
     def cascade(self) -> Cascade | None:
-        """The two parts of cascade attention; None without shared prefixes, or where a token is shared twice."""
+        """The two parts of cascade attention; None without shared prefixes, or if a token is shared twice."""
         return (
             None
             if self.packed_index_E is None
@@ -111,16 +110,16 @@ class Sharing:
     packed_index_E: torch.Tensor
     """Packed index of each token of the expanded sequences."""
     first_T: torch.Tensor
-    """For each packed index, the first expanded token that it stands for."""
+    """The first expanded token that belongs to each packed index."""
 
 
 @dataclass(frozen=True)
 class Cascade:
-    """A packed row with shared prefixes as two attentions, without copying a prefix.
+    """Describes attention over a packed row with shared prefixes as two parts, without copying a prefix.
 
-    `own`: each sequence causally over its unshared tokens (the first sequence also over the prefix).
-    `shared`: the R tokens that follow another sequence's prefix, at `rows_R`, over the keys of that prefix, which are
-    at `keys_S`, one prefix after another. No key occurs twice.
+    `own`: each sequence attends causally to its unshared tokens (the first sequence also to the prefix).
+    `shared`: the R tokens at `rows_R`, which follow another sequence's prefix, attend to the keys of that prefix. These
+    keys are at `keys_S`, one prefix after another. No key occurs twice.
     """
 
     own: Sections
@@ -139,7 +138,7 @@ def _cascade(packed_index_E: np.ndarray, ends: Sequence[int], device: torch.devi
     last: tuple[int, int] | None = None
     for start, end in pairwise((0, *ends)):
         places = packed_index_E[start:end]
-        # Indices below the write position belong to a shared prefix.
+        # An index below the write position belongs to a shared prefix.
         share = int(np.searchsorted(places, written))
         length = end - start - share
         if share:
@@ -168,9 +167,9 @@ def _cascade(packed_index_E: np.ndarray, ends: Sequence[int], device: torch.devi
 def make_layout(
     lengths: Sequence[int], device: torch.device, kernel: str, packed_index_E: torch.Tensor | None = None
 ) -> Layout:
-    """Lay sequences of `lengths` out for the attention named `kernel` (a device's `attention`).
+    """Creates the layout of sequences of `lengths` for the attention `kernel` (the `attention` of a device).
 
-    `packed_index_E`: packed index of each token of the expanded sequences, where prefixes are shared.
+    `packed_index_E` has the packed index of each token of the expanded sequences, if prefixes are shared.
     """
     ends = list(accumulate(lengths))
     bounds = sent(torch.tensor([0, *ends], dtype=torch.int32), device)
@@ -185,7 +184,8 @@ def _first_of(packed_index_E: torch.Tensor) -> torch.Tensor:
 
 
 def padded_layout(rows: int, width: int, device: torch.device, kernel: str) -> Layout:
-    """A right-padded batch as a packed row of equal lengths: causal attention never sees the padding on the right."""
+    """Creates the layout of a right-padded batch as a packed row of equal lengths. Causal attention of a token never
+    sees the padding on its right."""
     return make_layout([width] * rows, device, kernel)
 
 
@@ -202,7 +202,7 @@ def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket,
     for group in groups:
         buckets.append(Bucket(start, len(group), lengths[group[0]]))
         start += len(group) * lengths[group[0]]
-    # Zeros instead of uninitialised memory: a replay compares the inputs of operators.
+    # The buffer is zero-filled, because a replay compares the inputs of operators.
     slots_of_tokens = torch.zeros(ends[-1], dtype=torch.long)
     tokens_of_slots = torch.zeros(start, dtype=torch.long)
     for bucket, group in zip(buckets, groups, strict=True):
@@ -217,10 +217,10 @@ def _regroup(lengths: Sequence[int], ends: Sequence[int]) -> tuple[tuple[Bucket,
 
 @dataclass(frozen=True)
 class Chunk:
-    """A span of a sequence that one pass computes: tokens `start` to `stop`, and their slots."""
+    """A span of a sequence, tokens `start` to `stop`, that one forward pass computes, with its cache slots."""
 
     first: int
-    """Index of its first token in the pass's packed row."""
+    """Index of the chunk's first token in the packed row of the forward pass."""
     start: int
     stop: int
     slots: torch.Tensor
@@ -229,7 +229,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DecodePass:
-    """One new token of each of B sequences; `lengths_B` counts it."""
+    """A forward pass over one new token of each of B sequences; `lengths_B` includes that token."""
 
     cache: KVCache
     kernel: str
@@ -240,13 +240,13 @@ class DecodePass:
     _lengths: list[int] = field(default_factory=list)
 
     def lengths(self) -> list[int]:
-        """As host integers; the first layer that needs them copies them from the device."""
+        """The lengths as host integers; the first layer that needs them copies them from the device."""
         if not self._lengths:
             self._lengths.extend(self.lengths_B.tolist())
         return self._lengths
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """The mask of the reference implementation; built by the first layer with this window."""
+        """Returns the mask for the reference implementation; the first layer with this window builds it."""
         if window not in self._masks:
             width = self.table_BM.shape[1] * self.cache.block
             self._masks[window] = decode_mask(self.lengths_B, width, window, dtype)
@@ -259,24 +259,24 @@ class KVCache:
     def __init__(self, layers: int, blocks: int, block: int, heads: int, size: int, like: torch.Tensor):
         self.blocks, self.block, self.spare = blocks, block, blocks
         shape = (2, layers, (blocks + 1) * block, heads, size)
-        # Zeros instead of uninitialised memory: a masked slot is multiplied by 0, and 0 * inf is NaN.
+        # The cache is zero-filled, because a masked slot is multiplied by 0, and 0 * inf would be NaN.
         self.slots = torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.slots[0, index], self.slots[1, index]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks, given as (from, to), in every layer."""
-        # Copied without a sync: the device may be one round behind.
+        """Copies blocks, given as (from, to) pairs, in every layer."""
+        # The indices are copied without a sync, because the device may be one round behind.
         source, target = (sent(torch.tensor(side), self.slots.device) for side in zip(*pairs, strict=True))
         blocks = self.slots.unflatten(2, (self.blocks + 1, self.block))
         blocks[:, :, target] = blocks[:, :, source]
 
 
 def decode_mask(lengths_B: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask (B, 1, 1, width): 0 for a sequence's last `window` tokens, minus infinity elsewhere.
+    """Returns an additive mask (B, 1, 1, width): 0 for a sequence's last `window` tokens, minus infinity elsewhere.
 
-    Floats, because attention would convert a boolean mask in every layer.
+    It is a float mask, because attention would convert a boolean mask in every layer.
     """
     positions = torch.arange(width, device=lengths_B.device)
     seen = positions[None, :] < lengths_B[:, None]

@@ -1,7 +1,8 @@
-"""The attention window of each layer, read from the model's masks: causal, or causal within a window.
+"""Reads the attention window of each layer from the model's masks: causal, or causal within a window.
 
-In transformers a window may reach attention as a keyword, as a mask, or as both. lockstep builds no masks. At load, a
-probe pass sets the window on each attention module. A mask other than causal or sliding-window is rejected.
+In transformers a window may be passed to attention as a keyword, as a mask, or as both. lockstep builds no masks.
+Instead, a probe pass at load sets the window on each attention module. Only causal and sliding-window masks are
+accepted.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ PROBE = "lockstep_probe"
 # Attributes set on an attention module: its window (None: all earlier tokens), and the shape of its keys and values
 # (heads, key size, value size).
 WINDOW, SHAPE = "lockstep_window", "lockstep_shape"
-# Number of query heads, and the soft cap of its scores or None.
+# Further attributes: the number of query heads, and the soft cap of the scores or None.
 HEADS, SOFTCAP = "lockstep_heads", "lockstep_softcap"
-# A token far from the start, where every limited window shows.
+# A token position far from the start, at which every limited window can be detected.
 FAR = 10_000_019
 
 
 class BeyondCausal(NotImplementedError):
-    """The attention is neither causal nor causal within a window."""
+    """Raised if attention is neither causal nor causal within a window."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a mask lets a token see: itself and all earlier tokens, or the last `window` of them."""
+    """The tokens that a mask lets a token see: all tokens up to itself, or the last `window` of them."""
 
     window: int | None
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Stands for a mask tensor. It is evaluated only when a layer uses it, because models build masks that no layer
-    uses."""
+    """A placeholder for a mask tensor. It is evaluated only when a layer uses it, because models also build masks that
+    no layer uses."""
 
     function: Callable[..., torch.Tensor]
 
@@ -51,7 +52,7 @@ class MaskProbe:
 
 
 def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
-    """The window of a mask function of transformers, `(batch, head, query, key) -> seen`, all index tensors.
+    """Returns the window of a transformers mask function, `(batch, head, query, key) -> seen`, on index tensors.
 
     lockstep has one window for all `heads` of a layer, so heads that see different tokens are rejected.
     """
@@ -64,13 +65,13 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
         differs = (seen_H != seen_H[0]).flatten(1).any(1)
         if differs.any():
             head = int(differs.nonzero()[0])
-            raise BeyondCausal(f"its heads see different tokens (head {head} others than head 0)")
+            raise BeyondCausal(f"its heads see different tokens (head {head} and head 0 differ)")
         return seen_H[0]
 
     window = _window(sees)
     queries = _queries(window)
     steps = torch.arange(-3, 4)
-    # Positions far from both ends too: a mask may show the first and last tokens and hide those between.
+    # Positions far from both ends are tested too: a mask may show the first and last tokens and hide those between.
     between = queries[:, None] * torch.arange(1, 16) // 16
     edges = [steps.clone(), queries[:, None] + steps, between]
     if window is not None:
@@ -91,7 +92,7 @@ def read_mask(mask_function: Callable[..., torch.Tensor], heads: int) -> Seen:
 
 
 def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """Number of tokens that a far token sees, itself included; None for all."""
+    """Returns the number of tokens that the token at FAR sees, itself included; None if it sees all."""
     query = torch.tensor([FAR])
     if bool(sees(query, torch.tensor([0]))):
         return None
@@ -108,26 +109,26 @@ def _window(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int |
 
 
 def _refuse_chunks(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Report chunked attention, the usual form of a mask beyond a window, by name."""
+    """Raises a specific error for chunked attention, the most common unsupported mask."""
     queries = torch.arange(1, 2**17)
     alone = (~sees(queries, queries - 1)).nonzero()
     if len(alone):
         chunk = int(queries[alone[0]])
-        raise BeyondCausal(f"its attention is chunked (chunks of {chunk} tokens as tried)")
+        raise BeyondCausal(f"its attention is chunked (in the test: chunks of {chunk} tokens)")
 
 
 def _queries(window: int | None) -> torch.Tensor:
-    """Positions at which a window, chunk or block of any size shows its edge."""
+    """Returns positions at which the edge of a window, chunk or block of any size can be detected."""
     around = [0, 1, 2, 3, 5, 8, 13, 64, 127, 128, 129, 1000, 4096, 8191, 8192, 8193, 100_003, FAR - 1, FAR, FAR + 1]
     if window is not None:
         around += [times * window + step for times in (1, 2, 3) for step in (-1, 0, 1)]
-        # A block that looks like a window at FAR differs a few tokens later.
+        # Block attention that looks like a window at FAR differs from it a few tokens later.
         around += [FAR + share * window // 7 for share in range(1, 8)]
     return torch.tensor(sorted({max(0, position) for position in around}))
 
 
 def register_probe() -> None:
-    """Register the probe with transformers as an attention and as a mask function."""
+    """Registers the probe with transformers as an attention and as a mask function."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -150,9 +151,9 @@ def _probe_attention(
     probe: MaskProbe | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the module's window and shapes; return the values, as if each token saw only itself."""
+    """Records the module's window and shapes; returns the values, as if each token saw only itself."""
     if probe is None:
-        raise BeyondCausal(f"{type(module).__name__} is not handed the keywords of the forward pass")
+        raise BeyondCausal(f"{type(module).__name__} does not receive the keywords of the forward pass")
     seen = read_mask(attention_mask.function, query.shape[1]) if isinstance(attention_mask, Mask) else None
     window = seen.window if seen is not None else sliding_window
     if seen is not None and sliding_window and window is not None and sliding_window != window:
@@ -182,18 +183,18 @@ def _attending(model: Any, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def _of_its_own() -> Iterator[None]:
-    """Turn the error of a model that computes with its mask into `BeyondCausal`."""
+    """Raises `BeyondCausal` instead of the error of a model that does arithmetic with its mask."""
     try:
         yield
     except (AttributeError, TypeError) as error:
         if Mask.__name__ in str(error):
-            raise BeyondCausal("it makes a mask of its own from the causal one") from error
+            raise BeyondCausal("it derives its own mask from the causal one") from error
         raise
 
 
 @torch.no_grad()
 def read_windows(model: Any, decoder: nn.Module) -> list[nn.Module]:
-    """Set the window on every attention module of a decoder; returns those that use transformers' interface."""
+    """Sets the window on every attention module of a decoder; returns the modules that use transformers' interface."""
     register_probe()
     probe = MaskProbe()
     device = model.get_input_embeddings().weight.device

@@ -17,7 +17,7 @@ from lockstep.kernels.npu_limits import decode_problem, fusion_problem
 # Limits of the operators are in `npu_limits.py`, plain-torch references in `varlen.py`, `paged.py` and `partial.py`.
 # Contract-tested on an emulated CANN, not yet run on Ascend hardware.
 
-# The operator takes a causal mask of any size as this corner of it; True is masked out.
+# The operator takes this fixed-size causal mask for sequences of any length; True means masked out.
 CORNER = 2048
 NO_MASK, RIGHT_DOWN_CAUSAL, BAND = 0, 3, 4
 UNBOUNDED = 2**31 - 1
@@ -25,12 +25,12 @@ UNBOUNDED = 2**31 - 1
 
 @cache
 def corner(device: torch.device) -> torch.Tensor:
-    """Built on the host: one copy per device, for all lengths."""
+    """Returns the corner of the causal mask on a device; one copy serves all lengths."""
     return torch.ones(CORNER, CORNER, dtype=torch.bool).triu(1).to(device)
 
 
 def wait() -> None:
-    """Wait until the device has finished all queued work."""
+    """Waits until the device has finished all queued work."""
     import torch_npu
 
     torch_npu.npu.synchronize()
@@ -48,7 +48,7 @@ def fusion_attention(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention inside each packed sequence. The operator takes `layout.ends` as host integers."""
+    """Computes causal attention inside each packed sequence. The operator takes `layout.ends` as host integers."""
     import torch_npu
 
     ends = list(layout.ends)
@@ -81,7 +81,7 @@ def infer_decode(
     block: int,
     scale: float,
 ) -> torch.Tensor:
-    """Paged decode attention: one query per sequence. The cache is laid out as (block, token, head * size)."""
+    """Computes paged decode attention, one query per sequence. The cache has the layout (block, token, head * size)."""
     import torch_npu
 
     batch, heads, size = query_BHD.shape
@@ -178,12 +178,12 @@ def fusion_part_backward(
 
 
 class _Seen(NamedTuple):
-    """Which keys each query sees, as arguments of the operator; the same in forward and backward."""
+    """The operator arguments that select which keys each query sees; the same in forward and backward."""
 
     query_ends: list[int]
     key_ends: list[int]
     mask: torch.Tensor | None = None
-    """None: a query sees all keys of its sequence."""
+    """None if a query sees all keys of its sequence."""
     before: int = UNBOUNDED
     after: int = UNBOUNDED
     mode: int = NO_MASK
@@ -199,7 +199,7 @@ def _seen(where: Sections, window: int | None, device: torch.device) -> _Seen:
 
 
 FUSION_PARTS = PartialKernel(fusion_part, fusion_part_backward)
-# The lse is fp32 for every dtype. Half dtypes round the weights and each part's gradients.
+# The lse is fp32 for every dtype. With half dtypes the attention weights and the gradients of each part are rounded.
 TRIAL = KernelTrial(
     {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}, smallest=1.0, gradients=False, wait=wait
 )

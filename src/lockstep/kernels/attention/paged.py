@@ -1,4 +1,4 @@
-"""Paged attention of the rollout engine: keys and values are in blocks of a shared cache.
+"""Paged attention of the rollout engine, with keys and values in blocks of a shared KV cache.
 
 Shapes: T tokens of a forward pass, B sequences that decode one token each, M block-table entries per sequence, H query
 heads, G key/value heads, D head size. A slot holds one token: block * block size + position in the block.
@@ -21,7 +21,8 @@ from lockstep.kernels.invariant import HALVES, invariant_chunk, invariant_decode
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """Spans of several sequences in one packed row: a layout if each starts its sequence, else chunks."""
+    """A forward pass over spans of several sequences in one packed row. It has a layout if each span starts its
+    sequence, else chunks."""
 
     cache: KVCache
     slots_T: torch.Tensor
@@ -42,8 +43,8 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     stored: bool = False,
 ) -> torch.Tensor:
-    """Store the pass's keys and values, then attend causally within each token's sequence. `stored`: the cache already
-    holds them."""
+    """Stores new keys and values in the cache, unless they are already `stored`, and computes causal attention within
+    each token's sequence."""
     keys, values = step.cache.layer(layer)
     invariant = step.kernel == "invariant" and _invariant_fits(query_THD, softcap, sinks_H)
     if isinstance(step, DecodePass) and step.kernel == "triton" and query_THD.is_cuda and not stored:
@@ -78,7 +79,7 @@ def decode_attention(
     sinks_H: torch.Tensor | None = None,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Decode attention over the cache by the device's kernel: one query per sequence.
+    """Computes decode attention over the cache with the device's kernel, one query per sequence.
 
     The Triton kernel also writes the `new` keys and values to the cache.
     """
@@ -100,7 +101,7 @@ def decode_attention(
 
 
 def _invariant_fits(query_THD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None) -> bool:
-    """Whether the batch-invariant kernel supports this; same conditions as for packed attention."""
+    """Returns whether the batch-invariant kernel supports these inputs; it has the same limits as for packed rows."""
     fits = query_THD.is_cuda and query_THD.dtype in HALVES and query_THD.shape[-1] % 8 == 0
     return fits and query_THD.shape[-1] <= LARGEST_HEAD and softcap is None and sinks_H is None
 
@@ -117,7 +118,7 @@ def gathered_decode(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The reference: gathers every sequence's blocks, then plain attention with a mask."""
+    """Reference implementation: gathers the blocks of every sequence and computes plain attention with a mask."""
     mask = decode_mask(lengths_B, table_BM.shape[1] * block, window, query_BHD.dtype)
     return _masked_decode(query_BHD, keys, values, table_BM, block, scale, mask, softcap, sinks_H)
 
@@ -159,7 +160,7 @@ def _chunk_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a chunk to the cached tokens before it and to itself."""
+    """Computes attention of a chunk to itself and to the cached tokens before it."""
     query = query_THD[chunk.first : chunk.first + chunk.stop - chunk.start].transpose(0, 1)[None]
     k, v = (cached.index_select(0, chunk.slots).transpose(0, 1)[None] for cached in (keys, values))
     if softcap is not None or sinks_H is not None:

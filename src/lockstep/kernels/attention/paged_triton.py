@@ -24,10 +24,11 @@ class Launch(NamedTuple):
     stages: int
 
 
-# For head sizes up to 64, and for larger ones. Larger tiles leave no shared memory for other programs.
+# Launch parameters for head sizes up to 64, and for larger ones. Larger tiles would leave no shared memory for other
+# programs.
 NARROW, WIDE = Launch(64, 2, 3), Launch(32, 4, 3)
-# BUSY: programs that fill one multiprocessor. With fewer programs a sequence is split, but not into splits of fewer
-# than PIECE tokens, which would cost more to merge than they save.
+# BUSY is the number of programs that fill one multiprocessor. With fewer programs a sequence is split. A split has at
+# least PIECE tokens, because merging smaller ones costs more time than it saves.
 BUSY, PIECE, MOST_SPLITS = 4, 256, 16
 
 
@@ -67,7 +68,8 @@ def _decode(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One program per sequence and key/value head. The SHARED query heads of that head are the rows of a tile.
+    """Computes decode attention for one sequence and key/value head per program. The rows of a tile are the SHARED
+    query heads of that key/value head.
 
     With SPLITS > 1 a program reads one split of the sequence, and `_merge` combines the splits.
     """
@@ -158,7 +160,7 @@ def _decode(  # type: ignore[no-untyped-def]
 def _merge(  # type: ignore[no-untyped-def]
     acc, m_parts, l_parts, out, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Combine the splits of one head of one sequence. An empty split has m_i = -inf."""
+    """Combines the splits of one head of one sequence. An empty split has m_i = -inf."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, PADDED)
@@ -185,8 +187,8 @@ def paged_decode(
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """`new`: keys and values (B, G, D) of each sequence's last token that the cache does not hold yet. The kernel
-    writes them to the cache."""
+    """Computes paged decode attention. `new` has the keys and values (B, G, D) of each sequence's last token if they
+    are not cached yet; the kernel writes them to the cache."""
     batch, heads, size = query_BHD.shape
     groups = keys.shape[1]
     shared = heads // groups
@@ -243,8 +245,8 @@ def _rows(part: torch.Tensor) -> torch.Tensor:
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """Number of splits per sequence. It depends on batch and table size only, because a captured CUDA graph keeps its
-    grid."""
+    """Returns the number of splits per sequence. It depends only on batch and table size, because the grid of a
+    captured CUDA graph is fixed."""
     target = BUSY * _processors(device) // programs
     return max(1, min(MOST_SPLITS, _power_below(target), _power_below(longest // PIECE)))
 

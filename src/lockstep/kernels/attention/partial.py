@@ -1,4 +1,4 @@
-"""Partial attention for context parallelism: the kernel for a part of the keys, and its plain-torch reference."""
+"""Partial attention for context parallelism: selects the kernel for a part of the keys; plain-torch reference."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lockstep.kernels.attention.partial_attention import Gradients, PartialKerne
 from lockstep.kernels.fused_modules import Answers, KernelTrial, drawn
 from lockstep.kernels.npu_limits import part_problem
 
-# The trial compares a kernel with the reference before its first use: three sequences, one causal part and one full
-# part, merged, with the gradients of each part. It detects another output order, causal alignment at the start of a
-# sequence, and gradients computed from one part's output alone.
+# Before its first use a kernel is compared with the reference on three sequences, with one causal part and one full
+# part, merged, and the gradients of each part. This trial detects a different output order, causal alignment at the
+# start of a sequence, and gradients that ignore the merged output.
 QUERIES, SEEN_CAUSALLY, SEEN_FULL = (3, 1, 70), (5, 1, 90), (4, 9, 33)
 WINDOW = 7
 
@@ -31,7 +31,8 @@ def same_parts(
     shape: tuple[int, int, int],
     windowed: bool,
 ) -> bool:
-    """Whether the kernel matches `reference` on the device and dtype of `like`. `shape`: query heads, key heads, D."""
+    """Returns whether the kernel matches `reference` on the device and dtype of `like`. `shape` has the number of query
+    heads and of key heads, and the head size."""
     heads, groups, size = shape
     causal, full = (
         sections(QUERIES, keys, is_causal, like.device)
@@ -66,7 +67,7 @@ def same_parts(
 def partial_kernel(
     name: str, query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sections, window: int | None = None
 ) -> PartialKernel:
-    """The kernel of the device whose `attention` is `name`, where it supports these inputs; else plain torch."""
+    """Returns the kernel of the device whose `attention` is `name` if it supports these inputs, else plain torch."""
     if name in ("flash_varlen", "invariant") and flash_part_fits(query_THD, value_SGE):
         return FLASH_PARTS
     if name == "npu_fusion" and _fusion_serves(query_THD, value_SGE, where, window):
@@ -85,7 +86,7 @@ def _fusion_serves(query_THD: torch.Tensor, value_SGE: torch.Tensor, where: Sect
 
 @cache
 def _warn_once(problem: str) -> None:
-    """Warn once per problem."""
+    """Warns once per problem."""
     warnings.warn(
         f"attention over parallel.context_parallel is plain torch: npu_fusion_attention has no {problem}", stacklevel=4
     )
@@ -93,7 +94,7 @@ def _warn_once(problem: str) -> None:
 
 @cache
 def _fusion_passes(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], windowed: bool) -> bool:
-    """Cached: one trial per device, dtype and shape."""
+    """Returns whether the kernel passes the trial; the result is cached per device, dtype and shape."""
     like = torch.empty(0, dtype=dtype, device=device)
     return same_parts("npu_fusion_attention", FUSION_PARTS, PLAIN, TRIAL, like, shape, windowed)
 
@@ -109,7 +110,8 @@ def plain_part(
     scale: float,
     window: int | None = None,
 ) -> Tensors:
-    """In fp32 or wider, one sequence and block of queries at a time, so that no (heads, T, S) tensor is allocated."""
+    """Computes partial attention in fp32 or wider, by sequence and block of queries, so that no (heads, T, S) tensor is
+    allocated."""
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     out_THE = query_THD.new_empty(len(query_THD), heads, value_SGE.shape[-1], dtype=wide)
     lse_HT = query_THD.new_empty(heads, len(query_THD), dtype=wide)
@@ -153,11 +155,12 @@ PLAIN = PartialKernel(plain_part, plain_part_backward)
 def _blocks(
     query_THD: torch.Tensor, key_SGD: torch.Tensor, where: Sections, window: int | None
 ) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor | None]]:
-    """Blocks of queries, the keys that the block sees as (G, S, D), and the mask of keys hidden from each query."""
+    """Yields blocks of queries, with the keys (G, S, D) that a block sees and the mask of keys hidden from each
+    query."""
     heads, wide = query_THD.shape[1], torch.promote_types(query_THD.dtype, torch.float32)
     for queries, keys in where.spans:
         count = keys.stop - keys.start
-        # Index of the first query's own key (causal only).
+        # Index of the key at the position of the first query (causal only).
         first = count - (queries.stop - queries.start)
         step = max(1, SCORE_BYTES // (4 * heads * max(1, count)))
         for start in range(queries.start, queries.stop, step):
@@ -174,7 +177,7 @@ def _blocks(
 
 
 def _scores(query_THD: torch.Tensor, key_GSD: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
-    """(G, H / G * T, S): query heads that share a key head are stacked as rows."""
+    """Returns the scores as (G, H / G * T, S); query heads that share a key head are stacked as rows."""
     groups = len(key_GSD)
     scores = _to_groups(query_THD.to(key_GSD.dtype), groups) @ key_GSD.transpose(1, 2) * scale
     if hidden is None:

@@ -1,4 +1,4 @@
-"""Partial attention: attention of queries to a part of their keys, in a form that can be merged.
+"""Partial attention: attention of queries to a part of their keys, with results that can be merged.
 
 A part returns its output and its log-sum-exp (`lse`). `merge` combines parts over different keys by their lse. The
 backward pass of a part takes the merged output and lse, so that the gradients of the parts add up. A causal sequence is
@@ -57,7 +57,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class PartialKernel(NamedTuple):
-    """`forward(q, k, v, sections, scale, window) -> out_THE, lse_HT` and
+    """A kernel for partial attention: `forward(q, k, v, sections, scale, window) -> out_THE, lse_HT` and
     `backward(dout, q, k, v, out, lse, sections, scale, window) -> dq, dk, dv`, with the merged `out` and `lse`."""
 
     forward: Callable[..., Tensors]
@@ -65,7 +65,7 @@ class PartialKernel(NamedTuple):
 
 
 def merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, more_THE: torch.Tensor, more_lse_HT: torch.Tensor) -> Tensors:
-    """Merge two parts over different keys, in the precision of the first output and of the lse."""
+    """Merges the attention over two sets of keys, in the precision of the first output and of the lse."""
     merged_lse_HT = torch.logaddexp(lse_HT, more_lse_HT)
     weights = ((lse - merged_lse_HT).exp().t()[:, :, None] for lse in (lse_HT, more_lse_HT))
     return out_THE * next(weights) + more_THE.to(out_THE.dtype) * next(weights), merged_lse_HT

@@ -27,7 +27,7 @@ def varlen_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of every token inside its sequence (over the last `window` tokens).
+    """Computes causal attention of every token inside its sequence (over the last `window` tokens).
 
     `softcap` c replaces a score s by c * tanh(s / c). `sinks_H` are logits that take part of the probability mass.
     """
@@ -55,9 +55,11 @@ def _buckets(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The reference: sequences of similar length are right-padded to a grid, where plain causal attention is exact."""
+    """Reference implementation: right-pads sequences of similar length to a grid, on which plain causal attention is
+    exact."""
     query, key, value = (_to_slots(tensor, layout) for tensor in (query_THD, key_TGD, value_TGD))
-    # One split: its backward concatenates the buckets' gradients. Slicing would zero-fill and add a full row each time.
+    # The backward of `split` concatenates the gradients of the buckets. That of slicing would zero-fill and add a full
+    # row for each bucket.
     sizes = [bucket.count * bucket.width for bucket in layout.buckets]
     outputs = []
     for bucket, *parts in zip(layout.buckets, *(rows.split(sizes) for rows in (query, key, value)), strict=True):
@@ -82,22 +84,22 @@ def _buckets(
 
 
 def _grid(rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """(count * width, heads, D) as (count, heads, width, D)."""
+    """Reshapes (count * width, heads, D) to (count, heads, width, D)."""
     return rows.unflatten(0, (bucket.count, bucket.width)).transpose(1, 2)
 
 
 class Fused(NamedTuple):
-    """A varlen kernel and the inputs it supports. The reference handles the rest."""
+    """A varlen kernel and the inputs that it supports. The reference implementation handles other inputs."""
 
     run: Callable[..., torch.Tensor]
     fits: Callable[[torch.Tensor, Layout, float], bool]
     with_sinks: Callable[..., torch.Tensor] | None = None
-    """The kernel with sinks as one more argument. None of these kernels caps scores."""
+    """The kernel with sinks as an additional argument. No such kernel supports a soft cap."""
     shared: Callable[..., torch.Tensor] | None = None
-    """The kernel for shared prefixes (a `Cascade`). None: every sequence is expanded before the kernel runs."""
+    """The kernel for shared prefixes (a `Cascade`). If None, every sequence is expanded before the kernel runs."""
 
 
-# By the name in a device's `attention`.
+# The kernels by name, which is the value of a device's `attention`.
 KERNELS: dict[str, Fused | None] = {
     "sdpa": None,
     "flash_varlen": Fused(flash_varlen, flash_fits, flash_with_sinks, flash_shared),
@@ -114,7 +116,7 @@ def _fused(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> Callable[..., torch.Tensor] | None:
-    """The device's kernel if it supports these inputs, else None."""
+    """Returns the device's kernel if it supports these inputs, else None."""
     fused = KERNELS[layout.kernel]
     # In latent attention (MLA) keys and values differ in size; the kernels support one size.
     if fused is None or query_THD.shape[-1] != value_TGD.shape[-1]:
@@ -123,16 +125,16 @@ def _fused(
         return None
     if sinks_H is None:
         return fused.run
-    # With sequences of one token, flash attention returns the lse in another order.
+    # If all sequences have one token, flash attention returns the lse in a different order.
     return fused.with_sinks if layout.longest > 1 else None
 
 
 def _shared(layout: Layout) -> Callable[..., torch.Tensor] | None:
-    """The device's kernel for shared prefixes if it supports these, else None."""
+    """Returns the device's kernel for shared prefixes if it supports this layout, else None."""
     fused = KERNELS[layout.kernel]
     if fused is None or fused.shared is None or layout.cascade is None:
         return None
-    # As above: merging uses the lse.
+    # This also excludes sequences of one token (see above), because merging uses the lse.
     return fused.shared if layout.cascade.shared.longest_query > 1 else None
 
 
@@ -142,7 +144,7 @@ def _window_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Gather rows by index, with a gather as backward.
+    """Gathers rows by index; the backward is a gather too.
 
     Every token has exactly one slot, and the output of padding slots is never read. So the gradient is the inverse
     gather (zeros where the inverse points at padding) and needs no scatter-add.
@@ -159,13 +161,13 @@ class _Take(torch.autograd.Function):
         index, inverse = ctx.saved_tensors
         if len(inverse) <= len(index):
             return grad.index_select(0, inverse), None, None
-        # From slots to tokens: padding slots get no gradient.
+        # In the direction from slots to tokens, padding slots get no gradient.
         back = grad.new_zeros(len(inverse), *grad.shape[1:])
         return back.index_copy_(0, index, grad), None, None
 
 
 class _Spread(torch.autograd.Function):
-    """Gather rows by index where rows repeat (shared prefixes); the backward adds up their gradients.
+    """Gathers rows by index, where rows may repeat (shared prefixes); the backward sums their gradients.
 
     `slots_E` are the slots that are not padding, `packed_index_E` the source row of each.
     """
@@ -188,7 +190,7 @@ class _Spread(torch.autograd.Function):
 
 
 def _expand(rows_T: torch.Tensor, sharing: Sharing | None) -> torch.Tensor:
-    """Expand shared prefixes: every sequence gets its copy."""
+    """Expands shared prefixes, so that every sequence gets a copy."""
     return rows_T if sharing is None else _Spread.apply(rows_T, sharing.packed_index_E, None, sharing.packed_index_E)
 
 

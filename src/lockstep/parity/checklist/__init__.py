@@ -1,1 +1,1 @@
-"""The checklist: common manual checks, run on the first recorded step."""
+"""The checklist: runs common manual checks on the first recorded step."""

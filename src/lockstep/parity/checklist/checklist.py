@@ -1,4 +1,4 @@
-"""`lockstep replay --checklist`: the usual manual checks for two devices that disagree, on the first recorded step."""
+"""`lockstep replay --checklist`: runs the usual manual checks on the first recorded step if two devices disagree."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from lockstep.types import Rollout
 __all__ = ["CheckItem", "as_json", "run_checklist", "show"]
 
 RESULT = "checklist.json"
-# Relative difference of weights that one side has in another dtype.
+# The largest relative difference between weights whose dtype differs between the sides.
 ROUNDED = 5e-3
-# The number of tokens of each response that are compared.
+# The number of tokens at the start of each response that are compared.
 FIRST_TOKENS = 20
 MARKS = {True: "passed", False: "FAILED", None: "-"}
 
 
 class Checklist(Replay):
-    """Runs the first step twice from the recorded weights, to see whether it repeats, then trials in the same run.
+    """Runs the first step twice from the recorded weights, to see whether it repeats, then runs the trials.
 
-    The second time uses recorded responses instead of generated ones.
+    The second run of the step uses recorded responses instead of generated ones.
     """
 
     def __init__(self, tape: TapeFolder):
@@ -56,7 +56,10 @@ class Checklist(Replay):
     def steps(self) -> Iterable[int]:
         if 1 not in self.tape.steps():
             raise Refusal.at(
-                str(self.tape.path), "the first step is not on the tape", "record the run again: tape=true run.name=NEW"
+                str(self.tape.path),
+                "the first step is not on the tape",
+                "record the run again: tape=true run.name=NEW",
+                code="missing-on-tape",
             )
         return [0, 0]
 
@@ -73,7 +76,7 @@ class Checklist(Replay):
         return Bench(training, self.tape.read_step(1), rollouts, start, tolerance)
 
     def _start(self, models: Models) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """The weights before the step, and which weights of the model folder differ from them."""
+        """Returns the weights before the step, and the names of the model folder's weights that differ from them."""
         if 1 not in self.tape.weighed():
             return {name: tensor.clone() for name, tensor in weights_of(models.learners).items()}, []
         taped = self.tape.read_weights(1)
@@ -115,12 +118,12 @@ def _alike(loaded: torch.Tensor, taped: torch.Tensor | None) -> bool:
 
 
 def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list[CheckItem]:
-    """All items, with the keys of `overrides`. Ranks other than 0 get none."""
+    """Runs all checklist items with the recipe keys in `overrides`. Ranks other than 0 get an empty list."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
     loop = Checklist(tape)
-    # The recipe that trained the first step.
+    # This is the recipe that trained the first step.
     with reserved_name(source, "checklist") as name:
         folder = run_replay(loop, replayed_recipe(source, name, overrides, parts_of(source)[0].recipe), console)
     if folder is None:
@@ -131,7 +134,7 @@ def run_checklist(run: Path, overrides: Sequence[str], console: Console) -> list
 
 
 def judged(loop: Checklist, a: TapeSide, b: TapeSide) -> list[CheckItem]:
-    """All items: comparisons of the replayed step with the recorded one, and the trials."""
+    """Returns all items: comparisons of the replayed step with the recorded one, and the trials."""
     recorded, (replayed, again) = a.tape.read_step(1), loop.replayed
     tolerance = tolerance_of(*(side.recipe["model"]["dtype"] for side in (a, b)))
     if loop.generated and a.drawn_by != b.drawn_by:
@@ -154,7 +157,7 @@ def show(items: Sequence[CheckItem], console: Console) -> None:
     failed = sum(item.passed is False for item in items)
     passed = sum(item.passed is True for item in items)
     rows = [(f"{MARKS[item.passed]:6} {item.name}", _text(item)) for item in items]
-    console.banner(f"checklist: {passed} passed, {failed} failed, {len(items) - passed - failed} not judged", rows)
+    console.banner(f"checklist: {passed} passed, {failed} failed, {len(items) - passed - failed} without result", rows)
 
 
 def _text(item: CheckItem) -> str:
@@ -171,7 +174,7 @@ def as_json(items: Sequence[CheckItem]) -> dict[str, Any]:
 
 
 def starting_weights(a: dict[str, Any], b: dict[str, Any], unlike: Sequence[str]) -> CheckItem:
-    """Compare this side's model folder with that of the recorded run."""
+    """Compares this side's model folder with that of the recorded run."""
     name, ours, theirs = "starting weights", a["model"], b["model"]
     parts = [part for part in ours if ours[part] is not None and theirs.get(part) is not None]
     other = [part for part in parts if ours[part] != theirs[part]]
@@ -198,7 +201,7 @@ def first_tokens(a: TapeSide, recorded: StepRecord, generated: Sequence[Rollout]
     measured += f"log-probabilities differ by {check.error:.2g} (allowed {check.allowed:.2g})"
     if check.passed:
         measured += "" if same == len(ours) else "; where responses diverge it was a tie"
-        return CheckItem("first tokens", True, measured, "the engines generate the same from the same weights")
+        return CheckItem("first tokens", True, measured, "the engines generate the same tokens from the same weights")
     means = (
         f"the engine generates something else from the same weights, and no tie explains it ({check.where}): see "
         "prefill and decode; if that passes, check sampling (seed, temperature, top-p, end tokens)"
@@ -227,7 +230,7 @@ def rewards(recorded: StepRecord, replayed: StepRecord) -> CheckItem:
 
 
 def first_update(recorded: StepRecord, replayed: StepRecord, tolerance: Tolerance) -> CheckItem:
-    """Loss and gradient norm of each learner's first update."""
+    """Compares the loss and gradient norm of each learner's first update."""
     checks = [check for pair in _firsts(recorded, replayed) for check in _update_checks(recorded, *pair, tolerance)]
     measured = "; ".join(
         f"{check.what} {check.where} (differs by {check.error:.2g}, allowed {check.allowed:.2g})" for check in checks
@@ -254,7 +257,7 @@ def _firsts(recorded: StepRecord, replayed: StepRecord) -> list[tuple[dict[str, 
 
 def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], tolerance: Tolerance) -> list[Check]:
     learner = a["learner"]
-    # A loss may be 0 where its slopes are not (centred advantages), so the slopes give the scale.
+    # A loss may be 0 where its slopes are not (centred advantages), so the error is scaled by the slopes.
     pulls = float(recorded.tensors[f"{learner}/0/pulls"].double().abs().sum())
     figures = {"loss": (max(abs(a["loss"]), pulls, 1e-12), tolerance.loss + tolerance.logprob)}
     if "grad_norm" in a and "grad_norm" in b:
@@ -269,7 +272,7 @@ def _update_checks(recorded: StepRecord, a: dict[str, Any], b: dict[str, Any], t
 
 
 def repeatability(replayed: StepRecord, again: StepRecord) -> CheckItem:
-    """For information, never a failure: devices need not be deterministic."""
+    """Reports whether the step repeats bit for bit. It never fails, because devices need not be deterministic."""
     names = sorted(replayed.tensors.keys() | again.tensors.keys())
     differ = [
         n

@@ -1,6 +1,6 @@
-"""Checklist items that are tried in a live run, on a few sequences of the recorded step.
+"""Checklist items that need a live run: trials on a few sequences of the recorded step.
 
-Trials run on every rank. Every trial ends with the weights that it started from.
+Trials run on every rank. Each trial restores the weights that it started with.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lockstep.train.step import Learner
 from lockstep.train.training import Training
 from lockstep.types import Example, Failure, MicroBatch, Prompt, Question, Rollout, Score, Sums
 
-# The most sequences, prompts and samples of a trial.
+# The maximum number of sequences, prompts and samples in a trial.
 SEQUENCES, PROMPTS, SAMPLES = 16, 4, 4
-# Updates with learning rate 0.
+# The number of updates with learning rate 0.
 STANDSTILL = 3
-# An update must change log-probabilities by this multiple of the tolerance, to tell old weights from new ones.
+# To distinguish old weights from new ones, an update must change log-probabilities by this multiple of the tolerance.
 VISIBLE = 10
-# Learning rates that are tried for such an update: the recipe's, then each ten times larger.
+# The learning rates tested for such an update: the recipe's, then each ten times larger.
 RATES = 5
 
 OFFLINE = "an offline method generates nothing"
@@ -42,7 +42,7 @@ OFFLINE = "an offline method generates nothing"
 
 @dataclass(frozen=True)
 class CheckItem:
-    """`passed` is None if the item does not apply or proves nothing; `means` then gives the reason."""
+    """The result of one item. If it does not apply or proves nothing, `passed` is None and `means` gives the reason."""
 
     name: str
     passed: bool | None
@@ -52,7 +52,7 @@ class CheckItem:
 
 @dataclass(frozen=True)
 class Bench:
-    """A run at the recorded step: `start` are the weights before it, `rollouts` its responses (empty if offline)."""
+    """A run at the recorded step. `start`: the weights before it. `rollouts`: its responses (empty if offline)."""
 
     training: Training
     record: StepRecord
@@ -70,7 +70,7 @@ class Bench:
 
     @cached_property
     def examples(self) -> Sequence[Example]:
-        """The first sequences of the step that have targets."""
+        """Returns the first sequences of the step that have targets."""
         return [example for example in fed_examples(self.record.tensors) if example.targets][:SEQUENCES]
 
     def restore(self) -> None:
@@ -78,7 +78,7 @@ class Bench:
             restore_learner(learner, self.start, "the recorded weights")
 
     def arranged(self, examples: Sequence[Example]) -> Update[Example]:
-        """Micro-batches as the recipe makes them."""
+        """Returns the micro-batches that the recipe would form from `examples`."""
         return self.models.arrange(examples)
 
     def _arranged(self, *, tokens: int | None, rows: int | None) -> Update[Example]:
@@ -92,11 +92,11 @@ class Bench:
         return self._arranged(tokens=None, rows=2)
 
     def answers(self, learner: Learner, update: Update[Example]) -> torch.Tensor:
-        """The learner's output for each target; of a policy the log-probability."""
+        """Returns the learner's output for each target (for a policy, the log-probability)."""
         return self.models.score_targets(learner.module, update, answers_of)
 
     def update(self, learner: Learner, rate: float) -> None:
-        """An update whose gradient is never 0: it raises the outputs, independent of the run's loss."""
+        """Runs an update that raises the outputs, so its gradient is never 0. It does not use the run's loss."""
         learner.forward_backward(self.arranged(self.examples).batches, _raise_outputs)
         learner.optim_step(rate)
 
@@ -121,7 +121,7 @@ class EngineAndTrainer:
         return root_mean_square(self.rollout_logprobs_K, self.trainer_K)
 
     def later(self) -> EngineAndTrainer:
-        """Without the first token of each response."""
+        """Returns a copy without the first token of each response."""
         first_K = torch.zeros(len(self.rollout_logprobs_K), dtype=torch.bool)
         first_K[[0, *(int(last) + 1 for last in self.experience.last_K[:-1])]] = True
         rest = replace(self.experience, rollout_logprobs_K=self.rollout_logprobs_K[~first_K])
@@ -137,11 +137,11 @@ class _Unjudged:
         return future
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """Does nothing."""
 
 
 def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAndTrainer:
-    """Generate responses to the first recorded prompts, with the sampling noise of the recorded run, and score them."""
+    """Generates responses to the first recorded prompts with the recorded run's sampling noise, and scores them."""
     generator, recipe = bench.training.generator, bench.recipe
     prompts: dict[int, Prompt] = {rollout.prompt_index: rollout.prompt for rollout in bench.rollouts}
     chosen = sorted(prompts)[:PROMPTS]
@@ -164,7 +164,7 @@ def generate_and_score(bench: Bench, max_tokens: int | None = None) -> EngineAnd
 
 
 def engine_items(bench: Bench) -> list[CheckItem]:
-    """The items that need an engine."""
+    """Returns the items that need an engine."""
     if not bench.rollouts:
         return [_none("weight sync", OFFLINE), rate_zero(bench, None), _none("prefill and decode", OFFLINE)]
     bench.restore()
@@ -180,7 +180,7 @@ def engine_items(bench: Bench) -> list[CheckItem]:
 def _tried(
     name: str, bench: Bench, before: EngineAndTrainer, item: Callable[[Bench, EngineAndTrainer], CheckItem]
 ) -> CheckItem:
-    """A serving engine verifies every weight sync and stops the run if it fails. Here that is a failed item."""
+    """Runs an item. If a serving engine fails its weight sync check, the item fails instead of the run."""
     try:
         return item(bench, before)
     except Refusal as refusal:
@@ -196,9 +196,9 @@ def _none(name: str, why: str) -> CheckItem:
 
 
 def weight_sync(bench: Bench, before: EngineAndTrainer) -> CheckItem:
-    """After an update the engine must generate with the new weights, and its responses must not fit the old ones."""
+    """Checks that after an update the engine's responses fit the new weights and do not fit the old ones."""
     name, learner = "weight sync", bench.models.trained
-    # A difference from before the update belongs to another item.
+    # A difference that existed before the update is reported by another item.
     allowed = max(bench.tolerance.logprob, 2 * before.difference)
     rate = _visible_rate(bench, VISIBLE * allowed)
     if rate is None:
@@ -238,7 +238,7 @@ def _rates(bench: Bench) -> list[float]:
 
 
 def _visible_rate(bench: Bench, least: float) -> float | None:
-    """The first learning rate whose update changes the trainer's log-probabilities by `least`. The update is kept."""
+    """Returns the first learning rate whose update changes the trainer's log-probabilities by `least`, and keeps it."""
     learner, update = bench.models.trained, bench.arranged(bench.examples)
     bench.restore()
     old_K = bench.answers(learner, update)
@@ -251,7 +251,7 @@ def _visible_rate(bench: Bench, least: float) -> float | None:
 
 
 def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
-    """Updates with learning rate 0 must change nothing in the trainer, or between engine and trainer."""
+    """Checks that updates with learning rate 0 change neither the trainer nor its difference from the engine."""
     bench.restore()
     update, allowed = bench.arranged(bench.examples), bench.tolerance.logprob
     old = {learner.name: bench.answers(learner, update) for learner in bench.models.learners}
@@ -284,9 +284,9 @@ def rate_zero(bench: Bench, before: EngineAndTrainer | None) -> CheckItem:
 
 
 def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
-    """The first token needs the prompt only; later tokens need the cache of the tokens before them.
+    """Checks prefill by the first token of each response, and decode, which uses the KV cache, by the later tokens.
 
-    `complete` are responses from the recorded weights.
+    `complete` contains responses from the recorded weights.
     """
     bench.restore()
     name, allowed = "prefill and decode", bench.tolerance.logprob
@@ -312,11 +312,11 @@ def prefill_and_decode(bench: Bench, complete: EngineAndTrainer) -> CheckItem:
 
 
 def padding(bench: Bench) -> CheckItem:
-    """The same sequences packed in one row, and padded two by two."""
+    """Compares the outputs for the same sequences packed in one row and padded in pairs."""
     bench.restore()
     allowed, learner = bench.tolerance.logprob, bench.models.trained
     packed_K = bench.answers(learner, bench.packed())
-    # A value head that starts at 0 outputs 0 for everything: it must learn something before it can be tested.
+    # A value head initialised with 0 outputs 0 for everything, so it must learn something before it can be tested.
     if bool((packed_K == packed_K[0]).all()) and _visible_rate(bench, least=1.0) is None:
         bench.restore()
         return CheckItem(

@@ -1,1 +1,1 @@
-"""Comparison of two runs or logs: errors, statistical test and verdict. For `parity` and the command line."""
+"""Comparison of two runs or logs: errors, statistical test and verdict. May be imported by `parity` and `cli`."""

@@ -1,4 +1,4 @@
-"""Puts two curves on the same steps: common steps, means over logging intervals, and shifted step counts.
+"""Aligns two curves on the same steps: common steps, means over logging intervals, and shifted step counts.
 
 transformers' Trainer, frameworks built on it, and Megatron log the mean of all steps since the previous log. A side
 that logs every step is averaged over the same steps before the comparison.
@@ -14,15 +14,15 @@ import numpy as np
 from lockstep.parity.compare.logs.log_curves import Log, Series
 
 MIN_DETECTION_POINTS = 5
-"""With fewer values nobody can see whether they are means."""
+"""With fewer values it is impossible to detect whether they are means."""
 CLEARLY = 2.0
-"""How many times nearer than the alternatives a match must be: means against single steps, one shift against others."""
+"""A match (means or single steps, or one shift) must be this many times closer than its alternatives."""
 MIN_SHIFT_STEPS = 8
-"""With fewer common steps, curves agree under a shift by chance."""
+"""With fewer common steps, curves may agree under a shift by chance."""
 NEAREST_SHIFTS = 4
-"""How many shifts with the smallest distances are examined one by one."""
+"""The number of shifts, those with the smallest distances, that are examined one by one."""
 LONGEST_SHIFTED = 2**22
-"""In longer logs (first to last step) no shift is searched."""
+"""No shift is searched in logs that span more steps than this."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Pair:
 
     @property
     def finite(self) -> np.ndarray:
-        """Where both values are finite: the steps that the figures use."""
+        """The steps where both values are finite; the error metrics use these."""
         return np.isfinite(self.a) & np.isfinite(self.b)
 
     @property
     def one_sided(self) -> np.ndarray:
-        """Where only one value is finite: the curves differ there, however close they are elsewhere."""
+        """The steps where only one value is finite; the curves count as different there."""
         return np.isfinite(self.a) != np.isfinite(self.b)
 
     @property
@@ -50,13 +50,13 @@ class Pair:
 
 
 def align(a: Series, b: Series) -> Pair:
-    """Both curves on the steps that both logged."""
+    """Returns both curves on the steps that both logged."""
     steps = common_steps([a.steps, b.steps])
     return Pair(steps, values_at(a, steps), values_at(b, steps))
 
 
 def common_steps(steps: Sequence[np.ndarray]) -> np.ndarray:
-    """The intersection of all step arrays."""
+    """Returns the intersection of all step arrays."""
     first, *others = steps
     # Usually all are equal, and the equality test is quicker than the intersection.
     for each in others:
@@ -65,7 +65,7 @@ def common_steps(steps: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def values_at(series: Series, steps: np.ndarray) -> np.ndarray:
-    """The values at `steps`, NaN for a missing step."""
+    """Returns the values at `steps`, NaN for a missing step."""
     if np.array_equal(series.steps, steps):
         return series.values.astype(np.float64)
     values = np.full(len(steps), np.nan)
@@ -79,7 +79,7 @@ def values_at(series: Series, steps: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of one run. `mean`: whether its values are means since the previous step; None if unknown."""
+    """One metric of one run. `mean`: whether its values are means since the previous step; None if unknown."""
 
     series: Series
     mean: bool | None = None
@@ -87,7 +87,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Matched:
-    """The curves of both sides on comparable steps, the number of steps only one side has, and the averaging done."""
+    """Both curves on comparable steps, the number of steps that only one side has, and how a side was averaged."""
 
     a: list[Series]
     b: list[Series]
@@ -97,7 +97,7 @@ class Matched:
 
     @property
     def explanation(self) -> str:
-        """What was averaged and left out; "" if both sides logged the same steps."""
+        """Describes what was averaged and left out; "" if both sides logged the same steps."""
         steps = [
             f"{count:,} step{'s' if count != 1 else ''} that only {side} has"
             for count, side in ((self.only_a, "A"), (self.only_b, "B"))
@@ -107,8 +107,8 @@ class Matched:
 
 
 def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
-    """The first run of each side decides; its repeats follow it. A side is averaged only if the other side logs means,
-    by its format or by detection, and the steps of these means are all present."""
+    """Aligns the first run of each side and treats its repeats alike. A side is averaged only if the other side logs
+    means (by its format or by detection) and if all steps of these means are present."""
     a, b = a_runs[0], b_runs[0]
     series_a, series_b = [run.series for run in a_runs], [run.series for run in b_runs]
     if np.array_equal(a.series.steps, b.series.steps):
@@ -137,9 +137,9 @@ def match(a_runs: Sequence[Curve], b_runs: Sequence[Curve]) -> Matched:
 
 
 def averaged(coarse: Series, fine: Curve) -> Series | None:
-    """The means of `fine` over the intervals of `coarse` whose steps it has completely; None if there are none.
+    """Averages `fine` over each interval of `coarse` in which `fine` has every step; None if there is no such interval.
 
-    If `fine` contains means itself, each one is weighted by its number of steps.
+    If the values of `fine` are means themselves, each one is weighted by its number of steps.
     """
     starts, ends = intervals(coarse)
     cell_starts, cell_ends = intervals(fine.series) if fine.mean else (fine.series.steps - 1, fine.series.steps)
@@ -147,20 +147,20 @@ def averaged(coarse: Series, fine: Curve) -> Series | None:
     first, last = np.searchsorted(cell_ends, starts, "right"), np.searchsorted(cell_ends, ends, "right")
     upto = np.concatenate([[0], np.cumsum(lengths)])
     covered = (last > first) & (upto[last] - upto[first] == ends - starts)
-    # Cells do not overlap. With as many steps as the interval, they fill it if the first cell starts with it.
+    # Cells do not overlap. If they have as many steps as the interval, and the first one starts with it, they fill it.
     covered[covered] = cell_starts[first[covered]] == starts[covered]
     if not covered.any():
         return None
     bounds = np.stack([first[covered], last[covered]], axis=1).ravel()
     with np.errstate(invalid="ignore"):
-        # The 0 at the end allows an interval to end there.
+        # The appended 0 allows an interval to end at the last step.
         sums = np.add.reduceat(np.append(fine.series.values * lengths, 0.0), bounds)[::2]
     return Series(coarse.steps[covered], sums / (ends - starts)[covered])
 
 
 def intervals(series: Series) -> tuple[np.ndarray, np.ndarray]:
-    """The steps of each mean: after the first number, up to the second. The first interval is as long as the second,
-    unless it would begin before the first step."""
+    """Returns the steps of each mean, as (after this step, up to this step). The first interval is as long as the
+    second, unless it would begin before the first step."""
     ends = series.steps
     starts = np.concatenate([[0], ends[:-1]])
     if len(ends):
@@ -169,14 +169,14 @@ def intervals(series: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _averaged_run(run: Curve, coarse: Series) -> Series:
-    """A run that logs at the same steps contains means too; any other run is averaged."""
+    """Averages the run over the intervals of `coarse`. A run that logs at the same steps already contains means."""
     if np.array_equal(run.series.steps, coarse.steps):
         return run.series
     return averaged(coarse, run) or run.series
 
 
 def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
-    """The errors that show that `coarse` contains means; None if it does not."""
+    """Returns the errors, as text, that show that `coarse` contains means; None if it does not."""
     pairs = [align(coarse, other) for other in (means, fine)]
     steps = np.intersect1d(pairs[0].steps[pairs[0].finite], pairs[1].steps[pairs[1].finite])
     if len(steps) < MIN_DETECTION_POINTS:
@@ -188,7 +188,7 @@ def _detected_means(coarse: Series, fine: Series, means: Series) -> str | None:
 
 
 def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarray:
-    """Whether each step belongs to a mean that was compared."""
+    """Returns whether each step belongs to a mean that was compared."""
     starts, ends = intervals(coarse)
     index = np.searchsorted(ends, steps, "left")
     inside = index < len(ends)
@@ -197,8 +197,8 @@ def _inside(steps: np.ndarray, coarse: Series, covered: np.ndarray) -> np.ndarra
 
 
 def incomplete(a: Series, b: Series, planned: Sequence[int | None]) -> str:
-    """The planned steps without a number on a side: at the end, at the start and in between; "" if there are none.
-    A side that logs every ten steps lacks none of the nine in between."""
+    """Describes the planned steps for which a side has no number: at the end, at the start and in between; "" if none.
+    For a side that logs every ten steps, the nine steps in between do not count as missing."""
     last = max([*(step for step in planned if step is not None), *(int(each.steps[-1]) for each in (a, b))])
     # Step 0 is not an update: some frameworks log an evaluation before the first update.
     first = min((int(each.steps[each.steps > 0][0]) for each in (a, b) if (each.steps > 0).any()), default=0)
@@ -222,7 +222,7 @@ def _missing(series: Series, first: int, last: int) -> Iterator[str]:
 
 
 def usual_gap(series: Series) -> float:
-    """The median number of steps between two values; for a single value, all steps before it."""
+    """Returns the median number of steps between two values; for a single value, the number of steps before it."""
     steps = series.steps
     if not len(steps):
         return 1.0
@@ -243,7 +243,7 @@ class Shift:
 
 
 def shift_steps(log: Log, by: int) -> Log:
-    """The log with `by` added to all its steps."""
+    """Returns the log with `by` added to all its steps."""
     if not by:
         return log
     planned = None if log.planned is None else log.planned + by
@@ -251,7 +251,7 @@ def shift_steps(log: Log, by: int) -> Log:
 
 
 def select_steps(log: Log, first: int, last: int) -> Log:
-    """The log from step `first` to `last`, as if no more steps had been planned."""
+    """Returns the log from step `first` to `last`, as if no more steps had been planned."""
     metrics = {name: _selected(series, first, last) for name, series in log.metrics.items()}
     planned = None if log.planned is None else min(log.planned, last)
     return replace(
@@ -265,7 +265,8 @@ def _selected(series: Series, first: int, last: int) -> Series:
 
 
 def better_shift(a: Curve, b: Curve) -> Shift | None:
-    """The shift of B under which the curves agree clearly better than under any other; None if there is none."""
+    """Returns the shift of B's steps that makes the curves agree clearly better than any other; None if there is
+    none."""
     needed = max(MIN_SHIFT_STEPS, min(_finite_count(a.series), _finite_count(b.series)) // 2)
     if _finite_count(a.series) < needed or _finite_count(b.series) < needed or _mean_error(a, b)[0] == 0:
         return None
@@ -286,7 +287,7 @@ def better_shift(a: Curve, b: Curve) -> Shift | None:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A curve with one entry per step: its values (0 if missing), and 1 where there is a value."""
+    """A curve with one entry per step: its values (0 if missing), and a mask (1 if there is a value)."""
 
     first: int
     values: np.ndarray
@@ -301,7 +302,7 @@ class _Dense:
         return _Dense(int(series.steps[0]), values, there)
 
     def averaged(self, steps: int) -> _Dense:
-        """At each step the mean of the last `steps` steps, if all of them are there."""
+        """Returns at each step the mean of the last `steps` steps, if none of them is missing."""
         sums, counts = (
             np.cumsum(one)[steps - 1 :] - np.concatenate([[0], np.cumsum(one)[:-steps]])
             for one in (self.values, self.there)
@@ -311,8 +312,8 @@ class _Dense:
 
 
 def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
-    """0, and the shifts with the smallest distances with their neighbours. If one curve is rarer, the other one is also
-    averaged, in case the rarer one contains means."""
+    """Returns 0, the shifts with the smallest distances, and their neighbours. If one curve has fewer steps, the other
+    one is also averaged, because the sparse curve may contain means."""
     if any(int(one.steps[-1] - one.steps[0]) >= LONGEST_SHIFTED for one in (a, b)):
         return {0}
     level = float(a.values[np.isfinite(a.values)].mean())  # values near 0 lose less precision in sums of squares
@@ -327,12 +328,12 @@ def _candidate_shifts(a: Series, b: Series, needed: int) -> set[int]:
 
 
 def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
-    """The shifts of B with the smallest mean squared distances over at least `needed` common steps. The sums over
-    common steps are cross-correlations, which the FFT gives for every shift at once."""
+    """Returns the shifts of B with the smallest mean squared distances over at least `needed` common steps. The sums
+    over common steps are cross-correlations, which an FFT computes for all shifts at once."""
     size = 1 << (len(a.values) + len(b.values) - 1).bit_length()
 
     def correlated(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """At index s the sum of left[i + s] x right[i]; negative shifts are at the end."""
+        """Returns at index s the sum of left[i + s] x right[i]; negative shifts are at the end."""
         return np.fft.irfft(np.fft.rfft(left, size) * np.conj(np.fft.rfft(right, size)), size)
 
     positions = np.arange(-(len(b.values) - 1), len(a.values))
@@ -346,7 +347,7 @@ def _nearest_shifts(a: _Dense, b: _Dense, needed: int) -> list[int]:
 
 
 def _mean_error(a: Curve, b: Curve) -> tuple[float, int]:
-    """The mean error over the steps at which both are finite, and the number of these steps."""
+    """Returns the mean error over the steps at which both are finite, and the number of these steps."""
     matched = match([a], [b])
     pair = align(matched.a[0], matched.b[0])
     both = pair.finite

@@ -34,9 +34,9 @@ HEADS = (
     ("parted", 7),
 )
 MAX_VALUE = 24
-"""The shown characters of a differing value; the report shows all of them."""
+"""The console shows at most this many characters of a differing value; the report shows all of them."""
 
-# Up to this many points (a few MB) the page contains the exact curves; above it they are rounded.
+# Up to this many points (a few MB) the page contains the exact curves; beyond that they are rounded.
 EXACT_POINTS = 200_000
 ROUNDED_DIGITS = 7
 
@@ -60,7 +60,7 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def table_lines(metrics: Sequence[Metric]) -> list[str]:
-    """The judged metrics with their explanation, then other losses and rewards that change; the rest is counted."""
+    """Returns lines for the tested metrics, then for other losses and rewards that vary; the rest is counted."""
     shown = [metric for metric in metrics if metric.verdict is not None or (metric.kind != "other" and _moves(metric))]
     lines = ["metric".ljust(NAME) + "".join(head.rjust(width) for head, width in HEADS)] if shown else []
     for metric in shown:
@@ -71,7 +71,7 @@ def table_lines(metrics: Sequence[Metric]) -> list[str]:
 
 
 def _moves(metric: Metric) -> bool:
-    """Whether the metric is not the same number at every step of both sides."""
+    """Returns whether the metric varies: it is not one constant on both sides."""
     return metric.figures.worst != 0 or len(set(metric.a)) > 1
 
 
@@ -98,7 +98,7 @@ def _metric_lines(metric: Metric) -> list[str]:
     if metric.power is not None:
         lines.append(f"  {_power(metric.power)}")
         if metric.power.noise_sd > 0:
-            lines.append(f"  real drift, with 95 %: within {metric.power.drift_within:.2g}")
+            lines.append(f"  the true drift is within {metric.power.drift_within:.2g}, with 95 % confidence")
     if metric.noise is not None:
         lines.append(f"  mean error between repeats {metric.noise.mean_error_percent:.3g} %")
     return lines
@@ -114,7 +114,7 @@ def _power(power: Power) -> str:
 
 
 def _cell(value: float | int | None, width: int) -> str:
-    """Three significant digits, fewer if the column is too narrow."""
+    """Formats with three significant digits, or fewer if the column is too narrow."""
     if value is None:
         return "-".rjust(width)
     texts = [str(value)] if isinstance(value, int) else [f"{value:{form}}" for form in (".3g", ".2g", ".1e", ".0e")]
@@ -161,17 +161,17 @@ def _brief(value: Any) -> str:
 
 
 def as_strict_json(comparison: Comparison) -> str:
-    """One line of strict JSON: NaN and infinity become null."""
+    """Returns the comparison as one line of strict JSON: NaN and infinity become null."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     values = strict(replace(comparison, metrics=bare).as_json())
-    # The curves are long and contain no NaN: they are not converted.
+    # The curves are long and contain no NaN, so they are not converted.
     for metric, written in zip(comparison.metrics, values["metrics"], strict=True):
         written |= {"steps": metric.steps, "a": metric.a, "b": metric.b, "repeats": metric.repeats}
     return json.dumps(values, allow_nan=False, ensure_ascii=False)
 
 
 def strict(value: Any) -> Any:
-    """The value with None for NaN and infinity, and text for other types."""
+    """Returns the value with None for NaN and infinity, and text for other types."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -182,7 +182,7 @@ def strict(value: Any) -> Any:
 
 
 def curve(values: list[float | None], digits: int | None) -> list[float | None]:
-    """Every point rounded to `digits` significant digits; None for NaN and infinity."""
+    """Rounds every point to `digits` significant digits; None for NaN and infinity."""
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     if digits is None:
         return finite
@@ -199,12 +199,12 @@ def write_report(comparison: Comparison, path: Path) -> None:
 
 def page(comparison: Comparison) -> str:
     parts = {"style": style_of("compare"), "script": script_of("compare"), "data": _inline_json(page_data(comparison))}
-    # One pass: a part may contain text that looks like a placeholder.
+    # All placeholders are replaced at once, because inserted text may look like a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], resource("compare.html"))
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
-    """`as_json()` as strict JSON; lists of steps that metrics share are written once."""
+    """Returns `as_json()` as strict JSON; step lists that several metrics share are written once."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())
     points = sum(_points(metric) for metric in comparison.metrics)
@@ -222,5 +222,5 @@ def _points(metric: Metric) -> int:
 
 
 def _inline_json(data: dict[str, Any]) -> str:
-    """JSON without `<`, so that `</script>` or `<!--` in a sample cannot end the script element."""
+    """Returns JSON without `<`, so that `</script>` or `<!--` in a sample cannot end the script element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""The command `lockstep compare`: reads two logs, judges their metrics, and writes the requested output."""
+"""The command `lockstep compare`: reads two logs, compares their metrics, and writes the requested output."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ from lockstep.run.output import write
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of the command. `report` None: B's run folder. `support` None: nothing is recorded. `value`: the
-    metric of a csv export of tensorboard, which does not name it. `steps`: the first and last compared step."""
+    """The options of the command. `report`: None writes it to B's run folder. `support`: None records nothing. `value`:
+    the metric name of a tensorboard csv export, which does not contain it. `steps`: the first and last compared
+    step."""
 
     a: str
     b: str
@@ -60,7 +61,7 @@ class CompareOptions:
 
 
 def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
-    """Return the exit code: 0 in step or within noise, 1 out of step, 2 cannot tell or not comparable."""
+    """Returns the exit code: 0 in step or within noise, 1 out of step, 2 cannot tell or not comparable."""
     names = {
         **(read_names(options.names) if options.names else {}),
         **({VALUE: options.value} if options.value else {}),
@@ -79,7 +80,9 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
         try:
             write_report(comparison, page)
         except OSError as error:
-            raise Refusal.at(f"--report {page}", f"cannot be written: {error.strerror}", "give another path") from error
+            raise Refusal.at(
+                f"--report {page}", f"cannot be written: {error.strerror}", "give another path", code="unwritable"
+            ) from error
         write(f"wrote {page}", error=as_json)
     if options.support is not None:
         write(record(comparison, options.support, options.support.with_suffix("")), error=as_json)
@@ -87,8 +90,9 @@ def compare_logs(options: CompareOptions, as_json: bool = False) -> int:
 
 
 def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
-    """Show the curves, then every stage and module of the recorded updates; return whether the updates are in step."""
-    # Only recordings need torch.
+    """Shows the curves, then the stages and modules of all recorded updates; returns whether the updates are in
+    step."""
+    # Imported on use, because only recordings need torch.
     from lockstep.parity.replay.foreign_recording import compare_recordings
     from lockstep.parity.replay.replay_result import as_json as replayed_json
     from lockstep.parity.replay.replay_result import show as show_stages
@@ -104,7 +108,7 @@ def _recordings(a: Log, b: Log, comparison: Comparison, as_json: bool) -> bool:
 
 
 def _page_of(b: Log) -> Path | None:
-    """report.html in B's run folder, if B is a writable run folder."""
+    """Returns the path of report.html in B's run folder, if B is a writable run folder."""
     folder = Path(b.source)
     return folder / "report.html" if b.evidence is not None and os.access(folder, os.W_OK) else None
 
@@ -134,7 +138,7 @@ class Sides:
     b: tuple[Log, ...]
 
     def curves(self, choice: Choice) -> tuple[list[Curve], list[Curve]]:
-        """The curves of the runs that have the metric."""
+        """Returns the curves of the runs that have the metric."""
         return (
             [Curve(log.metrics[choice.a], log.is_mean(choice.a)) for log in self.a if choice.a in log.metrics],
             [Curve(log.metrics[choice.b], log.is_mean(choice.b)) for log in self.b if choice.b in log.metrics],
@@ -150,9 +154,9 @@ def compare(
     shift: int = 0,
     steps: tuple[int, int] | None = None,
 ) -> Comparison:
-    """Compare B with A. `metrics` (`name` or `name in A=name in B`) are judged instead of the default; `bars` (percent
-    by name) adds judged metrics; `shift` is added to the steps of B and its repeats; `steps` (first, last) limits the
-    compared steps."""
+    """Compares B with A. The verdict uses `metrics` (`name` or `name in A=name in B`) instead of the default ones, and
+    also those in `bars` (percent by name). `shift` is added to the steps of B and its repeats; `steps` (first, last)
+    limits the compared steps."""
     found, unknown = differences(a, b)
     sides, doubts = _sides(a, b, repeats)
     sides = Sides(sides.a, tuple(shift_steps(log, shift) for log in sides.b))
@@ -194,7 +198,7 @@ def compare(
 
 
 def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
-    """Each repeat joins the side with its set-up, otherwise A; with descriptions of doubtful repeats."""
+    """Assigns each repeat to the side with the same set-up, otherwise to A; also returns remarks on doubtful ones."""
     of_a, of_b, doubts = [a], [b], []
     for repeat in repeats:
         side = of_a if same_setting(repeat, a) or not same_setting(repeat, b) else of_b
@@ -207,14 +211,15 @@ def _sides(a: Log, b: Log, repeats: Sequence[Log]) -> tuple[Sides, list[str]]:
 
 
 def _ambiguous(choice: Choice, sides: Sides) -> Refusal | None:
-    """The refusal of a metric with several values per step, of which none is the right one."""
+    """Returns a refusal if the metric has several values for one step, so that it is unclear which one counts."""
     for name, logs in ((choice.a, sides.a), (choice.b, sides.b)):
         for log in logs:
             if name in log.ambiguous:
                 return Refusal.at(
                     log.source,
-                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and no resumed run explains it",
+                    f"{log.written.get(name, name)}: {log.ambiguous[name]}, and a resume does not explain it",
                     "write a file for each rank or run, or keep the rows of one of them",
+                    code="ambiguous-steps",
                 )
     return None
 
@@ -226,18 +231,18 @@ def _skipped(names: Sequence[str]) -> Iterator[str]:
 
 
 def _without_floor(compared: Sequence[Metric]) -> Iterator[str]:
-    """For judged metrics: unknown noise, and repeats that could not be used."""
+    """Yields remarks on metrics whose noise is unknown, and on repeats that could not be used."""
     for metric in (each for each in compared if each.verdict is not None):
         whose = f"the noise of {metric.name}"
         if metric.noise is None:
-            yield f"{whose}: repeats and both sides share fewer than {MIN_NOISE_STEPS} steps with numbers"
+            yield f"{whose}: repeats and both sides share fewer than {MIN_NOISE_STEPS} steps with finite values"
         elif metric.power is not None and (lacking := len(metric.repeats) - metric.power.repeats):
             verb = "lacks" if lacking == 1 else "lack"
             yield f"{whose} in {lacking} of its repeats, which {verb} too many steps in a row"
 
 
 def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) -> Iterator[Choice]:
-    """Judged metrics first, then the other common metrics: losses, rewards, the rest."""
+    """Yields the metrics that get a verdict, then the other common metrics: losses, rewards, the rest."""
     barred = {_named(name, "--bar", a, b): percent for name, percent in bars.items()}
     judged = [_named(text, "--metric", a, b) for text in metrics] or _by_default(a, b, needed=not barred)
     wanted: dict[tuple[str, str], float | None] = {**dict.fromkeys(judged), **barred}
@@ -250,8 +255,8 @@ def _choices(a: Log, b: Log, metrics: Sequence[str], bars: Mapping[str, float]) 
 
 
 def _by_default(a: Log, b: Log, needed: bool) -> list[tuple[str, str]]:
-    """The reward of online runs, the loss of others, as in the Ascend documents. It may be missing unless it is
-    `needed` because nothing else is judged."""
+    """Returns the reward of online runs or the loss of other runs, as in the Ascend documents. Raises if it is missing
+    and `needed`, because then no metric could get a verdict."""
     methods = [log.evidence.recipe.get("method") for log in (a, b) if log.evidence is not None]
     rewards = [name for name in REWARDS if name in a.metrics and name in b.metrics]
     online = any(method in ONLINE for method in methods) if methods else bool(rewards)
@@ -265,7 +270,7 @@ def _named(text: str, option: str, a: Log, b: Log) -> tuple[str, str]:
 
 
 def _metric_name(name: str, log: Log, where: str) -> str:
-    """The metric with this name here or in the log."""
+    """Returns the metric that has this name in lockstep or in the log."""
     if name in log.metrics:
         return name
     for metric, written in log.written.items():
@@ -277,14 +282,15 @@ def _metric_name(name: str, log: Log, where: str) -> str:
         where,
         f"{log.source} has no metric {name}",
         f"similar: {', '.join(near)}" if near else f"it has {', '.join(list(log.metrics)[:8])}",
+        code="unknown-metric",
     )
 
 
 def _matched(choice: Choice, sides: Sides) -> Matched | str:
-    """The curves of a metric on common steps, or the reason why they cannot be compared."""
+    """Returns the curves of a metric on common steps, or the reason why they cannot be compared."""
     for log, name in ((sides.a[0], choice.a), (sides.b[0], choice.b)):
         if name not in log.metrics:
-            return f"{log.source} has no {name}: name another with --metric"
+            return f"{log.source} has no {name}: choose another with --metric"
     series_a, series_b = sides.a[0].metrics[choice.a], sides.b[0].metrics[choice.b]
     matched = match(*sides.curves(choice))
     pair = align(matched.a[0], matched.b[0])
@@ -296,7 +302,7 @@ def _matched(choice: Choice, sides: Sides) -> Matched | str:
 
 
 def _shift_remarks(choice: Choice, sides: Sides, shift: int) -> Iterator[str]:
-    """A remark on a shift of the steps under which the curves agree much better; only the user applies it."""
+    """Yields a remark if the curves agree much better with shifted steps. Only the user can apply the shift."""
     a_runs, b_runs = sides.curves(choice)
     found = better_shift(a_runs[0], b_runs[0]) if a_runs and b_runs else None
     if found is not None:

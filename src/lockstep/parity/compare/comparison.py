@@ -1,4 +1,4 @@
-"""The result of a comparison as plain values: console, JSON and page show these and compute nothing."""
+"""The result of a comparison as plain values. Console, JSON and page display these and compute nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SetupPart = Literal["recipe", "own code", "data", "tokenizer", "weights", "versi
 
 @dataclass(frozen=True)
 class Figures:
-    """The distance of curve b from curve a over their common steps."""
+    """The error metrics: the distance of curve b from curve a over their common steps."""
 
     steps: int
     first: int
@@ -26,15 +26,15 @@ class Figures:
     relative_error_percent: float | None
     """The mean of |a - b| / |a| x 100 over the steps at which a is not 0."""
     scaled_error_percent: float | None
-    """sum |a - b| / sum |a| x 100: relative, and robust against a single step near 0."""
+    """sum |a - b| / sum |a| x 100: relative, and robust against single steps at which a is near 0."""
     worst: float
     worst_step: int
     drift: float
-    """The mean of b - a; one-sided if its size is near the mean error."""
+    """The mean of b - a. If its absolute value is near the mean error, b is mostly on one side of a."""
     correlation: float | None
     parted_at: int | None
-    """The divergence step: from here to the end the curves differ by more than the bar and the noise. Only set for a
-    verdict of out of step."""
+    """The divergence step: from here to the end the curves differ by more than the bar and the noise. It is set only if
+    the verdict is out of step."""
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,28 @@ class Noise:
 
     repeats: int
     mean_error_percent: float
-    """The mean over all pairs of repeats."""
+    """The mean of the errors between all pairs of repeats."""
     excess_low: float
     excess_high: float
-    """Bootstrap interval (95 %, over blocks of steps), in percent, of the mean error between the sides minus that
-    between repeats."""
+    """The mean error between the sides minus that between repeats, in percent: a 95 % bootstrap interval over blocks of
+    steps."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A statistic beyond the noise of repeats (curve_tests.py)."""
+    """A statistic that exceeds the noise of repeats (curve_tests.py)."""
 
     statistic: Literal["drift", "trend", "end", "window", "spike", "scatter", "opposed"]
     first: int
     last: int
-    """Steps."""
+    """The first and the last step of the finding."""
     difference: float
-    """The mean of b - a over these steps. Trend: the change from the first step to the last. Scatter: a ratio. Opposed:
-    the correlation of the moves."""
+    """The mean of b - a over these steps. For a trend: the change from the first step to the last. For scatter: a
+    ratio. For opposed moves: their correlation."""
     noise: float
     """The largest difference that noise explains."""
     excess: float
-    """The deviate over its critical value; above 1 is a finding."""
+    """The absolute deviate divided by its critical value; above 1 is a finding."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Power:
     """The smallest detectable drop over the last `collapse_steps` steps."""
     collapse_steps: int
     latest_step: int | None
-    """The latest start of a drop by ten noise standard deviations that the test still finds."""
+    """The last step at which a drop by ten noise standard deviations may begin so that the test still finds it."""
     drift_within: float = 0.0
-    """The 95 % upper limit of the real drift between the sides."""
+    """The 95 % upper confidence limit of the true drift between the sides."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Metric:
     figures: Figures
     noise: Noise | None
     verdict: Verdict | None
-    """None: shown, not judged."""
+    """None: the metric is shown without a verdict."""
     decided_by: str
-    """The explanation: which figure met or missed which bar."""
+    """The explanation: which error metric met or missed which bar."""
     steps: list[int]
     a: list[float | None]
     b: list[float | None]
@@ -108,21 +108,21 @@ class Metric:
     only_b: int = 0
     """Steps that only one side logged; they are left out."""
     matching: str = ""
-    """What was averaged before the comparison, and how many steps are left out."""
+    """A description of what was averaged before the comparison, and how many steps are left out."""
     findings: list[Finding] = field(default_factory=list)
-    """For judged metrics, the strongest first."""
+    """The findings of metrics with a verdict, the strongest first."""
     power: Power | None = None
     bar_result: BarResult | None = None
-    """The result of the bar of the Ascend documents alone; None: not judged."""
+    """The result of the bar of the Ascend documents alone; None if the metric has no verdict."""
     test_result: TestResult | None = None
-    """The result of the statistical test alone. A small difference is significant but small relative to the bar."""
+    """The result of the statistical test alone. "small difference": significant, but small relative to the bar."""
     incomplete: str = ""
     """The planned steps that are not compared. If there are any, the metric does not pass."""
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Tokens per second in one phase, over the steps with equal lengths (over all common steps if there are none)."""
+    """Tokens per second in one phase, over the steps with equal lengths (if there are none, over all common steps)."""
 
     name: str
     a: float
@@ -136,11 +136,11 @@ class PhaseTimes:
 @dataclass(frozen=True)
 class Throughput:
     ratio: float | None
-    """b over a: the mean of perf/throughput of the first 4 steps, as the Ascend documents define it."""
+    """b divided by a: the mean of perf/throughput over the first 4 steps, as the Ascend documents define it."""
     a: float | None
     b: float | None
     matched_ratio: float | None
-    """At equal response lengths."""
+    """The ratio over steps with equal response lengths."""
     matched_steps: int
     phases: list[PhaseTimes]
     warnings: list[str]
@@ -169,15 +169,15 @@ class Comparison:
     throughput: Throughput
     differences: list[Difference]
     unknown: list[str]
-    """What could not be compared because a side lacks the information (foreign logs have no recipe)."""
+    """Comparisons that were impossible because a side lacks the information (foreign logs have no recipe)."""
     samples: list[tuple[dict[str, Any] | None, dict[str, Any] | None]]
     """The first responses of both sides to the same prompts."""
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """For the support table: method, model, hardware and versions of both sides; None if unknown."""
+    """Data of the support table: method, model, hardware and versions of both sides; None if unknown."""
     setup_known: bool = True
     """Whether both sides recorded their set-up. If not, `differences` is empty."""
     remarks: list[str] = field(default_factory=list)
-    """Shifted or selected steps, and shifts that would make the curves agree better."""
+    """Remarks on shifted or selected steps, and on shifts that would make the curves agree better."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)

@@ -1,4 +1,4 @@
-"""How far apart two curves are: errors, drift, correlation, divergence step; and the errors between repeats."""
+"""Computes the distance of two curves: errors, drift, correlation, divergence step; and the errors between repeats."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LONGEST_WINDOW = 9
 RESAMPLES = 2000
 MAX_BLOCKS = 100
 MIN_NOISE_STEPS = 8
-"""With fewer common steps there are too few blocks for the bootstrap."""
+"""Minimum number of common steps: with fewer there are too few blocks for the bootstrap."""
 
 
 def figures(pair: Pair, tolerance: np.ndarray | float | None) -> Figures:
-    """All figures of two curves with at least one common step; NaN if both are finite at no step. `tolerance` is the
-    allowed distance per step (None: no bar, so no divergence step)."""
+    """Computes all error metrics of two curves with at least one common step. They are NaN if there is no step at which
+    both are finite. `tolerance` is the allowed distance per step (None: there is no bar, so no divergence step)."""
     finite = pair.finite
     a, b = pair.a[finite], pair.b[finite]
     distance, size = np.abs(a - b), np.abs(a)
@@ -46,7 +46,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Pearson's correlation; None if a curve is constant."""
+    """Returns Pearson's correlation; None if a curve is constant."""
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
     from_mean_a, from_mean_b = a - a.mean(), b - b.mean()
@@ -55,12 +55,12 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
-    """The first step after which, until the end, most steps of a window around each step exceed `tolerance`.
+    """Returns the first step from which, until the end, most steps in a window around each step exceed `tolerance`.
 
     The majority vote in a window (the sign of the running median of distance minus tolerance) prevents a single step
-    near the end from causing or hiding a divergence. A change less than half a window before the end does not count.
-    A step with one finite value exceeds the tolerance; a step with none has no vote. Curves that cross each other do
-    not diverge: the mean difference from this step on must exceed `tolerance` too.
+    near the end from causing or hiding a divergence. A change in the last half window does not count. A step with one
+    finite value exceeds the tolerance; a step with none has no vote. Curves that cross do not diverge: the mean
+    difference from this step on must exceed `tolerance` too.
     """
     voting = pair.finite | pair.one_sided
     allowed = np.broadcast_to(np.asarray(tolerance, dtype=np.float64), pair.steps.shape)[voting]
@@ -69,7 +69,7 @@ def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
         exceeds = ~(np.abs(difference) <= allowed)
     window = window_length(len(exceeds))
     half = window // 2
-    # Mirrored at the ends: the outermost step has one vote there as everywhere, not those of the missing steps too.
+    # The ends are mirrored, so that the outermost step does not also get the votes of missing steps beyond it.
     padded = np.pad(exceeds.astype(np.int64), half, mode="reflect")
     votes = np.convolve(padded, np.ones(window, dtype=np.int64), "valid")
     together = np.flatnonzero(votes <= half)
@@ -80,7 +80,7 @@ def divergence_step(pair: Pair, tolerance: np.ndarray | float) -> int | None:
 
 
 def window_length(steps: int) -> int:
-    """A tenth of the steps, odd, between 3 and 9; 1 for a curve of one or two steps."""
+    """Returns a tenth of the steps, odd, between 3 and 9; 1 for a curve of one or two steps."""
     return 1 if steps < 3 else min(LONGEST_WINDOW, max(3, (steps // 10) | 1))
 
 
@@ -88,7 +88,7 @@ def window_length(steps: int) -> int:
 
 
 def noise_floor(a_runs: Sequence[Series], b_runs: Sequence[Series], seed: int = 0) -> Noise | None:
-    """The mean error between runs of one side, and an interval for the additional error between the sides.
+    """Returns the mean error between runs of one side, and an interval for the additional error between the sides.
 
     All runs have the same weight. None if no side has a repeat, or if all runs share too few finite steps.
     """
@@ -105,7 +105,7 @@ def noise_floor(a_runs: Sequence[Series], b_runs: Sequence[Series], seed: int = 
 
 
 def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarray:
-    """Bootstrap draws of mean(`across`) - mean(`within`); one row per pair of runs, one column per step.
+    """Returns bootstrap draws of mean(`across`) - mean(`within`); one row per pair of runs, one column per step.
 
     Each draw takes circular blocks of steps, because errors of neighbouring steps are correlated, and one pair of each
     kind, because a run may be off at every step.
@@ -121,9 +121,9 @@ def excess_draws(across: np.ndarray, within: np.ndarray, seed: int) -> np.ndarra
 
 
 def block_length(excess: np.ndarray) -> int:
-    """The block length of the bootstrap: optimal for the mean of a series with this lag-1 correlation (Politis & White
-    2004, circular blocks, with an AR(1) model), between N^(1/3) and N/4. At most 100 blocks: more take time and do not
-    narrow the interval."""
+    """Returns the block length of the bootstrap: optimal for the mean of a series with this lag-1 correlation (Politis
+    & White 2004, circular blocks, with an AR(1) model), between N^(1/3) and N/4. There are at most 100 blocks, because
+    more take time and do not narrow the interval."""
     steps = len(excess)
     from_mean = excess - excess.mean()
     spread = float((from_mean**2).sum())
@@ -133,7 +133,7 @@ def block_length(excess: np.ndarray) -> int:
 
 
 def _on_common_steps(runs: Sequence[Series]) -> np.ndarray:
-    """One row per run, one column per step at which all runs are finite."""
+    """Returns one row per run, with one column per step at which all runs are finite."""
     common = common_steps([run.steps for run in runs])
     values = np.stack([values_at(run, common) for run in runs])
     return values[:, np.isfinite(values).all(axis=0)]
@@ -144,6 +144,6 @@ def _distances(values: np.ndarray, pairs: Sequence[tuple[int, int]]) -> np.ndarr
 
 
 def _block_sums(rows: np.ndarray, block: int) -> np.ndarray:
-    """The sum of `block` steps starting at each step; the last blocks continue with the first steps."""
+    """Returns the sum of `block` steps starting at each step; the last blocks wrap around to the first steps."""
     around = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.hstack([rows, rows[:, : block - 1]]), axis=1)], 1)
     return around[:, block:] - around[:, :-block]

@@ -1,4 +1,4 @@
-"""The statistical test: do two sides differ by more than repeats of one side do? And its power.
+"""The statistical test of whether two sides differ by more than repeats of one side do, and the power of the test.
 
 It examines the drift, windows, the end of the run, the trend, the scatter and single steps; without repeats also
 whether the curves move in opposite directions. docs/compare.md contains the formulas and the measured error rates.
@@ -40,39 +40,40 @@ from lockstep.parity.compare.noise_model import (
 )
 
 MAX_MISSING = 0.05
-"""A repeat that lacks a longer run of the pair's steps than this fraction is not used."""
+"""A repeat is not used if one of its gaps is longer than this fraction of the pair's steps."""
 MEMORY_OF_FEW = 5.5
-"""The factor by which a memory of 0.9 raises the t statistic of up to seven steps."""
+"""The factor by which a lag-1 autocorrelation of 0.9 raises the t statistic of up to seven steps."""
 LARGEST = 1e6
-"""The reported excess over noise of exactly 0."""
+"""The excess that is reported if the noise is exactly 0."""
 SPIKE_SIZE = 9.5
-"""A single step is a finding only beyond this many root mean squares of all other steps (20 sd of one run are 14)."""
+"""A single step is a finding only if it exceeds this multiple of the root mean square of all other steps."""
 SPIKE_CHANCE = 0.025
-"""And only if the tail of the others reaches it with at most this chance, and at most 0.5 / their number."""
+"""A single step is a finding only if the tail of the others reaches it with at most this probability or 0.5 / count."""
 SPIKE_LINEAR = 3.0
 OPPOSED_CHANCE = 0.005
-"""The chance of a false alarm of opposed moves; the other statistics share 4.5 %."""
+"""The probability of a false alarm of opposed moves; the other statistics share 4.5 %."""
 FEWER_MOVES = 1.5
-"""Neighbouring moves share a step: those of noise without memory have a correlation of -1/2, so n moves carry as much
-information on a correlation as n / (1 + 2 / 4) independent ones (Bartlett 1935). With memory it is closer to n."""
+"""The factor by which correlated moves count as fewer. Neighbouring moves share a step, so those of uncorrelated noise
+have a correlation of -1/2, and n moves are worth n / (1 + 2 / 4) independent ones (Bartlett 1935). With autocorrelated
+noise they are worth more."""
 SURE = NormalDist().inv_cdf(0.95)
 LATE = 0.05
-"""The fraction of the run that a late collapse takes."""
+"""A late collapse is assumed to affect this fraction of the run, at its end."""
 DEEP = 10
 """The depth, in noise standard deviations, of the collapse whose latest detectable step is reported."""
 ROOM_ALONE = 1.35
-"""A margin without repeats: a fault makes the estimated noise of the pair larger."""
+"""A safety margin if there are no repeats: a fault increases the noise that is estimated from the pair."""
 NO_NOISE = 1e-100
-"""Smaller values mean no noise."""
+"""Noise below this value counts as 0."""
 MARGIN = 0.85
-"""A margin for recommendations: the noise is estimated from few runs."""
+"""A safety margin for recommendations, because the noise is estimated from few runs."""
 MAX_REPEATS = 8
 MAX_TIMES_LONGER = 16
 
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of the test. `repeats` counts the usable ones; `spread` and `power` are None with too few steps."""
+    """The result of the test. `repeats`: the usable ones. `spread` and `power` are None if there are too few steps."""
 
     steps: np.ndarray
     repeats: int
@@ -87,7 +88,7 @@ class Examined:
 
 
 def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]) -> Examined:
-    """Compare the runs of B with those of A, on the steps at which the pair and all usable repeats are finite."""
+    """Compares the runs of B with those of A, on the steps at which the pair and all usable repeats are finite."""
     steps = pair.steps[pair.finite]
     if len(steps) < MIN_STEPS:
         return Examined(steps, 0, _of_few(steps, (pair.b - pair.a)[pair.finite]))
@@ -107,11 +108,11 @@ def examine(pair: Pair, a_repeats: Sequence[Series], b_repeats: Sequence[Series]
 
 
 def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """The correlation of the step-to-step moves of two curves, and how far below 0 it is relative to its critical
+    """Returns the correlation of two curves' step-to-step moves, and how far it is below 0 relative to its critical
     value.
 
-    The noises of two runs of one recipe are independent. Their moves share those of the common curve, so the expected
-    correlation is at least 0. It is negative if the step counts are off by one, or if the data came in another order.
+    The noise of two runs of one recipe is independent, and both follow a common curve, so the expected correlation of
+    their moves is at least 0. It is negative if the step counts are off by one, or if the data order differs.
     """
     x, y = (moves - moves.mean() for moves in (np.diff(a), np.diff(b)))
     size = float(np.sqrt((x**2).sum() * (y**2).sum()))
@@ -124,7 +125,7 @@ def opposition(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
 
 
 def _opposed(steps: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[Finding]:
-    """Noise cannot make two runs move in opposite directions: this holds without a repeat."""
+    """Returns a finding if the curves move in opposite directions. Noise cannot cause that, so no repeat is needed."""
     correlation, excess = opposition(a, b)
     first, last = int(steps[0]), int(steps[-1])
     return [Finding("opposed", first, last, correlation, 0.0, min(excess, LARGEST))] if excess > 1 else []
@@ -136,14 +137,15 @@ def _covering(repeats: Sequence[Series], steps: np.ndarray) -> list[np.ndarray]:
 
 
 def _covers(there: np.ndarray) -> bool:
-    """Whether there are enough steps and no long gap."""
+    """Returns whether enough steps are present and no gap is long."""
     edges = np.concatenate([[-1], np.flatnonzero(there), [len(there)]])
     longest = int(np.diff(edges).max()) - 1
     return int(there.sum()) >= MIN_STEPS and longest <= max(1, MAX_MISSING * len(there))
 
 
 def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
-    """For two to seven steps: a t test of the mean. The memory cannot be estimated, so a long one is assumed."""
+    """Runs a t test of the mean for two to seven steps. It assumes a high autocorrelation, which cannot be
+    estimated."""
     count = len(steps)
     if count < 2 or not difference.any():
         return []
@@ -157,7 +159,7 @@ def _of_few(steps: np.ndarray, difference: np.ndarray) -> list[Finding]:
 def _window_findings(
     steps: np.ndarray, difference: np.ndarray, scores: SeriesScores, spread: Spread, runs: tuple[int, int]
 ) -> list[Finding]:
-    """The strongest finding of each statistic."""
+    """Returns the strongest finding of each statistic."""
     at = windows_for(len(steps))
     kinds, bound = np.array(at.kind), bounds(spread, runs)
     excess = np.minimum(np.nan_to_num(scores.excess, posinf=LARGEST), LARGEST)
@@ -186,14 +188,14 @@ def _window_findings(
 
 
 def _onset(difference: np.ndarray) -> int:
-    """The step from which the mean difference to the end exceeds noise the most: the most likely start of the
-    change."""
+    """Returns the most likely start of the change: the step from which the mean difference until the end exceeds the
+    noise by most."""
     from_here = np.cumsum(difference[::-1])[::-1]
     return int(np.argmax(np.abs(from_here) / np.sqrt(np.arange(len(difference), 0, -1))))
 
 
 def _trend(difference: np.ndarray) -> float:
-    """The change of the regression line of the difference from the first step to the last."""
+    """Returns the change of the difference's regression line from the first step to the last."""
     position = np.arange(len(difference)) - (len(difference) - 1) / 2
     return float((difference * position).sum() / (position**2).sum() * (len(difference) - 1))
 
@@ -204,13 +206,13 @@ def _trend(difference: np.ndarray) -> float:
 @dataclass(frozen=True)
 class SeriesScores:
     deviates: np.ndarray
-    """(..., windows): signed normal deviates."""
+    """(..., windows): signed normal deviates of the window means."""
     excess: np.ndarray
-    """(..., windows): the absolute deviate over the critical one; above 1 is a finding."""
+    """(..., windows): the absolute deviate divided by the critical one; above 1 is a finding."""
     scatter: np.ndarray
-    """(...): the same for the scatter of the steps; 0 without repeats."""
+    """(...): the same ratio for the scatter of the steps; 0 without repeats."""
     scattered: np.ndarray
-    """(...): the ratio of the scatter to that of repeats."""
+    """(...): the ratio of the scatter to the repeats' scatter."""
     spike: np.ndarray
     """(...): the excess of the single step that differs most; its index is `spike_at`."""
     spike_at: np.ndarray
@@ -223,7 +225,7 @@ class SeriesScores:
 
 
 def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
-    """The excess of each window of the difference of the sides (..., runs, N) over the noise."""
+    """Computes by how much each window of the difference of the sides (..., runs, N) exceeds the noise."""
     at = windows_for(a.shape[-1])
     of = compressed(a, b)
     spread = spread_of(of)
@@ -240,7 +242,7 @@ def score(a: np.ndarray, b: np.ndarray) -> tuple[SeriesScores, Spread]:
 
 
 def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether the difference scatters more from step to step than the repeats: a t test on the logarithms of mean
+    """Tests whether the difference scatters more from step to step than the repeats: a t test on the logarithms of mean
     squared moves in up to 16 blocks of the run, which assumes nothing about the distribution of single steps."""
     rows, steps = noise.shape[-2:]
     blocks = min(16, (steps - 1) // 6)
@@ -262,9 +264,9 @@ def _scatter(difference: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Whether one step is too far off. Heavy-tailed noise always has one, so all other steps give the tail: above the
-    k-th largest, log-compressed sizes decay exponentially (Hill 1975), and the gap below the largest exceeds k
-    (chance^(-1/k) - 1) times their mean excess with that chance (Renyi 1953)."""
+    """Tests whether one step is too far off. Heavy-tailed noise always has outliers, so the tail is estimated from all
+    other steps: above the k-th largest, log-compressed sizes decay exponentially (Hill 1975). The gap below the largest
+    exceeds k (chance^(-1/k) - 1) times their mean excess with probability `chance` (Renyi 1953)."""
     difference, residuals = contrasts(a, b)
     equal = mostly_equal(difference)
     scale = np.where(equal[..., None], 1.0, scale)  # few steps differ: the shape of the noise cannot be estimated
@@ -290,7 +292,7 @@ def _spike(a: np.ndarray, b: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray,
 
 
 def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The noise of the curves from their moves, without the step `at`; 0 if most steps do not move."""
+    """Estimates the noise of the curves from their moves, without the step `at`; 0 if most steps do not move."""
     moves = np.abs(np.diff(runs, axis=-1))
     step = np.arange(moves.shape[-1])
     near = (step == at[..., None]) | (step == at[..., None] - 1)
@@ -298,12 +300,12 @@ def _move_noise(runs: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.where((sizes > 0).mean(axis=(-1, -2)) > 0.5, np.sqrt(typical_square(joined(sizes)) / 2), 0.0)
 
 
-# Power: the differences that the test finds with 95 % probability, and what would increase it -----------------------
+# Power: the differences that the test finds with 95 % probability, and how to increase it ---------------------------
 
 
 def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: float = 0.0) -> Power:
-    """The power from the noise of one comparison. `runs`: the numbers of runs of A and B; `drift`: the mean of b -
-    a."""
+    """Computes the power from the noise of one comparison. `runs`: the number of runs of A and of B. `drift`: the mean
+    of b - a."""
     at = windows_for(len(steps))
     need = _in_metric(spread, at, runs, _critical(spread, at) + SURE * np.sqrt(spread.likely[at.which]))
     if sum(runs) == 2:
@@ -326,18 +328,18 @@ def power_of(spread: Spread, steps: np.ndarray, runs: tuple[int, int], drift: fl
 
 
 def nonzero(size: float) -> float:
-    """The size, or exactly 0 if there is no noise."""
+    """Returns the size, or exactly 0 if there is no noise."""
     return float(size) if size > NO_NOISE else 0.0
 
 
 def bounds(spread: Spread, runs: tuple[int, int]) -> np.ndarray:
-    """The smallest mean of b - a over each window that is a finding."""
+    """Returns for each window the smallest mean of b - a that is a finding."""
     at = windows_for(spread.scale.shape[-1])
     return _in_metric(spread, at, runs, _critical(spread, at))
 
 
 def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
-    """The smallest change of a straight line, from the first step to the last, that is a finding."""
+    """Returns the smallest change of a straight line, from the first step to the last, that is a finding."""
     count = spread.scale.shape[-1]
     at = windows_for(count)
     critical = (at.critical * spread.raised(at))[-1:]
@@ -347,26 +349,26 @@ def trend_bound(spread: Spread, runs: tuple[int, int]) -> float:
 
 
 def _uncertain(spread: Spread, at: Windows, runs: tuple[int, int]) -> float:
-    """The one-sided 95 % error of the mean of b - a."""
+    """Returns the one-sided 95 % error of the mean of b - a."""
     all_steps = at.kind.index("drift")
     means = as_t(np.array(SURE), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
     return float(_in_metric(spread, at, runs, means)[all_steps])
 
 
 def _critical(spread: Spread, at: Windows) -> np.ndarray:
-    """The smallest mean of each window that is a finding, in the noise of one run at scale 1."""
+    """Returns for each window the smallest mean that is a finding, in units of one run's noise at scale 1."""
     return as_t(at.critical * spread.raised(at), spread.freedom[at.which]) * np.sqrt(spread.variance[at.which])
 
 
 def _in_metric(spread: Spread, at: Windows, runs: tuple[int, int], means: np.ndarray) -> np.ndarray:
-    """Window means as differences of the sides, in the units of the metric."""
+    """Converts window means to differences of the sides in the units of the metric."""
     difference = spread.uncompressed(means * np.sqrt(1 / runs[0] + 1 / runs[1]))
     return difference / window_means(1 / spread.scale, at.start, at.length)
 
 
 def _collapses(need: np.ndarray, length: np.ndarray, steps: int) -> np.ndarray:
-    """The smallest detectable collapse over the last 1, 2, ... steps. A longer examined end contains only part of
-    it."""
+    """Returns the smallest detectable collapse over the last 1, 2, ... steps. A collapse may fill only a part of the
+    examined end of the run."""
     lasting = np.arange(1, steps + 1)[:, None]
     return (need * np.maximum(1, length / lasting)).min(axis=1)
 
@@ -378,8 +380,8 @@ class Wanted:
 
 
 def would_suffice(power: Power, spread: Spread, steps: int, limit: float) -> Wanted | None:
-    """The number of repeats of one side and of steps that would exclude a drift of `limit` if there is none; None if
-    even many would not. It uses the estimated noise."""
+    """Returns how many repeats of one side and how many steps would exclude a drift of `limit` if there is none; None
+    if even many would not. It uses the estimated noise."""
     at = windows_for(steps)
     index = int(np.flatnonzero(at.lengths == steps)[0])
     likely, sd = float(spread.likely[index]), float(spread.sd)

@@ -1,11 +1,12 @@
-"""A model of the noise between runs of one kind, from repeats or from the difference of two runs alone.
+"""A model of the noise between runs of the same kind, estimated from repeats or from the difference of two runs.
 
-All functions accept leading axes (many comparisons at once) and work along the last axis, the steps. docs/compare.md
-contains the formulas.
+All functions accept leading axes (many comparisons at once) and work along the last axis, the steps. "Memory" is the
+lag-1 autocorrelation of the noise; the short-memory model is AR(1). docs/compare.md contains the formulas.
 
 Differences are compressed before they are averaged, so that heavy tails of the noise have little weight. Each pair of
-runs is compressed separately: the difference of two runs of one kind is symmetric for any noise, so the mean of its
-compressed values is 0 too. The difference of a run and a mean of runs is skewed if the noise is.
+runs is compressed separately: the difference of two runs of the same kind has a symmetric distribution for any noise,
+so the mean of its compressed values is also 0. The difference between a run and a mean of runs would be skewed if the
+noise is skewed.
 """
 
 from __future__ import annotations
@@ -17,48 +18,48 @@ from statistics import NormalDist
 import numpy as np
 
 SHARES = {"drift": 0.025, "trend": 0.004, "end": 0.010, "window": 0.007, "scatter": 0.004}
-"""The chance of a false alarm that each statistic may use; together 5 %."""
+"""The false-alarm probability of each statistic; together they have 5 %."""
 END_PARTS = (0.025, 0.05, 0.1, 0.2, 0.4)
-"""The examined ends of the run, as fractions of its steps."""
+"""The tested ends of the run: the last steps, as fractions of all steps."""
 MIN_STEPS = 8
-"""With fewer common steps noise and drift cannot be separated."""
+"""Minimum number of common steps: with fewer, noise and drift cannot be separated."""
 MAX_MEMORY = 0.97
 MODERATION = 3.0
-"""The weight, in degrees of freedom, of the short-memory estimate relative to that of few repeats on long windows."""
+"""The weight of the short-memory estimate for long windows, in degrees of freedom, if there are few repeats."""
 CAUTION = 1.5
-"""The assumed variance of long windows over the short-memory estimate, before repeats show it."""
+"""Prior of the ratio of the variance of long windows to its short-memory estimate."""
 WANDER = 0.18
-"""The assumed constant offset between runs, in noise standard deviations, before repeats show it."""
+"""Prior of the constant offset between runs, in noise standard deviations."""
 CAUTION_ALONE = 25
-"""Without a repeat the short-memory estimate is multiplied by 1 + this / N: memory is hard to estimate."""
+"""Without a repeat, the short-memory estimate is multiplied by 1 + CAUTION_ALONE / N, because memory is uncertain."""
 MEMORY_ALONE = 36
-"""(This / N)^4 is added to that factor, unless the estimated memory is below N / 50 - 0.45: a long memory looks short
-in a short run."""
+"""(MEMORY_ALONE / N)^4 is added to that factor, unless the estimated memory is below N / 50 - 0.45, because a long
+memory looks short in a short run."""
 MAX_UNSEEN = 25.0
-"""The upper limit of that term: a memory of 0.9 needs no more."""
+"""The maximum of the term (MEMORY_ALONE / N)^4; a memory of 0.9 needs no more."""
 WANDER_ALONE = 0.5
-"""The same offset without a repeat, where it stays an assumption."""
+"""The assumed constant offset if there is no repeat."""
 FREEDOM_ALONE = 10.0
 LINEAR = 1.5
 """The compression is linear up to about this many standard deviations of a difference of two runs, and logarithmic
 beyond."""
 MAX_TAILS = 3.0
 STAYS = 4
-"""If the sides are equal at most steps: this many steps in a row on one side are not noise."""
+"""If the sides are equal at more than half of the steps, this many differences of one sign in a row are not noise."""
 CUT_MOVES = 4.0
-"""Moves are clipped at this many median moves when the shape of the noise is estimated."""
+"""When the shape of the noise is estimated, moves are clipped at this multiple of the median move."""
 TINY = 1e-300
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The examined windows: means over `length` steps from `start` on; the last entry is the trend over all steps."""
+    """The tested windows: means over `length` steps from `start` on; the last entry is the trend over all steps."""
 
     kind: tuple[str, ...]
     start: np.ndarray
     length: np.ndarray
     critical: np.ndarray
-    """The normal deviate that each must exceed; the windows of one statistic share its chance of a false alarm."""
+    """The critical normal deviate of each window; the windows of a statistic share its probability of a false alarm."""
     lengths: np.ndarray
     which: np.ndarray
     """The index of each window's length among `lengths`."""
@@ -66,43 +67,43 @@ class Windows:
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of window means of each length under noise alone, in units of the scale."""
+    """The distribution of window means of each length under pure noise, in units of the scale."""
 
     scale: np.ndarray
-    """(..., N): the size of the noise over the run, with mean 1."""
+    """(..., N): the size of the noise at each step, with mean 1."""
     variance: np.ndarray
-    """(..., lengths)"""
+    """(..., lengths): the variance of window means."""
     freedom: np.ndarray
-    """(..., lengths)"""
+    """(..., lengths): the degrees of freedom of the variance."""
     tails: np.ndarray
     """(..., lengths): excess kurtosis, which raises the critical deviates."""
     likely: np.ndarray
-    """(..., lengths): the variance without the margins of caution."""
+    """(..., lengths): the variance without safety margins."""
     trend: np.ndarray
     """(...): the variance of the trend."""
     trend_freedom: np.ndarray
     sd: np.ndarray
-    """(...): the standard deviation of a single step of one run, compressed."""
+    """(...): the standard deviation of a single step of one run, from compressed differences."""
     raw_sd: np.ndarray
-    """(...): the same, not compressed."""
+    """(...): the standard deviation of a single step of one run, from uncompressed differences."""
     level: np.ndarray
     """(...): the standard deviation of the difference of two runs at one step, without outliers."""
     gain: np.ndarray
     """(...): the factor by which the compression scales a small difference."""
 
     def raised(self, at: Windows) -> np.ndarray:
-        """(..., windows): the factor for the critical deviates."""
+        """Returns (..., windows): the factor for the critical deviates."""
         return 1 + self.tails[..., at.which] * (at.critical**2 - 3).clip(0) / 24
 
     def uncompressed(self, mean: np.ndarray) -> np.ndarray:
-        """The constant difference whose compressed mean is `mean`; both in units of the scale."""
+        """Returns the constant difference whose compressed mean is `mean`; both in units of the scale."""
         linear = np.clip(LINEAR * self.level, TINY, 1e300)
         return linear * np.sinh(np.minimum(mean / linear, 100.0)) / self.gain
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """The contrasts of compressed differences."""
+    """The difference of the sides and the residual curves of the repeats, from compressed differences."""
 
     difference: np.ndarray
     residuals: np.ndarray
@@ -113,8 +114,8 @@ class Compressed:
 
 @lru_cache(maxsize=64)
 def windows_for(steps: int) -> Windows:
-    """Windows of N/64 steps (at least 4) and doubled lengths, overlapping by half, with one at the end; the ends of the
-    run; all steps; the trend."""
+    """Returns windows of N/64 steps (at least 4) and of doubled lengths, overlapping by half, with one at the end; then
+    the ends of the run, all steps, and the trend."""
     lengths = [max(4, round(steps / 64))]
     while lengths[-1] * 2 <= steps / 2:
         lengths.append(lengths[-1] * 2)
@@ -145,34 +146,34 @@ def window_starts(steps: int, length: int) -> list[int]:
 
 
 def two_sided(chance: float) -> float:
-    """The normal deviate that is exceeded in either direction with this chance."""
+    """Returns the normal deviate that is exceeded in either direction with this probability."""
     return -NormalDist().inv_cdf(chance / 2)
 
 
 def as_normal(t: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """The normal deviate with the same tail probability as this t (Wallace 1959)."""
+    """Returns the normal deviate with the same tail probability as this t (Wallace 1959)."""
     size = np.sqrt(freedom * np.log1p(t**2 / freedom))
     return np.sign(t) * size * (8 * freedom + 1) / (8 * freedom + 3)
 
 
 def as_t(deviate: np.ndarray, freedom: np.ndarray) -> np.ndarray:
-    """The inverse of `as_normal`, for positive deviates."""
+    """Computes the inverse of `as_normal`, for positive deviates."""
     size = deviate * (8 * freedom + 3) / (8 * freedom + 1)
     return np.sqrt(freedom * np.expm1(size**2 / freedom))
 
 
 def contrasts(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From the runs of both sides (..., runs, N): the difference of the sides, and one residual curve per repeat.
-    Without a real difference all of them have the noise of a single run."""
+    """Returns the difference of the sides (..., runs, N) and one residual curve per repeat. Without a real difference
+    all of them have the noise of a single run."""
     difference = (b.mean(axis=-2) - a.mean(axis=-2)) / np.sqrt(1 / a.shape[-2] + 1 / b.shape[-2])
     residuals = np.concatenate([_helmert(a), _helmert(b)], axis=-2)
-    # Bit-identical runs have no noise; remove the rounding of these sums.
+    # Bit-identical runs have no noise, so the rounding of these sums is removed.
     rounding = 8 * np.finfo(np.float64).eps * np.abs(a).max(axis=(-1, -2), keepdims=True)
     return difference, np.where(np.abs(residuals) > rounding, residuals, 0.0)
 
 
 def _helmert(runs: np.ndarray) -> np.ndarray:
-    """Run k minus the mean of the runs before it, scaled to the variance of one run; the rows are orthogonal."""
+    """Returns run k minus the mean of the runs before it, scaled to the variance of one run, as orthogonal rows."""
     count = runs.shape[-2]
     weights = np.zeros((count - 1, count))
     for row in range(1, count):
@@ -182,8 +183,9 @@ def _helmert(runs: np.ndarray) -> np.ndarray:
 
 
 def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
-    """The contrasts of both sides, from differences of single runs compressed by an inverse hyperbolic sine. Without a
-    repeat there is no compression: a single difference is symmetric, and its critical value is cautious enough."""
+    """Returns compressed `contrasts`. Differences of single runs are compressed by an inverse hyperbolic sine.
+    Without a repeat there is no compression: a single difference is symmetric, and its critical value is cautious
+    enough."""
     plain, noise = contrasts(a, b)
     scale = shape_of_noise(np.concatenate([noise, plain[..., None, :]], axis=-2))
     if not noise.shape[-2]:
@@ -206,7 +208,7 @@ def compressed(a: np.ndarray, b: np.ndarray) -> Compressed:
 
 
 def _within(runs: np.ndarray) -> list[np.ndarray]:
-    """For each run after the first: its differences from all runs before it."""
+    """Returns for each run after the first its differences from all runs before it."""
     return [runs[..., k : k + 1, :] - runs[..., :k, :] for k in range(1, runs.shape[-2])]
 
 
@@ -215,7 +217,7 @@ def joined(curves: np.ndarray) -> np.ndarray:
 
 
 def spread_of(of: Compressed) -> Spread:
-    """From the repeats; from the difference alone if there are none, or if the sides are equal at most steps."""
+    """Estimates the spread from the repeats, or from the difference if there are none or the sides are mostly equal."""
     at = windows_for(of.difference.shape[-1])
     alone = _alone(of, at)
     if of.residuals.shape[-2] == 0:
@@ -229,14 +231,14 @@ def spread_of(of: Compressed) -> Spread:
 
 
 def mostly_equal(difference: np.ndarray) -> np.ndarray:
-    """Whether the sides are equal at most steps, like rewards of few responses. Noise is rare there: neither the median
-    difference nor a few repeats show it."""
+    """Returns whether the sides are equal at more than half of the steps, like rewards of few responses. Noise is rare
+    there, so neither the median difference nor a few repeats reveal it."""
     return (difference == 0).mean(axis=-1) > 0.5
 
 
 def _among_repeats(of: Compressed, at: Windows) -> Spread:
-    """Short windows: the variance among repeats. Long windows, of which there are few: moderated by an extrapolation
-    from windows of an eighth of the run, assuming a short memory."""
+    """Estimates short windows by the variance among repeats. Long windows, of which there are few, are moderated by an
+    extrapolation from windows of an eighth of the run, which assumes a short memory."""
     noise = of.residuals / of.scale[..., None, :]
     rows, steps = noise.shape[-2:]
     base = max(int(at.lengths[at.lengths <= max(steps / 8, at.lengths[0])][-1]), 2)
@@ -272,8 +274,8 @@ def _among_repeats(of: Compressed, at: Windows) -> Spread:
 
 
 def _alone(of: Compressed, at: Windows) -> Spread:
-    """Without a repeat: the noise from step to step is estimated with a short memory; the constant offset between runs
-    is assumed."""
+    """Estimates the spread without a repeat: the noise from step to step with a short memory, plus an assumed constant
+    offset between runs."""
     noise = of.difference / of.scale
     variance, memory = _variogram(noise)
     equal = mostly_equal(noise)
@@ -306,14 +308,14 @@ def window_means(curves: np.ndarray, start: np.ndarray, length: np.ndarray) -> n
 
 
 def trend_of(curves: np.ndarray) -> np.ndarray:
-    """The projection on a straight line with mean 0 and norm 1."""
+    """Projects the curves on a straight line with mean 0 and norm 1."""
     line = np.arange(curves.shape[-1]) - (curves.shape[-1] - 1) / 2
     return curves @ (line / np.sqrt((line**2).sum()))
 
 
 def shape_of_noise(curves: np.ndarray) -> np.ndarray:
-    """The size of the noise at each step, with mean 1: from the step-to-step moves (a drift or a single jump hardly
-    changes them) in the surrounding quarter of the run, shrunk to the mean if there are few."""
+    """Estimates the size of the noise at each step, with mean 1, from the step-to-step moves in the surrounding quarter
+    of the run (a drift or a single jump hardly changes them). With few moves it is shrunk to the mean."""
     rows, steps = curves.shape[-2:]
     sizes = np.abs(np.diff(curves, axis=-1))
     usual = np.median(sizes, axis=(-1, -2), keepdims=True)
@@ -335,7 +337,7 @@ def _mean_square(noise: np.ndarray, length: int) -> np.ndarray:
 
 
 def _tails(noise: np.ndarray, length: int) -> np.ndarray:
-    """The excess kurtosis of window means, at least 0, for the Cornish-Fisher correction of quantiles."""
+    """Returns the excess kurtosis of window means, at least 0, for the Cornish-Fisher correction of quantiles."""
     starts = np.array(window_starts(noise.shape[-1], length))
     means = window_means(noise, starts, np.full(len(starts), length))
     square = (means**2).mean(axis=(-1, -2))
@@ -343,7 +345,7 @@ def _tails(noise: np.ndarray, length: int) -> np.ndarray:
 
 
 def _neighbours(noise: np.ndarray, length: int) -> np.ndarray:
-    """The correlation of neighbouring windows, at least 0."""
+    """Returns the correlation of neighbouring windows, at least 0."""
     starts = np.arange(0, noise.shape[-1] - length + 1, length)
     means = window_means(noise, starts, np.full(len(starts), length))
     if len(starts) < 3:
@@ -358,7 +360,7 @@ def _observed_at(observed: np.ndarray, at: Windows, length: int) -> np.ndarray:
 
 
 def _memory(noise: np.ndarray) -> np.ndarray:
-    """The lag-1 correlation, corrected for its bias in short curves, at least 0."""
+    """Returns the lag-1 correlation, corrected for its bias in short curves, at least 0."""
     products = (noise[..., 1:] * noise[..., :-1]).sum(axis=(-1, -2))
     squares = (noise**2).sum(axis=(-1, -2))
     count = noise.shape[-1] * noise.shape[-2]
@@ -366,13 +368,13 @@ def _memory(noise: np.ndarray) -> np.ndarray:
 
 
 def _of_window(memory: np.ndarray, length: np.ndarray | int) -> np.ndarray:
-    """The variance of a mean over `length` steps of an AR(1) process of variance 1."""
+    """Returns the variance of a mean over `length` steps of an AR(1) process of variance 1."""
     lasting = (1 + memory) / (1 - memory)
     return (lasting - 2 * memory * (1 - memory**length) / ((1 - memory) ** 2 * length)) / length
 
 
 def _to_infinity(memory: np.ndarray, length: int) -> np.ndarray:
-    """The long-run variance over that of a window of this length."""
+    """Returns the long-run variance divided by that of a window of this length."""
     return (1 + memory) / (1 - memory) / (length * _of_window(memory, length))
 
 
@@ -383,7 +385,7 @@ _GRID = np.linspace(0, MAX_MEMORY, 98)
 
 
 def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Variance and memory of an AR(1) process from its moves over 1 and over k steps; a jump affects only k of them."""
+    """Estimates variance and memory of an AR(1) process from its moves over 1 and k steps; a jump affects k moves."""
     lag = max(2, min(8, noise.shape[-1] // 8))
     one, more = (typical_square(noise[..., step:] - noise[..., :-step]) for step in (1, lag))
     ratios = (1 - _GRID**lag) / (1 - _GRID)
@@ -392,8 +394,8 @@ def _variogram(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rare(curves: np.ndarray) -> np.ndarray:
-    """The variance of curves that are 0 at most steps, without spans on one side: noise comes and goes, a departure
-    stays."""
+    """Returns the variance of curves that are mostly 0. Long spans with one sign are left out, because noise comes and
+    goes and a real difference stays."""
     sign = np.sign(curves)
     count = curves.shape[-1] - STAYS + 1
     stays = np.logical_and.reduce([sign[..., k : k + count] == sign[..., :count] for k in range(STAYS)])
@@ -401,23 +403,23 @@ def _rare(curves: np.ndarray) -> np.ndarray:
     kept = np.ones(curves.shape, dtype=bool)
     for k in range(STAYS):
         kept[..., k : k + count] &= ~stays
-    dust = (1e-9 * np.abs(curves).max(axis=(-1, -2))) ** 2  # the rounding of sums that cancel
+    dust = (1e-9 * np.abs(curves).max(axis=(-1, -2))) ** 2  # rounding errors of sums that cancel
     return np.maximum((curves**2 * kept).mean(axis=(-1, -2)), dust)
 
 
 def typical_square(moves: np.ndarray) -> np.ndarray:
-    """The mean square of normal numbers, estimated from their mean absolute value clipped at the third quartile."""
+    """Estimates the mean square of normal numbers from their mean absolute value clipped at the third quartile."""
     size = np.abs(moves)
     cut = np.minimum(size, np.quantile(size, 0.75, axis=-1, keepdims=True))
     return (cut.mean(axis=-1) / _CUT_MEAN) ** 2
 
 
 def typical_size(values: np.ndarray) -> np.ndarray:
-    """The standard deviation of normal numbers, without outliers; of all numbers if most are 0."""
+    """Estimates the standard deviation of normal numbers without outliers, or of all numbers if most are 0."""
     square = typical_square(values)
     return np.sqrt(np.where(square > 0, square, (values**2).mean(axis=-1)))
 
 
 def positive(values: np.ndarray) -> np.ndarray:
-    """At least TINY, so that identical runs do not divide by 0."""
+    """Raises the values to at least TINY, so that identical runs do not cause a division by 0."""
     return np.maximum(values, TINY)

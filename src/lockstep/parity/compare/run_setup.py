@@ -25,11 +25,11 @@ Values = Mapping[str, Any]
 _ORDER = ("blocks", "matters", "harmless")
 _ABSENT = object()
 
-# Packages that compute; the others read and write.
+# Packages that affect the computation; the others only read and write.
 _COMPUTING = ("torch", "transformers", "peft", "triton", "tokenizers", "vllm", "sglang")
-# Properties of the device that change during a run, or that another part compares.
+# Device properties that change during a run, or that are compared elsewhere.
 _NOT_COMPARED = ("memory", "visible", "count", "torch", "ray_resource")
-_DEVICE = Effect("harmless", "the comparison is about this; sums in another order round differently")
+_DEVICE = Effect("harmless", "the devices are what is compared; sums in another order round differently")
 _FUNCTIONS = ("reward.function", "rollout.function", "algorithm.advantage", "algorithm.loss", "data.reader")
 _LENGTH = ("run.steps", "run.epochs")
 UNREAD = Effect("harmless", "neither side uses it")
@@ -41,7 +41,7 @@ _NO_VERSION |= {"ray_resource", "emulated"}
 
 
 def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
-    """The differences between the sides, blocking ones first; and descriptions of what is unknown."""
+    """Returns the differences between the sides, blocking ones first, and descriptions of what is unknown."""
     if a.evidence is None or b.evidence is None:
         return [], [
             f"{log.source} ({log.kind}) is not a run folder: its recipe, data, weights and versions are unknown"
@@ -55,7 +55,7 @@ def differences(a: Log, b: Log) -> tuple[list[Difference], list[str]]:
 
 
 def setup_differences(a: Evidence, b: Evidence) -> Differences:
-    """The differences between the evidence of two run folders."""
+    """Returns the differences between the evidence of two run folders."""
     found: list[Difference] = []
     unknown: list[str] = []
     for look in (_recipe, _own_code, _data, _model, _versions, _engine, _determinism, _device):
@@ -66,7 +66,7 @@ def setup_differences(a: Evidence, b: Evidence) -> Differences:
 
 
 def _recipe(a: Evidence, b: Evidence) -> Differences:
-    """The newest recipes, then further differences in the parts before a resume with other keys."""
+    """Compares the newest recipes, then the earlier recipes of runs that were resumed with other keys."""
     found = _recipes(a.recipe, b.recipe, a.env, b.env)
     seen = [(one.key, one.a, one.b) for one in found]
     for last in sorted({*a.earlier, *b.earlier}):
@@ -81,14 +81,14 @@ def _recipe(a: Evidence, b: Evidence) -> Differences:
 
 
 def _change(last: int, a: Evidence, b: Evidence, *, length: bool) -> str:
-    """The sides that were resumed after this step with other keys or another length, and the effect of a length."""
+    """Describes which sides were resumed after this step with other keys or another length, and a length's effect."""
     sides = " and ".join(f"side {name}" for name, one in (("a", a), ("b", b)) if last in one.earlier)
     resumed = f"{sides} was resumed after step {last} with"
     if not length:
         return f"{resumed} other keys"
     return (
         f"{resumed} another length, which stretched its schedule: the curves differ up to step {last} because of it, "
-        "and later because of what was learned until then"
+        "and later because the weights differ"
     )
 
 
@@ -125,18 +125,18 @@ def _weighed(key: str, a: Any, b: Any, sides: _Recipes, env_a: Values, env_b: Va
 
 
 def _function(value: Any) -> str:
-    """The name of the function in `path/to/file.py:name`."""
+    """Returns the name of the function in `path/to/file.py:name`."""
     return str(value).rpartition(":")[2]
 
 
 def _code(env: Values) -> Values:
-    """The checksums of the user's files by recipe key."""
+    """Returns the checksums of the user's files by recipe key."""
     found = env.get("own_code")
     return found if isinstance(found, Mapping) else {}
 
 
 def _own_code(a: Evidence, b: Evidence) -> Differences:
-    """User files that both sides name by the same key and that differ."""
+    """Returns the user files that both sides name by the same key and that differ."""
     codes = _code(a.env), _code(b.env)
     effect = "the file differs: its code may compute something else"
     found = [
@@ -159,7 +159,7 @@ def _path_effect(has_fingerprints: bool, how: str) -> Effect:
 
 
 def _length(sides: _Recipes) -> Difference:
-    """Runs of different lengths share their first steps if the learning rate does not depend on the length."""
+    """Compares the lengths. If the learning rate does not depend on the length, common steps are comparable."""
     key, (a, b) = "run.steps", sides.get("run.steps")
     if a == b:
         key, (a, b) = "run.epochs", sides.get("run.epochs")
@@ -203,7 +203,7 @@ def _model(a: Evidence, b: Evidence) -> Differences:
         ("tokenizer", "model.template", "the chat template", "prompts have another format"),
     )
     for part, key, subject, effect in parts:
-        # A missing template is information, a missing checksum is not.
+        # A missing template is known to be missing; a missing checksum is unknown.
         recorded = [_has(one.env, key) if key == "model.template" else bool(_at(one.env, key)) for one in (a, b)]
         if all(recorded):
             found += _differences(part, key, a, b, Effect("blocks", effect))
@@ -231,7 +231,7 @@ def _versions(a: Evidence, b: Evidence) -> Differences:
 
 
 def _engine(a: Evidence, b: Evidence) -> Differences:
-    """The rollout server; its name is in the recipe. The versions of built-in engines are those of the packages."""
+    """Compares the rollout servers. Their names are in the recipe. Built-in engines have the packages' versions."""
     versions = Effect("matters", "another program generates: the same distribution with other kernels")
     number = Effect("harmless", "only the number of servers")
     return [
@@ -265,7 +265,7 @@ def _device(a: Evidence, b: Evidence) -> Differences:
 
 
 def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
-    """How often the run was resumed, and with which other keys and models."""
+    """Yields how often the run was resumed, and with which other keys and models."""
     earlier = evidence.env.get("before_resume")
     if earlier:
         yield f"{log.source} was resumed {len(earlier)} times: the environment of its last part is compared"
@@ -278,21 +278,21 @@ def _resumed(log: Log, evidence: Evidence) -> Iterator[str]:
     steps = [_at(part, "resumed.after_step", 0) for part in parts]
     for number, part in enumerate(parts):
         if any(later <= steps[number] for later in steps[number + 1 :]):
-            continue  # its steps were trained again later
+            continue  # these steps were trained again later
         for key, files in (_at(part, "resumed.accepted_models") or {}).items():
             changed = f"although the model of {key} had changed: {', '.join(files)}"
             yield f"{log.source} was resumed after step {steps[number]} {changed}"
 
 
 def _holes(log: Log) -> Iterator[str]:
-    """A run logs one line per step."""
+    """Yields a warning if metrics.jsonl, which has one line per step, has gaps."""
     steps = {int(step) for series in log.metrics.values() for step in series.steps}
     if lost := missing_steps(steps, max(steps, default=0)):
         yield f"{log.source}: its metrics.jsonl has a gap: the metrics of steps {lost} are lost"
 
 
 class _Recipes:
-    """Both recipes by key; a key that is not written has its default."""
+    """Both recipes by key; a key that a recipe does not contain has its default."""
 
     def __init__(self, a: Values, b: Values) -> None:
         self._recipes = (a, b)
@@ -308,7 +308,7 @@ def _value(recipe: Values, key: str) -> Any:
 
 
 def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The keys at which two nested values differ. A key that only one side writes counts if it is not the default."""
+    """Yields the keys at which two nested values differ. A key that one side lacks counts with its default there."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in {**a, **b}:
             inner = f"{key}.{name}" if key else str(name)
@@ -325,14 +325,14 @@ def _unlike(a: Any, b: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _without_secrets(value: Any, key: str) -> Any:
-    """Secrets in addresses are not compared."""
+    """Removes secrets from addresses, so that they are not compared."""
     if isinstance(value, list):
         return [comparable(one) for one in value]
     return comparable(value, key.rpartition(".")[2])
 
 
 def _only_one(key: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """A group that one side leaves out has its defaults; a key without default is None."""
+    """Compares a group that one side leaves out with its defaults; a key without default is None."""
     there, swap = (a, False) if b is _ABSENT else (b, True)
     if isinstance(there, dict):
         yield from _unlike(*(({}, there) if swap else (there, {})), key)
@@ -346,13 +346,13 @@ def _tables(values: list[Any]) -> bool:
 
 @cache
 def defaults() -> dict[str, Any]:
-    """The default of every recipe key, by dotted name."""
+    """Returns the default of every recipe key, by dotted name."""
     fields = [(key, field) for key, field in leaves(Recipe) if not field.is_required()]
     return {key: field.get_default(call_default_factory=True) for key, field in fields}
 
 
 def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of a group with its field; nested groups give dotted names."""
+    """Yields every key of a group with its field; nested groups give dotted names."""
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -367,7 +367,7 @@ def _differences(part: SetupPart, key: str, a: Evidence, b: Evidence, effect: Ef
 
 
 def _at(values: Any, key: str, missing: Any = None) -> Any:
-    """The value under a dotted key."""
+    """Returns the value under a dotted key."""
     for part in key.split("."):
         if not isinstance(values, Mapping) or part not in values:
             return missing
@@ -388,7 +388,7 @@ def _unknown(what: str, recorded: list[Any]) -> str:
 
 
 def support_facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
-    """Method, model, dtype, hardware and versions of both sides for the support table; None if unknown."""
+    """Returns method, model, dtype, hardware and versions of both sides for the support table; None if unknown."""
 
     def facts(one: Evidence) -> dict[str, Any]:
         method, dtype = one.recipe.get("method"), one.recipe.get("model", {}).get("dtype")
@@ -400,14 +400,14 @@ def support_facts(a: Log, b: Log) -> dict[str, tuple[Any, Any]]:
 
 
 def paired_samples(a: Log, b: Log) -> list[tuple[dict[str, Any] | None, dict[str, Any] | None]]:
-    """The first responses of both sides to the same prompt at the same step; None if a side lacks the prompt."""
+    """Returns the first responses of both sides to the same prompt and step; None if a side lacks the prompt."""
     of_a, of_b = ({_prompt_key(line): line for line in log.evidence.samples} if log.evidence else {} for log in (a, b))
     keys = list(dict.fromkeys([*of_a, *of_b]))
     return [(of_a.get(key), of_b.get(key)) for key in keys[:MAX_SAMPLES]]
 
 
 def same_setting(one: Log, other: Log) -> bool:
-    """Whether two runs are repeats: only harmless differences besides the seed, and the same hardware."""
+    """Returns whether two runs are repeats: only harmless differences besides the seed, and the same hardware."""
     if one.evidence is None or other.evidence is None:
         return False
     differing = [each for each in differences(one, other)[0] if each.weight != "harmless" and each.key != "run.seed"]
@@ -423,7 +423,7 @@ def _prompt_key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _model_name(evidence: Evidence) -> str:
-    """Architecture, size and folder name (of an export the run's name), and the adapter."""
+    """Returns architecture, size, folder name (of an export, the run's name) and the adapter, as text."""
     model = evidence.recipe.get("model", {})
     path = Path(str(model.get("path", "")))
     name = path.parent.name if path.name == "export" and path.parent.name else path.name

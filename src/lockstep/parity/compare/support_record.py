@@ -1,4 +1,4 @@
-"""Records a comparison: a row of the support table (docs/support.md) and a JSON file with its evidence."""
+"""Records a comparison as a row of the support table (docs/support.md) and a JSON file with its evidence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_STEPS = 2_000
 STORED_DIGITS = 7
 UNKNOWN = "unknown"
 
-# The folders of an absolute path, without its last name; not the slashes of metrics, fractions and addresses.
+# Matches the folders of an absolute path, without its last name; not the slashes of metrics, fractions and addresses.
 _FOLDERS = re.compile(r"(?<![\w./:~-])~?(?:/[^\s/:;,()'\"]+)*/(?=[^\s/])")
 _PATH = re.compile(r"(?:~?/|[A-Za-z]:[\\/]).*")
 
@@ -50,16 +50,21 @@ command writes the rows: recording the same pair again replaces its row.
 
 
 def record(comparison: Comparison, support: Path, evidence: Path) -> str:
-    """Write the row to `support` and the comparison to a file in the folder `evidence`; return a message."""
+    """Writes the row to `support` and the comparison to a file in the folder `evidence`; returns a message."""
     for fact in ("method", "model"):
         if _shared(comparison, fact) == UNKNOWN:
             remedy = "compare with a run folder on at least one side"
-            raise Refusal.at("--record", f"the {fact} of both sides is unknown, so the row would be empty", remedy)
+            raise Refusal.at(
+                "--record",
+                f"the {fact} of both sides is unknown, so the row would be empty",
+                remedy,
+                code="missing-input",
+            )
     table = read_table(support)
     file = evidence / f"{slug(comparison)}.json"
     row = row_of(comparison, quote(Path(os.path.relpath(file, support.parent)).as_posix()))
     replaced = any(each.evidence == row.evidence for each in table.rows)
-    # The evidence first: a row never links to a missing file.
+    # The evidence is written first, so that a row never links to a missing file.
     _write(file, json.dumps(evidence_of(comparison), allow_nan=False, separators=(",", ":")) + "\n")
     _write(support, table.with_row(row).text())
     return f"{'replaced' if replaced else 'added'} a row of {support} ({row.verdict}), evidence in {file}"
@@ -80,16 +85,16 @@ def row_of(comparison: Comparison, evidence: str) -> SupportRow:
 
 
 def slug(comparison: Comparison) -> str:
-    """A file name from algorithm, model, and hardware and dtype of both sides: the same for the same pair."""
+    """Returns a file name from algorithm, model, and hardware and dtype of both sides: the same for the same pair."""
     trained = (_shared(comparison, "method"), _shared(comparison, "model"))
     readable = " ".join([*trained, *_pair(comparison, "dtype")]).lower()
-    # The digest distinguishes pairs by what the readable part leaves out: hardware and special characters.
+    # The digest distinguishes pairs whose names differ only in characters that the readable part drops.
     digest = hashlib.sha256(json.dumps([*trained, *_machines(comparison)]).encode()).hexdigest()[:8]
     return f"{'-'.join(re.findall('[a-z0-9]+', readable))[:60]}-{digest}"
 
 
 def evidence_of(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as strict JSON, with thinned curves and without folders of the local machine."""
+    """Returns the comparison as strict JSON, with thinned curves and without folders of the local machine."""
     bare = [replace(metric, steps=[], a=[], b=[], repeats=[]) for metric in comparison.metrics]
     data: dict[str, Any] = strict(replace(comparison, metrics=bare).as_json())
     for metric, values in zip(comparison.metrics, data["metrics"], strict=True):
@@ -99,14 +104,14 @@ def evidence_of(comparison: Comparison) -> dict[str, Any]:
         difference |= {letter: _name_of_path(difference[letter]) for letter in ("a", "b")}
     for part in ("reason", "throughput", "differences", "unknown", "facts"):
         data[part] = _without_folders(data[part], names)
-    # Prompts and responses do not change; only the origin of the row is a path.
+    # Prompts and responses do not contain paths; only the origin of the row is a path.
     for sample in (sample for pair in data["samples"] for sample in pair if sample is not None and "origin" in sample):
         sample["origin"] = _name_of_path(sample["origin"])
     return {**data, "a": names[comparison.a], "b": names[comparison.b]}
 
 
 def _thinned(metric: Metric) -> dict[str, Any]:
-    """The curves at every n-th common step and the last step: at most MAX_STEPS + 1 points."""
+    """Returns the curves at every n-th common step and the last step: at most MAX_STEPS + 1 points."""
     every = max(1, -(-len(metric.steps) // MAX_STEPS))
     kept = list(range(0, len(metric.steps), every))
     if kept and kept[-1] != len(metric.steps) - 1:
@@ -134,14 +139,14 @@ def _throughput(comparison: Comparison) -> str:
 
 
 def _machines(comparison: Comparison) -> tuple[str, str]:
-    """Hardware and dtype of each side."""
+    """Returns hardware and dtype of each side."""
     pairs = (_pair(comparison, "hardware"), _pair(comparison, "dtype"))
     a, b = (", ".join(side) for side in zip(*pairs, strict=True))
     return a, b
 
 
 def _shared(comparison: Comparison, fact: str) -> str:
-    """A property that both sides should share: `A vs B` if it differs, one value if the other side is unknown."""
+    """Returns a property that both sides should share: `A vs B` if it differs, one value if the other is unknown."""
     a, b = _pair(comparison, fact)
     values = [value for value in (a, b) if value != UNKNOWN]
     return " vs ".join(dict.fromkeys(values)) or UNKNOWN
@@ -180,7 +185,7 @@ def _without_folders(value: Any, names: dict[str, str]) -> Any:
 
 
 def _name_of_path(value: Any) -> Any:
-    """The last name of a value that is a path, which may contain spaces."""
+    """Returns the last name of a value that is a path, which may contain spaces."""
     if isinstance(value, list):
         return [_name_of_path(item) for item in value]
     return _name(value) if isinstance(value, str) and _PATH.fullmatch(value) else value
@@ -195,7 +200,9 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
-        raise Refusal.at(path, f"cannot be written: {error.strerror}", "give another path with --support") from error
+        raise Refusal.at(
+            path, f"cannot be written: {error.strerror}", "give another path with --support", code="unwritable"
+        ) from error
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ def _write(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class SupportRow:
-    """The cells as text. `evidence` is the file's path relative to the table, and identifies the row."""
+    """One row with its cells as text. `evidence`, the file's path relative to the table, identifies the row."""
 
     algorithm: str
     model: str
@@ -235,16 +242,16 @@ class SupportTable:
 
 
 def read_table(path: Path) -> SupportTable:
-    """The table of the file; if there is no file, an empty table below the introduction."""
+    """Reads the table of the file; returns an empty table below the introduction if there is no file."""
     if not path.exists():
         return SupportTable(f"{INTRODUCTION}\n", [], "")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise Refusal.at(path, "is not UTF-8 text", "name another file with --support") from error
+        raise Refusal.at(path, "is not UTF-8 text", "give another file with --support", code="unreadable") from error
     if HEADER not in lines:
-        remedy = f"put back the heading `{HEADER}`, or name another file with --support"
-        raise Refusal.at(path, "contains no support table", remedy)
+        remedy = f"put back the heading `{HEADER}`, or give another file with --support"
+        raise Refusal.at(path, "contains no support table", remedy, code="unsupported-format")
     top = lines.index(HEADER)
     if lines[top + 1 : top + 2] != [RULE]:
         raise _damaged(path, top + 2, f"the line below the heading must be `{RULE}`")
@@ -278,7 +285,7 @@ def _refuse_duplicates(path: Path, first: int, rows: list[SupportRow]) -> None:
 
 
 def _damaged(path: Path, line: int, why: str) -> Refusal:
-    return Refusal.at(f"{path}, line {line}", why, "repair or remove the line, and record again")
+    return Refusal.at(f"{path}, line {line}", why, "repair or remove the line, and record again", code="damaged-file")
 
 
 def _escaped(cell: str) -> str:

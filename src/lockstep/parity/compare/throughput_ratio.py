@@ -1,4 +1,4 @@
-"""The throughput ratio of two runs: as the Ascend documents define it, and at equal response lengths."""
+"""Computes the throughput ratio of two runs: as the Ascend documents define it, and at equal response lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UPDATES = ("timing_s/update_actor", "timing_s/update_critic")
 
 
 class SpeedTable:
-    """Metrics of one log at chosen steps."""
+    """The metrics of one log at selected steps."""
 
     def __init__(self, log: Log, steps: np.ndarray, devices: int):
         self._log, self._steps, self.devices = log, steps, devices
@@ -33,18 +33,18 @@ class SpeedTable:
         return values_at(self._log.metrics[name], self._steps)
 
     def rate(self, tokens: float, seconds: Sequence[str]) -> float:
-        """Tokens per second and device; 0 if no time was measured."""
+        """Returns tokens per second and device; 0 if no time was measured."""
         spent = sum(self.total(name) for name in seconds)
         return tokens / (spent * self.devices) if spent > 0 else 0.0
 
     def response_tokens(self) -> float:
-        """The number of sequences is the tokens of the step over the mean length of prompt and response."""
+        """Estimates response tokens: the number of sequences is the step's tokens over the mean sequence length."""
         sequences = self.at(ALL_TOKENS) / (self.at(RESPONSE) + self.at(PROMPT))
         return float((sequences * self.at(RESPONSE)).sum())
 
 
 def throughput(a: Log, b: Log) -> Throughput:
-    """Ratios are B over A: above 1, B is faster. Rates are per device, like perf/throughput."""
+    """Computes throughput ratios, B divided by A: above 1, B is faster. Rates are per device, like perf/throughput."""
     warnings: list[str] = []
     rates = _first_rates(a, b, warnings)
     devices = (devices_of(a), devices_of(b))
@@ -71,7 +71,7 @@ def throughput(a: Log, b: Log) -> Throughput:
 
 
 def devices_of(log: Log) -> int:
-    """The number of devices that perf/throughput was divided by; 1 if the other metrics give no whole number."""
+    """Returns the number of devices that perf/throughput was divided by; 1 if the metrics give no whole number."""
     tokens = ALL_TOKENS if ALL_TOKENS in log.metrics else ROW_TOKENS
     steps = _common_steps(log, log, [RATE, tokens, STEP])
     if not len(steps):
@@ -82,7 +82,7 @@ def devices_of(log: Log) -> int:
 
 
 def _first_rates(a: Log, b: Log, warnings: list[str]) -> tuple[float | None, float | None, float | None]:
-    """The ratio and both means of perf/throughput over the first 4 steps."""
+    """Returns the ratio and both means of perf/throughput over the first 4 steps."""
     steps = _common_steps(a, b, [RATE])[:FIRST_STEPS]
     if not len(steps):
         warnings.append(f"no throughput ratio: the sides share no step with {RATE}")
@@ -94,7 +94,7 @@ def _first_rates(a: Log, b: Log, warnings: list[str]) -> tuple[float | None, flo
 
 
 def _phases(a: Log, b: Log, steps: np.ndarray, sides: tuple[SpeedTable, SpeedTable], tokens: str) -> list[PhaseTimes]:
-    """The phases that both sides timed at all of `steps`."""
+    """Returns the phases that both sides timed at all of `steps`."""
 
     def timed(names: Sequence[str]) -> list[str]:
         return [name for name in names if len(_common_steps(a, b, [name], steps)) == len(steps)]
@@ -133,7 +133,7 @@ def _both(a: Log, b: Log, name: str) -> bool:
 
 
 def _common_steps(a: Log, b: Log, names: Sequence[str], among: np.ndarray | None = None) -> np.ndarray:
-    """The steps at which both logs have a positive number for all of `names`."""
+    """Returns the steps at which both logs have a positive number for all of `names`."""
     if not all(_both(a, b, name) for name in names):
         return np.array([], dtype=np.int64)
     positive = [_positive(log.metrics[name]) for log in (a, b) for name in names]

@@ -1,4 +1,4 @@
-"""The verdict: the bar and the statistical test of each metric, and the verdict of the comparison."""
+"""Decides the verdict on each metric, from its bar and its statistical test, and the verdict of the comparison."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from lockstep.parity.compare.curve_tests import DEEP, Examined
 from lockstep.parity.compare.noise_model import MIN_STEPS
 
 BARS: dict[Kind, float] = {"loss": 2.0, "reward": 4.0, "other": 2.0}
-"""In percent. Losses and rewards: from the Ascend documents. Other metrics are judged only on request."""
+"""The bars in percent. Losses and rewards: from the Ascend documents. Other metrics have a bar only on request."""
 SMALL = 5
-"""A curve whose mean is below this many bars (0.1 for a bar of 2 %) is too small for an absolute bar."""
+"""A curve is too small for an absolute bar if its mean is below this multiple of the bar (0.1 for a bar of 2 %)."""
 ALIKE = 2
-"""Both absolute and scaled error are reported if one is more than this many times the other."""
+"""Absolute and scaled error are both reported if one is more than this many times the other."""
 MATERIAL_DRIFT = 0.5
-"""If the bar is met, a drift over all steps that the test finds fails the metric if it exceeds this many bars; a
-difference over a part of the run must exceed one bar. Smaller ones are remarks: two devices never round alike."""
+"""A metric that meets its bar still fails if the test finds a drift over all steps of more than this many bars, or a
+difference over a part of the run of more than one bar. Smaller findings are remarks: rounding differs on two
+devices."""
 ROUNDING = 1e-9
 REWARDS = ("critic/rewards/mean", "critic/score/mean")
 LOSS = "train/loss"
@@ -39,19 +40,19 @@ _MEASURED = {"timing_s", "perf"}
 
 @dataclass(frozen=True)
 class Bar:
-    """The bar of a metric, and why the scaled error is compared with it; "" if the mean error is."""
+    """The bar of a metric. `scaled_because`: why the scaled error is compared with it; "" if the mean error is."""
 
     percent: float
     scaled_because: str
 
     def tolerance(self, a: np.ndarray) -> np.ndarray | float:
-        """The allowed distance of the curves at each step."""
+        """Returns the allowed distance of the curves at each step."""
         return self.percent / 100 * (np.abs(a) if self.scaled_because else 1.0)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The worse result of the bar and the test, the explanation, and the result of each."""
+    """The worse result of bar and test, its explanation, and the result of each."""
 
     verdict: Verdict
     explanation: str
@@ -61,7 +62,7 @@ class Judgement:
 
 
 def kind_of(name: str) -> Kind:
-    """From the parts of the name: `actor/pg_loss` is a loss, `val-core/gsm8k/reward/mean@1` a reward."""
+    """Returns the kind by the parts of the name: `actor/pg_loss`: loss, `val-core/gsm8k/reward/mean@1`: reward."""
     *groups, last = name.split("/")
     if groups and groups[0] in _MEASURED:
         return "other"
@@ -73,7 +74,7 @@ def kind_of(name: str) -> Kind:
 
 
 def bar_of(kind: Kind, pair: Pair, percent: float | None) -> Bar:
-    """The bar of `percent`, or of the kind, and the error that is compared with it for this pair of curves."""
+    """Returns the bar (`percent`, or the default of the kind) and which error of these curves is compared with it."""
     percent = BARS[kind] if percent is None else percent
     if kind == "other":
         return Bar(percent, "neither a loss nor a reward")
@@ -85,7 +86,7 @@ def bar_of(kind: Kind, pair: Pair, percent: float | None) -> Bar:
 
 
 def judge(bar: Bar, pair: Pair, figures: Figures, examined: Examined, incomplete: str = "") -> Judgement:
-    """The verdict on one metric, with the figure, the bar and the statistic that decided. `incomplete` names the
+    """Returns the verdict on one metric, with the error metric, bar and statistic that decided. `incomplete` names the
     planned steps that are not compared: if there are any, the metric does not pass."""
     judgement = _of_compared_steps(bar, pair, figures, examined)
     if pair.left_out:
@@ -113,7 +114,7 @@ def _of_compared_steps(bar: Bar, pair: Pair, figures: Figures, examined: Examine
 
 
 def _compared_with_bar(bar: Bar, figures: Figures) -> tuple[bool, str]:
-    """Whether the bar is met, with the explanation."""
+    """Returns whether the bar is met, with the explanation."""
     if figures.worst == 0:
         return True, f"the same at all {figures.steps:,} steps"
     if not bar.scaled_because:
@@ -131,7 +132,7 @@ def _against(error: float, met: bool, bar: float) -> str:
 
 
 def _scaled(figures: Figures) -> str:
-    """The scaled error, if the curve is so small or so large that it is far from the absolute error."""
+    """Returns the scaled error as text, if a very small or large curve makes it far from the absolute error."""
     absolute, scaled = figures.mean_error_percent, figures.scaled_error_percent
     if scaled is None or ALIKE * min(absolute, scaled) >= max(absolute, scaled):
         return ""
@@ -139,12 +140,12 @@ def _scaled(figures: Figures) -> str:
 
 
 def _with_test(met: bool, divergence_step: int | None, examined: Examined, allowed: float) -> Judgement:
-    """The verdict from bar and test, the rest of its explanation, and the divergence step of curves out of step."""
+    """Returns the verdict from bar and test, the rest of its explanation, and, if out of step, the divergence step."""
     late = [each for each in examined.findings if _is_divergence(each, examined, allowed)]
     if late and divergence_step is None:
         divergence_step = late[0].first
     note = "" if not met or divergence_step is None else f", but outside the bar from step {divergence_step} on"
-    # A difference that began at a step is described by that step, one from the first step on as a drift.
+    # A difference that began during the run is described by its first step, one that was always there as a drift.
     began = [each for each in late if each.first > int(examined.steps[0])]
     drift = [each for each in examined.findings if late and each.statistic == "drift"]
     first = began or drift
@@ -174,11 +175,12 @@ def _with_test(met: bool, divergence_step: int | None, examined: Examined, allow
 
 
 def _judged_by_test(found: Sequence[Finding], examined: Examined, allowed: float) -> Judgement:
-    """The bar limits the mean error alone. A metric that meets it still fails if the test finds a difference that is
-    large relative to the bar, or if noise could hide a drift of the size of the bar."""
+    """Returns the verdict on a metric that meets its bar, which limits only the mean error. The metric still fails if
+    the test finds a difference that is large relative to the bar, or if noise could hide a drift as large as the
+    bar."""
     assert examined.power is not None
     who = _who(examined)
-    found = sorted(found, key=lambda each: each.statistic != "drift")  # all steps before a part of them
+    found = sorted(found, key=lambda each: each.statistic != "drift")  # drift over all steps first
     material = [each for each in found if _is_material(each, allowed)]
     if material and examined.repeats:
         explanation = f", but the test finds a difference: {describe(material[0], who)}{_and_more(material)}"
@@ -207,21 +209,21 @@ def _who(examined: Examined) -> str:
 
 
 def _is_material(found: Finding, allowed: float) -> bool:
-    """Whether a finding is large relative to the bar."""
+    """Returns whether a finding is large relative to the bar."""
     if found.statistic in ("scatter", "opposed"):
-        return False  # a ratio and a correlation: the mean error contains their effect
+        return False  # a ratio and a correlation, whose effect is part of the mean error
     share = MATERIAL_DRIFT if found.statistic == "drift" else 1.0
     return abs(found.difference) > allowed * share * (1 + ROUNDING)
 
 
 def _is_divergence(found: Finding, examined: Examined, allowed: float) -> bool:
-    """Whether the finding lasts until the end and exceeds the bar."""
+    """Returns whether the finding lasts until the end and exceeds the bar."""
     lasts = found.statistic in ("end", "window") and found.last == int(examined.steps[-1])
     return lasts and abs(found.difference) > allowed
 
 
 def describe(found: Finding, who: str) -> str:
-    """A finding as text."""
+    """Returns a finding as text."""
     if found.statistic == "scatter":
         return f"the difference scatters {found.difference:.2g} times as much from step to step as repeats"
     if found.statistic == "opposed":
@@ -255,7 +257,7 @@ def _suffices(examined: Examined, allowed: float) -> str:
 def overall(
     metrics: Sequence[Metric], missing: Sequence[str], differences: Sequence[Difference]
 ) -> tuple[Verdict, str]:
-    """The verdict of the comparison and its reason. `missing`: why metrics that should be judged cannot be."""
+    """Returns the verdict of the comparison and its reason. `missing`: why metrics that need a verdict have none."""
     blocking = [each for each in differences if each.weight == "blocks"]
     if blocking:
         named = "; ".join(f"{each.key} ({_brief(each.a)} against {_brief(each.b)})" for each in blocking[:3])
@@ -263,7 +265,7 @@ def overall(
         return "not comparable", f"the runs compute different things: {named}{more}"
     judged = [metric for metric in metrics if metric.verdict is not None]
     if missing or not judged:
-        return "not comparable", "; ".join(missing) or "no common metric is judged: name one with --metric"
+        return "not comparable", "; ".join(missing) or "no common metric is tested: choose one with --metric"
     order: tuple[Verdict, ...] = ("out of step", "cannot tell", "within noise", "in step")
     worst = next(verdict for verdict in order if any(metric.verdict == verdict for metric in judged))
     deciding = [metric for metric in judged if metric.verdict == worst]

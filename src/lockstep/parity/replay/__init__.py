@@ -1,1 +1,1 @@
-"""Repeats a recorded run elsewhere, judges every stage, and finds the first divergence."""
+"""Repeats a recorded run on another device, checks every stage, and finds the first divergence."""

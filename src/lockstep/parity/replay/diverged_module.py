@@ -1,8 +1,8 @@
 """Finds the first module that diverges, by how the error grows from its input to its output.
 
-A module whose input already differs may be correct. So the first module in the order of execution is reported whose
-input agrees and whose output does not. If a child's *input* is the first to differ, its parent computed it wrongly. A
-parent is judged by what it computes from its children's outputs, not by the rounding that its children accumulate.
+A module whose input already differs may be correct. So the first module in the order of execution whose input agrees
+and whose output does not is reported. If a child's *input* is the first to differ, its parent computed it wrongly. A
+parent is tested by what it computes from its children's outputs, not by the rounding that its children accumulate.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lockstep.tape.digest import norm, relative
 from lockstep.tape.module_trace import BACKWARD, FORWARD, ROOT, Event, Trace
 from lockstep.tape.tape_format import StepRecord, below
 
-# Gradients of correct modules differ by this factor more than forward outputs.
+# The gradients of correct modules may differ by this factor more than forward outputs.
 BACKWARD_FACTOR = 5.0
 # Errors may grow by this factor more in the model's final outputs: log-probs near 0 are small compared with logits.
 ANSWERS = 2.0
-# A systematic difference of the input, within its limit, may come closer to it by this factor in the output.
+# If the input has a systematic difference within its limit, the output may be closer to its limit by this factor.
 PASSED_ON = 3.0
 
 
@@ -39,15 +39,15 @@ class DivergedModule:
     dtypes: tuple[list[str], list[str]]
     norms: tuple[float, float]
     between: tuple[str | None, str | None] = (None, None)
-    """The module's computation outside its children differs after this child and before that one."""
+    """The error appears in the module's computation outside its children, after this child and before that one."""
     parameter: str | None = None
-    """Backward: the parameter whose gradient differs, if the gradients that flow through the module agree."""
+    """In the backward pass: the parameter whose gradient differs although the gradients through the module agree."""
     systematic: str = ""
-    """The systematic difference as text, if the distance alone could be rounding."""
+    """The systematic difference as text, if rounding could explain the distance."""
 
 
 def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
-    """The module traces of a step by learner and rank."""
+    """Returns the module traces of a step by learner and rank."""
     found = {}
     for each in record.info.get("probe", {}).get("traces", []):
         learner, rank = each["learner"], each["rank"]
@@ -59,7 +59,7 @@ def traces_of(record: StepRecord) -> dict[tuple[str, int], Trace]:
 def first_diverged(
     a: StepRecord, b: StepRecord, tolerance: Tolerance, phases: Sequence[str] = (FORWARD, BACKWARD)
 ) -> DivergedModule | None:
-    """The first module at which two traces diverge: forward first, then backward, rank by rank."""
+    """Returns the first module at which two traces diverge: forward first, then backward, rank by rank."""
     ours, theirs = traces_of(a), traces_of(b)
     for phase in phases:
         for learner, rank in sorted(theirs):
@@ -103,7 +103,7 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
     for number, each in enumerate(calls):
         children = _direct(calls[:number], each)
         if not children and any(event.phase == phase and _encloses(each.other, event) for event in b.events):
-            continue  # its children cannot be compared, so neither can the rest of its computation
+            continue  # its children cannot be compared, so the computation outside them cannot either
         growth = _growth(each, children, phase, tolerance)
         parameter = _parameter(a, b, each, tolerance) if growth is None and check_parameters else None
         if growth is None and parameter is None:
@@ -135,7 +135,7 @@ def _first(a: Trace, b: Trace, phase: str, learner: str, rank: int, tolerance: T
 
 
 def _growth(each: _ModuleCall, children: Sequence[_ModuleCall], phase: str, tolerance: Tolerance) -> _Growth | None:
-    """Where the error grows in a module's computation between its children; None if it does not.
+    """Returns where the error grows in a module's computation outside its children; None if it does not.
 
     The computation's inputs are the module's inputs and the outputs of the children so far. So rounding that
     accumulates over many correct children is not attributed to the module.
@@ -162,7 +162,7 @@ def _growth(each: _ModuleCall, children: Sequence[_ModuleCall], phase: str, tole
 
 
 def _direct(before: Sequence[_ModuleCall], outer: _ModuleCall) -> list[_ModuleCall]:
-    """The outer call's direct children, in the order of their start."""
+    """Returns the outer call's direct children, in the order of their start."""
     inner = [each for each in before if each.inside(outer)]
     direct = [each for each in inner if not any(each.inside(other) for other in inner)]
     return sorted(direct, key=lambda each: each.other.entered)
@@ -173,8 +173,8 @@ def _encloses(outer: Event, event: Event) -> bool:
 
 
 def _aligned(a: Trace, b: Trace, phase: str, tolerance: Tolerance) -> list[_ModuleCall]:
-    """Pairs of events by module and occurrence, in B's order. Events of one side only, and events with different
-    shapes, cannot be compared."""
+    """Pairs events by module and occurrence, in B's order. Events of one side only, and events with different shapes,
+    cannot be compared."""
     ours, limits = dict(_occurrences(a, phase)), tolerance.systematic
     pairs = []
     for key, event in _occurrences(b, phase):
@@ -193,7 +193,7 @@ def _aligned(a: Trace, b: Trace, phase: str, tolerance: Tolerance) -> list[_Modu
 
 
 def _occurrences(trace: Trace, phase: str) -> list[tuple[tuple[str, int], Event]]:
-    """The events of a phase, each with its module and how often the module was called before."""
+    """Returns the events of a phase, each with its module and how often the module was called before."""
     seen: Counter[str] = Counter()
     found = []
     for event in trace.events:
@@ -204,7 +204,7 @@ def _occurrences(trace: Trace, phase: str) -> list[tuple[tuple[str, int], Event]
 
 
 def _detached(a: Trace, b: Trace, diverged: Event) -> Event | None:
-    """Inside the diverged module: the first module in A's backward pass that B ran forward but not backward."""
+    """Returns the first module inside the diverged one that A ran backward and B ran only forward."""
     forward, backward = ({e.module for e in b.events if e.phase == phase} for phase in (FORWARD, BACKWARD))
     inside = f"{diverged.module}."
     missing = [
@@ -220,7 +220,7 @@ def _norms(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[float,
 
 
 def _few_gradients_differ(a: Trace, b: Trace, tolerance: Tolerance) -> bool:
-    """Whether only some parameters' gradients differ. If most do, no single module is the cause."""
+    """Returns whether only some parameters' gradients differ. If most do, no single module is the cause."""
     names = [name for name in a.tensors if name.startswith("parameter/") and name in b.tensors]
     differing = [name for name in names if _gradient_differs(a.tensors[name], b.tensors[name], tolerance, 0.0)]
     return 2 * len(differing) < len(names)
@@ -233,7 +233,7 @@ def _gradient_differs(x: torch.Tensor, y: torch.Tensor, tolerance: Tolerance, er
 
 
 def _parameter(a: Trace, b: Trace, each: _ModuleCall, tolerance: Tolerance) -> tuple[float, str] | None:
-    """A parameter of the module itself whose gradient differs although the incoming gradients agree."""
+    """Returns a parameter of the module itself whose gradient differs although the incoming gradients agree."""
     for name, ours in below(a.tensors, f"parameter/{each.one.module}.").items():
         theirs = b.tensors.get(f"parameter/{each.one.module}.{name}")
         if "." not in name and theirs is not None and _gradient_differs(ours, theirs, tolerance, each.error_in):

@@ -1,4 +1,4 @@
-"""Recordings of other frameworks' training loops (`lockstep_record.py`): compares two, or replays one on this machine.
+"""Compares recordings of other frameworks' training loops (`lockstep_record.py`), or replays one on this machine.
 
 A recording has the model's calls and the slopes of the loss at every log-probability, but not the trainer's loss and
 data. So a replay makes the same calls with the same weights, runs backward from the recorded slopes, and steps with the
@@ -33,18 +33,23 @@ from lockstep_record import LEARNER, MicroBatch, digest, logprobs, record
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KEYS = ("device", "model.dtype", "model.attention")
-# Weights of two dtypes differ by the rounding of the coarser one.
+# If the dtypes of the weights differ, the weights may differ by the rounding of the coarser dtype.
 ROUNDED = 1e-2
-# Call arguments that do not change the judged outputs, or that a replay sets itself.
+# Call arguments that do not change the compared outputs, or that a replay sets itself.
 NOT_REPEATED = {"labels", "use_cache", "return_dict", "training", "num_items_in_batch"}
 
 
 def compare_recordings(a: Path, b: Path) -> Replayed:
-    """Compare every rank that both have. The first rank that diverges gives the verdict."""
+    """Compares every rank that both recordings have. The first rank that diverges gives the verdict."""
     ours, theirs = recording_ranks(a), recording_ranks(b)
     shared = [rank for rank in ours if rank in theirs]
     if not shared:
-        raise Refusal.at(b, f"has none of the ranks of {a}", "compare recordings of the same number of processes")
+        raise Refusal.at(
+            b,
+            f"has none of the ranks of {a}",
+            "compare recordings of the same number of processes",
+            code="nothing-in-common",
+        )
     found = [_compare(TapeFolder(ours[rank]), TapeFolder(theirs[rank])) for rank in shared]
     first = next((number for number, result in enumerate(found) if not result.in_step), 0)
     remarks: tuple[str, ...] = (f"Rank {shared[first]} of {len(shared)}.",) if len(shared) > 1 else ()
@@ -57,7 +62,12 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
     manifests = a.manifest(), b.manifest()
     steps = [step for step in a.steps() if step in set(b.steps())]
     if not steps:
-        raise Refusal.at(b.path, f"has no update in common with {a.path}", "record both with the same first_step")
+        raise Refusal.at(
+            b.path,
+            f"has no update in common with {a.path}",
+            "record both with the same first_step",
+            code="nothing-in-common",
+        )
     result = judge(a, b, "chained", b.path, first=steps[0])
     start = _start(a.read_step(steps[0]), b.read_step(steps[0]), alike=_weights_dtypes(manifests))
     formula = [check for step in steps for check in _own_formula(manifests[0], a.read_step(step))]
@@ -72,9 +82,14 @@ def _compare(a: TapeFolder, b: TapeFolder) -> Replayed:
 
 
 def _refuse_dropout(folder: str, manifest: Mapping[str, Any]) -> None:
-    """No other run has the same dropout masks, so every comparison would fail."""
+    """Refuses a recording with dropout: no other run has the same dropout masks, so every comparison would fail."""
     if "dropout" in manifest["recorder"]["notes"]:
-        raise Refusal.at(folder, "was recorded with dropout on", "record again with all dropout rates set to 0")
+        raise Refusal.at(
+            folder,
+            "was recorded with dropout on",
+            "record again with all dropout rates set to 0",
+            code="not-replayable",
+        )
 
 
 def _weights_dtypes(manifests: Sequence[Mapping[str, Any]]) -> bool:
@@ -82,7 +97,7 @@ def _weights_dtypes(manifests: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
-    """Both sides must start with the same weights. If not, later comparisons mean nothing."""
+    """Checks that both sides start with the same weights; otherwise later comparisons mean nothing."""
     errors = relative_errors(one.tensors, other.tensors, f"{LEARNER}/0/start/")
     if not errors:
         return []
@@ -93,7 +108,7 @@ def _start(one: StepRecord, other: StepRecord, *, alike: bool) -> list[Check]:
 
 
 def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]:
-    """A's optimizer by AdamW's formula; `judge` checks B's."""
+    """Checks A's optimizer by AdamW's formula; `judge` checks B's."""
     info = record.info["updates"][0]
     if "lr" not in info or "grad_norm" not in info:
         return []
@@ -103,7 +118,7 @@ def _own_formula(manifest: Mapping[str, Any], record: StepRecord) -> list[Check]
 
 
 def _remarks(side: str, manifest: Mapping[str, Any]) -> list[str]:
-    """Notes of the recorder about missing parts."""
+    """Returns the recorder's notes about missing parts."""
     recorder = manifest["recorder"]
     found = [f"{side}: {key}: {text}." for key, text in recorder["notes"].items()]
     if recorder["sharded"]:
@@ -115,7 +130,7 @@ def _remarks(side: str, manifest: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Limits:
-    """The stages that a replay of this recording cannot judge, and why."""
+    """The stages that a replay of this recording cannot check, and why."""
 
     skip: frozenset[str]
     phases: tuple[str, ...]
@@ -123,7 +138,7 @@ class _Limits:
 
 
 def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], only: Sequence[int] = ()) -> Replayed:
-    """Repeat the recorded calls on this machine from the recorded weights, and judge the results."""
+    """Repeats the recorded calls on this machine from the recorded weights, and compares the results."""
     tape = TapeFolder(folder)
     manifest = tape.manifest()
     _refuse_dropout(str(folder), manifest)
@@ -132,12 +147,17 @@ def replay_recording(folder: Path, model: str | None, overrides: Sequence[str], 
     source = model or manifest["recipe"]["model"]["path"]
     if not source or not Path(source).is_dir():
         raise Refusal.at(
-            "--model", f"{source or 'nothing'} is not a model folder", "give the folder of the trained model"
+            "--model",
+            f"{source or 'nothing'} is not a model folder",
+            "give the folder of the trained model",
+            code="no-such-file",
         )
     device = select(keys.get("device", "auto")).torch_device()
     dtype = keys.get("model.dtype") or manifest["recipe"]["model"]["weights"]
     if dtype not in DTYPES:
-        raise Refusal.at("model.dtype", f"there is no {dtype!r}", f"use one of {', '.join(DTYPES)}")
+        raise Refusal.at(
+            "model.dtype", f"there is no {dtype!r}", f"use one of {', '.join(DTYPES)}", code="unknown-name"
+        )
     autocast = manifest["recipe"]["model"]["dtype"] if "model.dtype" not in keys else dtype
     with reserved_name(RunFolder(folder), "recorded") as name:
         output = folder / REPLAYS / name
@@ -164,24 +184,26 @@ def _keys(overrides: Sequence[str]) -> dict[str, str]:
     found = dict(word.partition("=")[::2] for word in overrides)
     for key in found:
         if key not in KEYS:
-            raise Refusal.at(key, "a recording of another framework has no recipe", f"use {', '.join(KEYS)}")
+            raise Refusal.at(
+                key, "a recording of another framework has no recipe", f"use {', '.join(KEYS)}", code="unknown-key"
+            )
     return found
 
 
 def _steps(tape: TapeFolder, manifest: Mapping[str, Any], only: Sequence[int]) -> list[int]:
-    """The steps with recorded weights, or the first step, which starts from the model folder."""
+    """Returns the steps with recorded weights, or the first step, which starts from the model folder."""
     complete = set(tape.steps())
     able = [step for step in tape.weighed() if step in complete] or [manifest["recorder"]["first_step"]]
     steps = [step for step in able if step in complete and (not only or step in only)]
     if not steps:
-        raise Refusal.at(tape.path, "has no update that can be replayed", f"updates with weights: {able}")
+        raise Refusal.at(
+            tape.path, "has no update that can be replayed", f"updates with weights: {able}", code="missing-on-tape"
+        )
     return steps
 
 
 def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int]) -> _Limits:
-    why = [
-        "The loss is not judged: the trainer computes it. The replay uses its recorded slopes at the log-probabilities."
-    ]
+    why = ["The loss is not checked: the trainer computes it. The replay uses its recorded slopes at the log-probs."]
     skip = {"loss"}
     phases: tuple[str, ...] = (FORWARD, BACKWARD)
     updates = [tape.read_step(step).info["updates"][0] for step in steps]
@@ -189,21 +211,21 @@ def _limits(tape: TapeFolder, manifest: Mapping[str, Any], steps: Sequence[int])
         skip |= {"gradient", "optimizer", "weights"}
         phases = (FORWARD,)
         why.append(
-            "Gradients are not judged: the gradient at the logits is not one of log-probabilities alone (an entropy "
+            "Gradients are not checked: the gradient at the logits is not that of log-probabilities alone (an entropy "
             "bonus, an auxiliary loss, or a temperature other than that of `record(temperature=...)`)."
         )
     elif manifest["world_size"] > 1 or manifest["recorder"]["sharded"]:
         skip |= {"gradient", "optimizer", "weights"}
-        why.append("Parameter gradients are not judged: they are sums over ranks, and this is the tape of one rank.")
+        why.append("Parameter gradients are not checked: they are sums over ranks, and this is the tape of one rank.")
     elif not manifest["recipe"]["optim"]["by_formula"]:
         skip |= {"optimizer", "weights"}
         kind = manifest["recipe"]["optim"]["kind"]
-        why.append(f"The update is not judged: only AdamW is repeated here, not {kind} with these settings.")
+        why.append(f"The update is not checked: only AdamW is repeated here, not {kind} with these settings.")
     return _Limits(frozenset(skip), phases, tuple(why))
 
 
 def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> torch.nn.Module:
-    """The recorded transformers class, so that modules have the recorded names."""
+    """Loads the recorded transformers class, so that modules have the recorded names."""
     import transformers
 
     cls = getattr(transformers, kind, None)
@@ -212,6 +234,7 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
             "recording",
             f"its model class {kind} does not exist in transformers {transformers.__version__}",
             "record on both machines, and use `lockstep compare A B`",
+            code="unsupported-model",
         )
     chosen = {} if attention is None else {"attn_implementation": attention}
     network: torch.nn.Module = cls.from_pretrained(source, dtype=dtype, trust_remote_code=False, **chosen)
@@ -221,13 +244,16 @@ def _load(source: str, kind: str, dtype: torch.dtype, attention: str | None) -> 
 def _restore(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any], *, alike: bool
 ) -> None:
-    """Restore the recorded weights. If they were not recorded, the model folder must have the same ones."""
+    """Restores the recorded weights. If they were not recorded, the model folder must contain the same ones."""
     parameters = dict(network.named_parameters())
     kept = tape.read_weights(step) if step in tape.weighed() else {}
     strange = [name for name in manifest["parameters"][LEARNER] if name not in parameters]
     if strange:
         raise Refusal.at(
-            "--model", f"has no parameter {strange[0]}, which was trained", "give the folder of the trained model"
+            "--model",
+            f"has no parameter {strange[0]}, which was trained",
+            "give the folder of the trained model",
+            code="other-weights",
         )
     if kept and not manifest["recorder"]["sharded"]:
         with torch.no_grad():
@@ -242,6 +268,7 @@ def _restore(
                 "--model",
                 f"its {name} differs from the recorded weights of update {step}",
                 "give the folder that the recorded run started from, or record with weights=True",
+                code="other-weights",
             )
 
 
@@ -294,7 +321,7 @@ def _inputs(taken: StepRecord, number: int) -> dict[str, torch.Tensor]:
 def _optimizer(
     network: torch.nn.Module, tape: TapeFolder, step: int, manifest: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """AdamW with the recorded groups and state."""
+    """Returns AdamW with the recorded groups and state."""
     optim, update = manifest["recipe"]["optim"], tape.read_step(step).info["updates"][0]
     trained = {n: p for n, p in network.named_parameters() if n in manifest["parameters"][LEARNER]}
     for name, parameter in network.named_parameters():

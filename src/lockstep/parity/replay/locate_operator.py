@@ -1,4 +1,4 @@
-"""Inside a diverged module: which side is wrong, and which operator.
+"""Finds the wrong side and the wrong operator of a diverged module.
 
 Each side is compared with a float64 reference of the module (`numpy_modules.py`). The reference runs on the host with
 the inputs that both sides agree on and the recorded weights. A side is reported as wrong only if the reference agrees
@@ -54,9 +54,9 @@ from lockstep.types import MicroBatch
 
 UNKNOWN = "cannot tell which side"
 REPLAY, RECORDED = "replay", "recorded run"
-# The wrong side differs from the reference by at least this factor more than the other side.
+# The wrong side's difference from the reference is at least this factor larger than the other side's.
 CLEARLY = 3.0
-# The most multiplications of a reference, so that the host finishes within minutes.
+# The maximum number of multiplications of a reference, so that the host finishes within minutes.
 MOST_WORK = 2e13
 
 
@@ -71,14 +71,14 @@ class Located:
     shapes: list[list[int]]
     dtypes: list[str]
     values: tuple[float, float] | None
-    """Found and expected value at the largest difference."""
+    """The computed and the expected value at the largest difference."""
     script: str | None = None
     judge: str = ""
     """How the side was determined."""
 
 
 def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: DivergedModule) -> Located | None:
-    """Runs on every rank, because a sharded model needs all of them. Rank 0 gets the result."""
+    """Locates the operator. It runs on every rank, because a sharded model needs all; rank 0 gets the result."""
     record = tape.read_step(step)
     batch = micro_batch(
         trace_examples(fed_examples(record.tensors), record.info["probe"]["rows"]), packed=True, pad_id=0
@@ -98,14 +98,14 @@ def locate(run: Run, models: Models, tape: TapeFolder, step: int, diverged: Dive
     clean = clean_learner(run.recipe, diverged.learner, tape, step)
     same = log(clean.module, batch, given=replayed.border)
     if fused := same.children - replayed.children:
-        # A fused operator replaces these children, so they count as parts of the clean module.
+        # A fused operator replaces these children, so their operators count as the clean module's.
         same = log(clean.module, batch, given=replayed.border, through=fused)
     case = _case(run.recipe, clean, tape, step, diverged, batch)
     return judge_module(replayed, same, which_side(case, replayed, same, record), diverged, run)
 
 
 def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Learner:
-    """A new model on the CPU with the recorded weights, built with the reference implementations."""
+    """Returns a new model on the CPU with the recorded weights, built with the reference implementations."""
     plain = {"gradient_checkpointing": False, "activation_offload": False, "attention": "sdpa"}
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=plain), "device": "cpu"})
     build = build_critic if name == "critic" else build_learner
@@ -119,7 +119,7 @@ def clean_learner(recipe: Recipe, name: str, tape: TapeFolder, step: int) -> Lea
 def judge_module(
     replayed: ModuleLog, same: ModuleLog, judged: SideVerdict, diverged: DivergedModule, run: Run
 ) -> Located:
-    """Find the wrong operator in the replay's module. `same` is a clean copy in the same dtype on the same inputs."""
+    """Finds the wrong operator in the replay's module. `same` is a clean copy in the same dtype on the same inputs."""
     tolerance = operator_tolerance(run.recipe.model.dtype, backwards=diverged.phase == BACKWARD)
     wrong = None
     if judged.side != RECORDED:
@@ -164,12 +164,12 @@ class SideVerdict:
     side: str
     why: str
     noted: NotedValues = field(default_factory=NotedValues)
-    """What the replay's module should have computed on the way, forward."""
+    """The intermediate values that the replay's module should have computed in its forward pass."""
 
 
 @dataclass(frozen=True)
 class SideCase:
-    """The inputs of the reference, besides the module's recorded inputs."""
+    """The inputs of the reference, in addition to the module's recorded inputs."""
 
     diverged: DivergedModule
     config: Mapping[str, Any]
@@ -184,7 +184,7 @@ class SideCase:
 
     @property
     def allowed(self) -> float:
-        """For a module's outputs, given the error of its inputs."""
+        """The tolerance of a module's outputs, given the error of its inputs."""
         floor = self.tolerance.module * (BACKWARD_FACTOR if self.diverged.phase == BACKWARD else 1.0)
         return max(floor, self.tolerance.growth * self.diverged.error_in)
 
@@ -203,10 +203,10 @@ def _case(
 
 
 def which_side(case: SideCase, replayed: ModuleLog, clean: ModuleLog, record: StepRecord) -> SideVerdict:
-    """`clean` has the gradients at the module's outputs, if the replay's module has lost them."""
+    """Returns the wrong side. If the replay's module lost the gradients at its outputs, those of `clean` are used."""
     diverged, traces = case.diverged, traces_of(record)
     trace = traces.get((diverged.learner, diverged.rank)) or traces.get((diverged.learner, 0))
-    # Backward events do not have the module's class.
+    # Backward events do not contain the module's class.
     events = trace.events if trace is not None else []
     kind = diverged.kind or next((e.kind for e in events if e.module == diverged.module and e.kind), "")
     ours, theirs = (case.reference(kind, weights) for weights in (case.recorded_weights, case.replayed_weights))
@@ -247,7 +247,7 @@ def _verdict(replayed: float, recorded: float) -> tuple[str, str]:
 def _forward(
     case: SideCase, reference: Reference, inputs: Sequence[Array], found: Sequence[torch.Tensor], noted: NotedValues
 ) -> float:
-    """The error of the outputs divided by the tolerance."""
+    """Returns the error of the outputs divided by the tolerance."""
     wanted = reference.compute(inputs, reference.weights, noted)
     if len(found) < len(wanted):
         return math.inf
@@ -269,7 +269,7 @@ def _backward(
     clean: ModuleLog,
     trace: Trace,
 ) -> tuple[float, float] | None:
-    """The gradient at the first input, which are the hidden states, and those of the module's parameters.
+    """Compares the gradients at the first input (the hidden states) and of the module's parameters.
 
     Returns the errors of the replay and of the recorded run, divided by the tolerance.
     """
@@ -313,8 +313,8 @@ def _at_weight(reference: Reference, inputs: list[Array], name: str) -> Callable
 def _arrived(
     replayed: ModuleLog, clean: ModuleLog, trace: Trace, events: Sequence[Event], allowed: float
 ) -> Array | None:
-    """The gradient at the module's output: the replay's, or the clean module's if the replay has none and the clean one
-    agrees with the recorded one."""
+    """Returns the gradient at the module's output in the replay. If the replay has none, returns the clean module's, if
+    that agrees with the recorded one."""
     key = "output/0/gradient"
     if key in replayed.border:
         return array(replayed.border[key])
@@ -325,7 +325,7 @@ def _arrived(
 
 
 def _summed(digest: torch.Tensor) -> Array:
-    """A digest's projections, summed over all blocks of rows."""
+    """Returns a digest's projections, summed over all blocks of rows."""
     found: Array = sketch(digest).view(BLOCKS, SKETCH).sum(0).numpy()
     return found
 
@@ -338,7 +338,7 @@ def _difference(found: Array | None, wanted: Array, size: float) -> float:
 
 
 def _inputs(log: ModuleLog, diverged: DivergedModule) -> list[Array] | None:
-    """The inputs in their order. For the complete model: the hidden states of its decoder."""
+    """Returns the inputs in their order; for the complete model, the hidden states of its decoder."""
     if diverged.module == ROOT:
         states = log.border.get("model/0/output/0")
         return None if states is None else [array(states)]
@@ -367,7 +367,7 @@ def packed_tokens(batch: MicroBatch) -> PackedTokens:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the keys of `text_config` on top; empty if there is none."""
+    """Reads config.json, with the keys of `text_config` on top; empty if there is none."""
     file = folder / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     text = config.get("text_config")
@@ -377,10 +377,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def weights_for(
     module: str, tape: TapeFolder, step: int, learner: str, folder: Path, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The weights of a module, or of the head, on the recorded and on the replayed side.
+    """Returns the weights of a module, or of the head, on the recorded and on the replayed side.
 
     They come from the tape, or from the model folder if the tape has none. The replay starts from the recorded master
-    weights. `dtypes` are those of the two models.
+    weights. `dtypes`: the dtypes of the two models.
     """
     heads = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
 

@@ -1,11 +1,11 @@
 """Standard modules in numpy float64, written from their definitions. They decide which side of a replay is wrong.
 
-They share no code with the modules that they judge: nothing here uses torch operators, transformers modelling files or
-our kernels. So a fault in one of those cannot be in the judge. Modules without a reference here are not judged.
+They share no code with the modules that they test: nothing here uses torch operators, transformers modelling files or
+our kernels. So a fault in one of those cannot also be here. Modules without a reference here are not tested.
 
 References accept complex numbers. The derivative of an analytic function in a direction is the imaginary part of its
-value a tiny imaginary step away, without rounding of differences. That is used for gradients (`directional`). T are the
-tokens of a packed row, D is the head size.
+value a tiny imaginary step away, without the rounding of finite differences. `directional` computes gradients this way.
+T is the number of tokens of a packed row, D the head size.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lockstep.tape.digest import BLOCKS, MARKS, SKETCH, sign_table
 from lockstep.tape.module_trace import ROOT
 
 Array = np.ndarray
-# Families with plain attention, norms, residuals and heads. Others may scale, cap or window them.
+# Model families with standard attention, norms, residuals and heads. Others may scale, cap or window them.
 PLAIN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
 LAYER_PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 GATED = frozenset({"gate_proj", "up_proj", "down_proj"})
-# An imaginary step that vanishes in sums with any real number.
+# An imaginary step so small that its square vanishes when added to any real number.
 TINY = 1e-100
-# Rows whose logits are computed at once.
+# The number of rows whose logits are computed at once.
 ROWS = 64
 
 
@@ -46,7 +46,7 @@ class PackedTokens:
 
 @dataclass
 class NotedValues:
-    """Intermediate values in order, each with parts of the names of the operators that compute it."""
+    """Intermediate values in order. Each has substrings of the names of the operators that compute it."""
 
     values: list[tuple[Array, tuple[str, ...]]] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ class Reference:
     compute: Callable[[Sequence[Array], Mapping[str, Array], NotedValues], list[Array]]
     weights: Mapping[str, Array]
     tied: bool = False
-    """Whether a weight is shared with another module, so that its gradient has other parts."""
+    """Whether a weight is shared with another module, which then also contributes to its gradient."""
 
 
 def reference_of(
@@ -73,7 +73,7 @@ def reference_of(
     tokens: PackedTokens,
     temperature: float | None,
 ) -> Reference | None:
-    """The reference of a module by its name and class; None if there is none.
+    """Returns the reference of a module by its name and class; None if there is none.
 
     `config` is the model folder's config.json; `weights` are named as in the model. The complete model returns
     log-probabilities at `temperature`; None if it returns something else.
@@ -107,7 +107,7 @@ def reference_of(
 def _single(
     last: str, kind: str, params: dict[str, Array], config: Mapping[str, Any], tokens: PackedTokens
 ) -> Reference | None:
-    """A module with one weight and perhaps a bias."""
+    """Returns the reference of a module with one weight and possibly a bias."""
     shape = params["weight"].shape if "weight" in params else ()
     if kind == "Linear" and len(shape) == 2:
         return Reference(
@@ -137,7 +137,7 @@ def linear(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float, note: NotedValues) -> Array:
-    """Zhang and Sennrich, arXiv 1910.07467."""
+    """Computes RMSNorm (Zhang and Sennrich, arXiv 1910.07467)."""
     mean = note(note(x * x, "pow", "square", "mul").mean(-1, keepdims=True), "mean", "sum")
     scale = note(1 / np.sqrt(note(mean + epsilon, "add")), "rsqrt")
     return note(note(x * scale, "mul") * weight, "mul", "norm")
@@ -174,12 +174,12 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def erf(x: Array) -> Array:
-    """For complex numbers to first order in the tiny imaginary part."""
+    """Computes the error function; for complex numbers, to first order in the tiny imaginary part."""
     real: Array = _erf(x.real)
     return real + 2j / math.sqrt(math.pi) * np.exp(-x.real * x.real) * x.imag if np.iscomplexobj(x) else real
 
 
-# By transformers' name: the function, and parts of the names of operators that compute it.
+# By transformers' name: the function, and substrings of the names of operators that compute it.
 ACTIVATIONS: dict[str, tuple[Callable[[Array], Array], tuple[str, ...]]] = {
     "silu": (silu, ("silu", "sigmoid", "mul")),
     "gelu": (gelu, ("gelu", "erf")),
@@ -200,7 +200,7 @@ def log_softmax(x: Array) -> Array:
 
 
 def causal_attention(q_HTD: Array, k_HTD: Array, v_HTD: Array, scale: float) -> Array:
-    """Grouped-query attention of one sequence."""
+    """Computes the grouped-query attention of one sequence."""
     times, tokens = len(q_HTD) // len(k_HTD), q_HTD.shape[1]
     hidden = np.triu(np.ones((tokens, tokens), dtype=bool), 1)
     found = [
@@ -247,7 +247,7 @@ def _attention(
 
 
 def _rotated(x: Array, cos: Array, sin: Array, note: NotedValues) -> Array:
-    """Su et al., arXiv 2104.09864, with the half-split layout of Hugging Face models."""
+    """Applies rotary embeddings (Su et al., arXiv 2104.09864) in the half-split layout of Hugging Face models."""
     one, two = np.split(x, 2, axis=-1)
     half = note(np.concatenate([-two, one], -1), "cat")
     return note(note(x * cos, "mul") + note(half * sin, "mul"), "add", "rotary")
@@ -278,7 +278,7 @@ def _layer(
 def _answers(
     config: Mapping[str, Any], weights: Mapping[str, Array], tokens: PackedTokens, temperature: float | None
 ) -> Reference | None:
-    """Log-probabilities of the targets from the last hidden states."""
+    """Returns a reference for the log-probabilities of the targets from the last hidden states."""
     name = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
     if config.get("model_type") not in PLAIN_FAMILIES or temperature is None or name not in weights:
         return None
@@ -303,7 +303,7 @@ def _rotary(base: float, size: int, tokens: PackedTokens, note: NotedValues) -> 
 
 
 def _layer_inputs(inputs: Sequence[Array], config: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-    """Hidden states, cosines and sines among the inputs of a layer."""
+    """Returns hidden states, cosines and sines among the inputs of a layer."""
     size = _head_size(config)
     states = next(x for x in inputs if x.shape[-1] == config["hidden_size"])
     cos, sin = [x for x in inputs if x is not states and x.shape[-1] == size][:2]
@@ -315,7 +315,7 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def _rotary_base(config: Mapping[str, Any]) -> float | None:
-    """The base of plain rotary embeddings; None for other kinds."""
+    """Returns the base of standard rotary embeddings; None for other kinds."""
     keys = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = keys.get("rope_type", keys.get("type", "default"))
     base = keys.get("rope_theta", config.get("rope_theta"))
@@ -345,7 +345,7 @@ def array(tensor: torch.Tensor) -> Array:
 
 
 def host_digest(value: Array) -> torch.Tensor:
-    """The digest of `tape/digest.py`, in numpy float64."""
+    """Computes the digest of `tape/digest.py` in numpy float64."""
     rows_RC = value.reshape(-1, 1) if value.ndim < 2 else value.reshape(-1, value.shape[-1])
     rows, columns = rows_RC.shape
     projected_RS = (rows_RC @ _signs(columns, 1, SKETCH)) * _signs(rows, 2, SKETCH)
@@ -363,8 +363,8 @@ def host_digest(value: Array) -> torch.Tensor:
 
 
 def directional(compute: Callable[[Array], Array], at: Array, gradient: Array) -> Array:
-    """The gradient at `at` of sum(`gradient` * `compute`(at)), as the `SKETCH` projections of a digest summed over
-    rows.
+    """Returns the gradient at `at` of sum(`gradient` * `compute`(at)), as the `SKETCH` projections of a digest summed
+    over rows.
 
     Each projection is one directional derivative.
     """

@@ -1,6 +1,6 @@
-"""Torch operators in numpy float64, written from their definitions, so that a wrong library does not judge itself.
+"""Torch operators in numpy float64, written from their definitions, so that a faulty library does not verify itself.
 
-The operators of language models are here. Others run in torch's float64 on the CPU (`operator_bisect.in_double`).
+It contains the operators of language models. Others run in torch's float64 on the CPU (`operator_bisect.in_double`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lockstep.parity.replay.operator_log import Operator
 
 
 def numpy_results(call: Operator) -> list[torch.Tensor] | None:
-    """The results of a call in float64; None if the operator is not here."""
+    """Returns the results of a call in float64; None if the operator is not implemented here."""
     library, _, name = call.name.partition(".")
-    # An in-place operator has the same result.
+    # An in-place operator has the same result as its other variant.
     operator = OPERATORS.get(name.split(".")[0].rstrip("_"))
     if operator is None or library != "aten":
         return None
@@ -113,7 +113,7 @@ def _attention(
     attn_mask: Array | None = None,
     scale: float | None = None,
 ) -> Array:
-    """The output; the operator's second result, the log-sum-exp, is not compared."""
+    """Returns the output; the operator's second result, the log-sum-exp, is not compared."""
     if dropout:
         raise NotImplementedError
     times = q.shape[1] // k.shape[1]
@@ -122,7 +122,7 @@ def _attention(
 
 
 def _weights(scores: Array) -> Array:
-    """A fully masked query has zero weights."""
+    """Returns softmax weights; a fully masked query has zero weights."""
     return np.where(np.isneginf(scores.max(-1, keepdims=True)), 0.0, softmax(scores))
 
 
@@ -163,7 +163,7 @@ def _layer_norm(x: Array, shape: Sequence[int], weight: Array | None, bias: Arra
 
 def _rms_norm(x: Array, shape: Sequence[int], weight: Array | None, eps: float | None) -> Array:
     if eps is None:
-        raise NotImplementedError  # it depends on the dtype
+        raise NotImplementedError  # the default epsilon depends on the dtype
     found = x / np.sqrt((x * x).mean(tuple(range(-len(shape), 0)), keepdims=True) + eps)
     return found if weight is None else found * weight
 

@@ -1,7 +1,7 @@
-"""Finds the wrong operator of a module. The judge is float64 on the host.
+"""Finds the wrong operator of a module by comparing with float64 on the host.
 
-There are two kinds of faults. A *kernel* returns another result than its operator has on its inputs. Or the *code*
-around the kernels is different: another constant, dtype or operator. Then the operators are compared with those of a
+There are two kinds of faults. Either a *kernel* returns a wrong result for its inputs, or the *code* around the kernels
+is different: another constant, dtype or operator. To find the second kind, the operators are compared with those of a
 clean copy of the module that runs on the same inputs. A fused operator is compared with the result of the operators
 that it replaces.
 """
@@ -33,19 +33,19 @@ class WrongOperator:
     fault: Literal["kernel", "code"]
     call: Operator
     clean: Operator | None
-    """The clean module's operator at this point; None if it has none."""
+    """The clean module's operator at this point; None if the clean module has none."""
     error: float
     actual: torch.Tensor
     expected: torch.Tensor
     why: str
     index: int = 0
-    """The number of the differing result."""
+    """The index of the differing result."""
 
 
 def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) -> WrongOperator | None:
-    """The first operator whose result differs from float64 on the same inputs."""
+    """Returns the first operator whose result differs from float64 on the same inputs."""
     for call in calls:
-        # Operators without inputs cannot be judged.
+        # Operators without inputs cannot be tested.
         expected = in_double(call) if call.inputs and not call.allocates else None
         if expected is None:
             continue
@@ -61,17 +61,17 @@ def wrong_kernel(calls: Sequence[Operator], tolerance: Tolerance | None = None) 
 
 
 def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: Tolerance) -> WrongOperator | None:
-    """The first operator, or the first group of operators, whose result differs from the clean module's.
+    """Returns the first operator, or the first group of operators, whose result differs from the clean module's.
 
     If results of the module differ, only the operators that contribute to them are compared. Operators of the same kind
-    are compared one by one. Where the modules run different operators (one fused operator instead of many), the group
-    is judged by the results that leave it.
+    are compared one by one. Where the modules run different operators (one fused operator instead of many), the results
+    that the group passes on are compared.
     """
     ours, theirs = OperatorGraph(calls), OperatorGraph(clean)
     wrong = [(end, near) for end in ours.ends() if (near := _differing_counterpart(end, theirs, tolerance)) is not None]
     if wrong and all(near for _, near in wrong):
         ours, theirs = ours.before([end for end, _ in wrong]), theirs.before([near for _, near in wrong if near])
-    # The number of inputs tells the product with a scalar from that of two tensors.
+    # The number of inputs distinguishes multiplication by a scalar from that of two tensors.
     kinds, wanted_kinds = ([(call.name, len(call.inputs)) for call in graph.calls] for graph in (ours, theirs))
     for tag, i, j, k, m in difflib.SequenceMatcher(None, kinds, wanted_kinds, autojunk=False).get_opcodes():
         if tag != "equal":
@@ -92,7 +92,7 @@ def other_code(calls: Sequence[Operator], clean: Sequence[Operator], tolerance: 
 def other_values(
     calls: Sequence[Operator], noted: NotedValues, outputs: Sequence[torch.Tensor], tolerance: Tolerance
 ) -> WrongOperator | None:
-    """The first operator whose result differs from the float64 reference of the module.
+    """Returns the first operator whose result differs from the float64 reference of the module.
 
     This finds code that is also wrong in the clean copy, such as a library function or a modelling file. A correct
     module need not compute every value of the reference. So a missing value counts only if an operator of its kind has
@@ -113,7 +113,7 @@ def other_values(
 
 
 def _alike(one: OperatorResult, value: Array, word: str) -> bool:
-    """Whether it may be the value. Attention may pad sequences."""
+    """Returns whether the result may be this value of the reference. Attention may pad sequences."""
     return one.tensor.numel() == value.size or word == "attention"
 
 
@@ -128,7 +128,7 @@ def _same(tensor: torch.Tensor, value: Array, tolerance: Tolerance) -> bool:
 
 
 def _instead(found: OperatorResult, value: Array) -> WrongOperator:
-    """An operator's result and the reference's value."""
+    """Returns the finding for an operator's result that differs from the reference's value."""
     why = "the float64 reference of the module has a different value here"
     if found.tensor.numel() != value.size:
         return WrongOperator("code", found.call, None, math.inf, found.tensor, NONE, why, found.index)
@@ -143,7 +143,7 @@ def _instead(found: OperatorResult, value: Array) -> WrongOperator:
 def _differing_counterpart(
     end: OperatorResult, theirs: OperatorGraph, tolerance: Tolerance
 ) -> OperatorResult | Literal[False] | None:
-    """The clean module's result in place of this one; None if they agree, False if it has none."""
+    """Returns the clean module's result that this one should equal; None if they agree, False if there is none."""
     error, near = _nearest(end.tensor, theirs.ends())
     if near is None:
         error, _ = _nearest(end.tensor, theirs.results())
@@ -164,7 +164,7 @@ def _compared(call: Operator, clean: Operator, theirs: OperatorGraph, tolerance:
     index = errors.index(error_in)
     alone = len(errors) == 1 or min(errors) <= tolerance.module
     if not alone or _source(call, index) or _source(clean, index):
-        return None  # the same kind by chance: it has other inputs
+        return None  # the same kind by chance, with other inputs
     if all(_nearest(made, theirs.results())[0] <= tolerance.module for made in call.outputs):
         return None  # the clean module computes this too, elsewhere
     # No operator produced this input: it is a weight, a buffer or a constant.
@@ -179,9 +179,9 @@ def _source(call: Operator, index: int) -> bool:
 def _other_part(
     ours: OperatorGraph, theirs: OperatorGraph, mine: range, wanted: range, tolerance: Tolerance
 ) -> WrongOperator | None:
-    """Operators that the other module does not run here. They are harmless if the same results leave."""
+    """Compares groups of different operators. They are harmless if the results that leave the groups are the same."""
     if not mine:
-        # What the clean module runs here must change nothing, or be computed elsewhere.
+        # The operators that the clean module runs here must change nothing, or be computed elsewhere.
         candidates = theirs.given(wanted) + ours.results()
         if _first_missing(theirs.leaving(wanted), candidates, tolerance) is None:
             return None
@@ -191,7 +191,7 @@ def _other_part(
             (end, near) for end in ours.ends() if (near := _differing_counterpart(end, theirs, tolerance)) is not None
         ]
         if ends:
-            # The missing operator shows in the result that lacks it.
+            # The result that lacks the missing operator is reported.
             return _end(*ends[0], why)
         expected = clean.outputs[0] if clean.outputs else NONE
         return WrongOperator("code", clean, clean, math.inf, NONE, expected, why)
@@ -199,7 +199,7 @@ def _other_part(
         candidates = ours.given(mine) + theirs.results()
         if _first_missing(ours.leaving(mine), candidates, tolerance) is None:
             return None
-        # The first operator with a result that the clean module does not have.
+        # This is the first operator with a result that the clean module does not have.
         return _needless(_first_missing(ours.made(mine), candidates, tolerance))
     found = _first_missing(ours.leaving(mine), theirs.results(), tolerance)
     if found is None:
@@ -219,12 +219,12 @@ def _other_part(
 def _first_missing(
     results: Sequence[OperatorResult], candidates: Sequence[OperatorResult], tolerance: Tolerance
 ) -> OperatorResult | None:
-    """The first result that is not among the candidates."""
+    """Returns the first result that is not among the candidates."""
     return next((one for one in results if not _nearest(one.tensor, candidates)[0] <= tolerance.module), None)
 
 
 def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tuple[float, OperatorResult | None]:
-    """Shapes may differ. Later results come first: a group ends with its result."""
+    """Returns the closest candidate and its error. Shapes may differ. Later candidates win ties."""
     best: tuple[float, OperatorResult | None] = (math.inf, None)
     for one in reversed(candidates):
         if one.tensor.numel() == tensor.numel():
@@ -234,8 +234,8 @@ def _nearest(tensor: torch.Tensor, candidates: Sequence[OperatorResult]) -> tupl
 
 
 def _suspect(part: Sequence[Operator], end: Operator) -> Operator:
-    """The likely fault in a group with differing results: a cast to less precision, an operator that exists only on the
-    device and cannot be judged, or the last operator."""
+    """Returns the likely fault in a group with differing results: a cast to lower precision, an operator that exists
+    only on the device and cannot be tested, or the last operator."""
     casts = [call for call in part if _coarser(call)]
     foreign = [call for call in part if call.inputs and in_double(call) is None]
     return next(iter(casts or foreign), end)
@@ -247,7 +247,7 @@ def _coarser(call: Operator) -> bool:
 
 
 def _end(end: OperatorResult, near: OperatorResult | Literal[False], why: str) -> WrongOperator:
-    """A result and the clean module's result in its place."""
+    """Returns the finding for a result that differs from the clean module's."""
     if near is False:
         return WrongOperator("code", end.call, None, math.inf, end.tensor, NONE, why, end.index)
     expected = near.tensor.reshape(end.tensor.shape)
@@ -257,7 +257,7 @@ def _end(end: OperatorResult, near: OperatorResult | Literal[False], why: str) -
 
 
 def _needless(made: OperatorResult | None, instead: str = "the clean module does not run it") -> WrongOperator | None:
-    """An operator that should not be there: its input is the expected result."""
+    """Returns the finding for a superfluous operator: its input is the expected result."""
     if made is None:
         return None
     expected = next((one for one in made.call.inputs if one.shape == made.tensor.shape), NONE)
@@ -284,21 +284,21 @@ def _differing_settings(call: Operator, clean: Operator) -> tuple[str, str]:
 
 
 def in_double(call: Operator) -> list[torch.Tensor] | None:
-    """The call in float64 on the host, by numpy if it has the operator; None if it cannot run there.
+    """Runs the call in float64 on the host, in numpy if it implements the operator; None if it cannot run there.
 
-    A wrong library must not judge itself, so numpy comes first.
+    numpy comes first, so that a faulty torch does not verify itself.
     """
     found = numpy_results(call)
     return in_torch(call) if found is None else found
 
 
 def in_torch(call: Operator) -> list[torch.Tensor] | None:
-    """The call in torch's float64 on the CPU."""
+    """Runs the call in torch's float64 on the CPU."""
     return run_on_cpu(call, _doubled)
 
 
 def run_on_cpu(call: Operator, convert: Callable[[Any], Any]) -> list[torch.Tensor] | None:
-    """The call with converted arguments; None for an operator that only the device has, or not in this dtype."""
+    """Runs the call with converted arguments; None if the CPU lacks the operator or its dtype."""
     try:
         args, kwargs = pytree.tree_map(convert, (call.args, call.kwargs))
         with torch.no_grad():
@@ -309,7 +309,7 @@ def run_on_cpu(call: Operator, convert: Callable[[Any], Any]) -> list[torch.Tens
 
 def _doubled(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        # Always a copy, because the operator may write to it.
+        # Always copies, because the operator may write to its input.
         return leaf.to(torch.float64 if leaf.is_floating_point() else leaf.dtype, copy=True)
     if isinstance(leaf, torch.dtype) and leaf.is_floating_point:
         return torch.float64
@@ -317,7 +317,7 @@ def _doubled(leaf: Any) -> Any:
 
 
 def relative_difference(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference divided by the larger norm; infinite if shapes differ or only one side is finite."""
+    """Returns the norm of the difference over the larger norm; infinite if shapes differ or only one side is finite."""
     if actual.shape != wanted.shape:
         return math.inf
     x, y = actual.double(), wanted.double()

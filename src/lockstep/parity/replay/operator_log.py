@@ -1,9 +1,9 @@
-"""Records the operators that one module runs, forward or backward, without those of its children.
+"""Records the operators that one module runs, forward or backward, without its children's operators.
 
 Every tensor that crosses the module's border is recorded too: its inputs and its children's outputs, and in the
 backward pass the gradients at its outputs and at its children's inputs. A clean copy of the module can be run with the
-same border values. Then the operators of both are compared on equal numbers, whatever rounding happened before the
-module.
+same border values. Then the operators of both are compared on equal numbers, so rounding before the module has no
+effect.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.tape.digest import digest
 from lockstep.tape.module_trace import BACKWARD, FORWARD, fixed_sum, module_hooks, public_name
 
-# A name that no child has: the module itself.
+# Stands for the module itself; no child can have this name.
 SELF = ""
 CallResult = tuple[int, int]
-"""The number of a call in the log, and of one of its results."""
+"""The index of a call in the log, and the index of one of its results."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ class Operator:
     outputs: list[torch.Tensor]
     device: str
     sources: tuple[CallResult | None, ...] = ()
-    """For each of `inputs`: the call and the result that produced it; None if it came from outside."""
+    """For each of `inputs`: the call and result that produced it; None if it came from outside."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Operators are sent to other ranks by name.
@@ -59,12 +59,12 @@ class Operator:
 
     @property
     def allocates(self) -> bool:
-        """Whether it only allocates memory, with undefined content."""
+        """Whether the operator only allocates memory with undefined content."""
         return "empty" in self.name
 
     @property
     def writes(self) -> bool:
-        """Whether it changes an input in place. The input's content before may be undefined."""
+        """Whether the operator changes an input in place. The input's previous content may be undefined."""
         return bool(self.function._schema.is_mutable)
 
     @property
@@ -82,16 +82,16 @@ def _named(function: str, *rest: Any) -> Operator:
 
 
 class OperatorLog(TorchDispatchMode):
-    """Records operator calls while `wanted()` is true. Views are not operators."""
+    """Records operator calls while `wanted()` is true. Operators that only create views are not recorded."""
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
         super().__init__()
         self.wanted = wanted
         self.calls: list[Operator] = []
         self.makers: dict[int, CallResult] = {}
-        """By memory address: the call that last wrote the tensor."""
+        """The call that last wrote each tensor, by memory address."""
         self.alive: list[torch.Tensor] = []
-        """Results are kept, so that their addresses are not reused."""
+        """References to the results, so that their addresses are not reused."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,7 +100,7 @@ class OperatorLog(TorchDispatchMode):
         inputs = tensors_in((args, kwargs))
         device = str(inputs[0].device) if inputs else "cpu"
         sources = tuple(self.makers.get(_address(tensor)) for tensor in inputs)
-        # Copied before the call, which may write to its inputs.
+        # Inputs are copied before the call, which may write to them.
         given = pytree.tree_map(copied, (args, kwargs))
         result = func(*args, **kwargs)
         made = tensors_in(result)
@@ -112,7 +112,7 @@ class OperatorLog(TorchDispatchMode):
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """The address of its storage, which a view shares; a unique number for a tensor without storage."""
+    """Returns the address of the storage, which a view shares; a unique number for a tensor without storage."""
     return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 
@@ -129,14 +129,14 @@ class ModuleLog:
     """The operators of a module's first call."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
-    """Its outputs; backward: the gradients at its inputs, in the order in which they were computed."""
+    """The module's outputs; in the backward pass, the gradients at its inputs in the order of their computation."""
     calls: list[Operator] = field(default_factory=list)
     border: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The tensors that came in, from outside and from its children."""
+    """The tensors that entered the module, from outside and from its children."""
     children: set[str] = field(default_factory=set)
     """The modules that it called directly."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Backward: digests of its parameters' gradients."""
+    """In the backward pass: digests of its parameters' gradients."""
 
 
 def log_module(
@@ -149,7 +149,7 @@ def log_module(
     through: Collection[str] = (),
     ranks: int = 1,
 ) -> ModuleLog:
-    """Run in evaluation mode and log the first call of one module.
+    """Runs the model in evaluation mode and logs the first call of one module.
 
     `run` does the forward pass; for the backward pass it must return one number per target. `given`, the border of
     another log, replaces the tensors that cross the border here. Children in `through` count as parts of the module.
@@ -188,14 +188,14 @@ class _ModuleLogger:
         self.seen: Counter[str] = Counter()
         self.open, self.returning = False, False
         self.spans: list[tuple[int, int]] = []
-        """Sequence numbers of the autograd nodes that this code created."""
+        """The sequence numbers of the autograd nodes that this code created."""
         self.began: int | None = None
         module = {public_name(name): each for name, each in root.named_modules()}.get(wanted)
         self.weights = {} if module is None else dict(module.named_parameters(recurse=False))
         self.weight_ids = {id(weight) for weight in self.weights.values()}
 
     def _is_own(self) -> bool:
-        """Whether the running operator belongs to the module itself."""
+        """Returns whether the running operator belongs to the module itself."""
         if not self.returning:
             return self.phase == FORWARD and self.began is not None
         node: Any = torch._C._current_autograd_node()
@@ -203,12 +203,12 @@ class _ModuleLogger:
             return False
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return id(variable) in self.weight_ids  # it accumulates a parameter's gradient
+            return id(variable) in self.weight_ids  # this node accumulates a parameter's gradient
         number = node._sequence_nr()
         return any(first <= number < last for first, last in self.spans)
 
     def digest_gradients(self, ranks: int) -> None:
-        """Digest the gradients of the module's parameters. A sharded model has summed those of all ranks."""
+        """Computes digests of the parameters' gradients. A sharded model has summed those of all ranks."""
         for name, weight in self.weights.items():
             if weight.grad is not None:
                 self.log.parameters[name] = digest(weight.grad / ranks).cpu()
@@ -242,7 +242,7 @@ class _ModuleLogger:
         return output
 
     def _in_module(self) -> bool:
-        """Whether the running code is the module's, outside its children."""
+        """Returns whether the running code is the module's own, outside its children."""
         inner = [module for module in self.stack if module not in self.through]
         return self.open and bool(inner) and inner[-1] == self.wanted
 
@@ -256,7 +256,7 @@ class _ModuleLogger:
             self.began = torch.autograd._get_sequence_nr()
 
     def _cross(self, values: Any, prefix: str, change: Any, change_gradient: Any, keep_gradient: Any) -> Any:
-        """Record the tensors that cross the border and their gradients, or replace them."""
+        """Records the tensors that cross the border and their gradients, or replaces them."""
         leaves, spec = pytree.tree_flatten(values)
         for number, leaf in enumerate(leaves):
             if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point()):
@@ -265,7 +265,7 @@ class _ModuleLogger:
             if change is not None:
                 leaf = change(name, leaf)
             if leaf.requires_grad and (change_gradient or keep_gradient):
-                leaf = leaf.view_as(leaf)  # an alias: the gradient at it is this module's share only
+                leaf = leaf.view_as(leaf)  # an alias whose gradient is this module's contribution only
                 if change_gradient is not None:
                     leaf.register_hook(lambda g, name=name: change_gradient(f"{name}/gradient", g))
                 if keep_gradient is not None:
@@ -274,7 +274,7 @@ class _ModuleLogger:
         return pytree.tree_unflatten(leaves, spec)
 
     def _given(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Record the tensor. Returns the value that replaces it, if there is one of its shape."""
+        """Records the tensor, and returns the value that replaces it if there is one of its shape."""
         self.log.border[name] = copied(tensor)
         value = self.given.get(name)
         return None if value is None or value.shape != tensor.shape else value.to(tensor.device, tensor.dtype)
@@ -338,7 +338,7 @@ class OperatorGraph:
         return [OperatorResult(self.calls[number], index) for number in part for index in _floats(self.calls[number])]
 
     def given(self, part: range) -> list[OperatorResult]:
-        """The tensors that the part reads from outside."""
+        """Returns the tensors that the part reads from outside."""
         return [
             OperatorResult(self.calls[number], index, given=True)
             for number in part
@@ -347,11 +347,11 @@ class OperatorGraph:
         ]
 
     def ends(self) -> list[OperatorResult]:
-        """Results that no operator here reads: they go to the module's caller or children."""
+        """Returns the results that no operator here reads: they go to the module's caller or children."""
         return self.leaving(range(len(self.calls)))
 
     def leaving(self, part: range) -> list[OperatorResult]:
-        """The results that are read outside of the part, or by no operator.
+        """Returns the results that are read outside of the part, or by no operator.
 
         Unread results of an operator with several results are by-products. If none is read, the first one counts.
         """
@@ -367,7 +367,7 @@ class OperatorGraph:
         return found
 
     def before(self, ends: Sequence[OperatorResult]) -> OperatorGraph:
-        """Only the operators that contribute to these results."""
+        """Returns a graph of only the operators that contribute to these results."""
         wanted = {number for number, call in enumerate(self.calls) if any(call is end.call for end in ends)}
         for number in reversed(range(len(self.calls))):
             if number in wanted:
@@ -376,13 +376,13 @@ class OperatorGraph:
 
 
 def _floats(call: Operator) -> list[int]:
-    """The indices of its floating-point results; of an operator without any, all indices."""
+    """Returns the indices of the floating-point results; if there are none, all indices."""
     floats = [index for index, tensor in enumerate(call.outputs) if tensor.is_floating_point() and tensor.numel()]
     return floats or list(range(len(call.outputs)))
 
 
 def _selected(calls: Sequence[Operator], numbers: Sequence[int]) -> list[Operator]:
-    """These calls, with `sources` that refer to their new places."""
+    """Returns these calls, with `sources` that refer to their new indices."""
     places = {number: place for place, number in enumerate(numbers)}
 
     def moved(source: CallResult | None) -> CallResult | None:

@@ -1,7 +1,7 @@
-"""The checks of the optimizer step and the weights after it, and comparisons of per-parameter digests.
+"""Checks of the optimizer step and of the weights after it, and comparisons of per-parameter digests.
 
 AdamW is checked by its formula in double precision, for sampled weights. The formula uses the recorded gradient and
-moments of the same side, so a wrong gradient does not count against the optimizer.
+moments of the same side, so a wrong gradient does not make the optimizer fail.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lockstep.tape.digest import BLOCKS, distance, distances, norm, relative
 from lockstep.tape.tape_format import StepRecord, TapeFolder, below
 from lockstep.tape.tape_recorder import sampled
 
-# Smaller movements of weights, relative to their size, vanish in the rounding of the digests.
+# Smaller movements of weights, relative to the weights, are lost in the rounding of the digests.
 SEEN = 1e-5
-# Digests of identical weights on one device differ at most by the order of their sums.
+# Digests of identical weights on one device differ only by the order of their sums, at most by this.
 UNTOUCHED = 1e-5
-# A gradient far below the average is rounding. Its error is relative to this share of the average.
+# A gradient far below the average is mostly rounding, so its error is relative to this fraction of the average.
 NEGLIGIBLE = 1e-3
-# Rounding of a weight itself, in units of its last digit.
+# The allowed rounding of a weight, in units of its last digit.
 ULPS = 4 * torch.finfo(torch.float32).eps
 SAMPLED_KEYS = ("gradient", "before", "exp_avg", "exp_avg_sq", "after", "count")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +42,7 @@ def check_optimizer(
     *,
     restored: bool,
 ) -> Iterator[Check]:
-    """`manifest` is the replay's. `restored`: the replay started from the recorded optimizer state."""
+    """Checks one update. `manifest`: the replay's. `restored`: the replay started from the recorded optimizer state."""
     rates = info[0]["lr"], info[1]["lr"]
     difference = abs(rates[0] - rates[1]) / max(rates[0], 1e-30)
     what = f"{learner}, update {number + 1}: learning rate"
@@ -57,7 +57,7 @@ def check_optimizer(
 
 
 def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Iterator[Check]:
-    """No weight may change between the last optimizer step and the start of the next step.
+    """Checks that no weight changes between the last optimizer step and the start of the next step.
 
     Each side is compared with itself, because the next step of a forced replay starts from recorded weights.
     """
@@ -75,13 +75,13 @@ def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Itera
 
 
 def relative_errors(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], prefix: str) -> dict[str, float]:
-    """Relative distances of the digests below `prefix` that both sides have."""
+    """Returns the relative distances of the digests below `prefix` that both sides have."""
     ours = below(a, prefix)
     return {name: relative(ours[name], digest) for name, digest in below(b, prefix).items() if name in ours}
 
 
 def _moments(one: StepRecord, other: StepRecord, learner: str, tolerance: Tolerance) -> Iterator[Check]:
-    """The optimizer's moments before the update, for the sampled weights."""
+    """Compares the optimizer's moments before the update, for the sampled weights."""
     ours, theirs = (below(record.tensors, f"{learner}/0/sample/") for record in (one, other))
     error, where = 0.0, ""
     for key, value in ours.items():
@@ -110,9 +110,9 @@ class FormulaError:
     expected: float
     actual: float
     differing: tuple[str, ...]
-    """All parameters beyond the tolerance."""
+    """All parameters that exceed the tolerance."""
     indices: tuple[int, ...]
-    """The weights of this parameter beyond the tolerance."""
+    """The weights of this parameter that exceed the tolerance."""
 
 
 def check_formula(
@@ -142,7 +142,7 @@ def formula_error(
     allowed: float,
     no_decay: Collection[str] = (),
 ) -> FormulaError:
-    """Check the step's first update with the recipe's `optim` keys.
+    """Compares the step's first update with AdamW's formula and the recipe's `optim` keys.
 
     `no_decay` are biases and norms with more than one dimension. Older tapes, whose runs decayed them, list none.
     """
@@ -175,7 +175,7 @@ def formula_error(
 def _adamw(
     kept: dict[str, torch.Tensor], factor: float, lr: float, optim: dict[str, Any], decay: float
 ) -> torch.Tensor:
-    """The weights after one AdamW step (Loshchilov and Hutter 2019, decoupled weight decay)."""
+    """Returns the weights after one AdamW step (Loshchilov and Hutter 2019, decoupled weight decay)."""
     beta1, beta2 = optim["betas"]
     gradient, before = kept["gradient"] * factor, kept["before"]
     zeros = torch.zeros_like(before)
@@ -190,7 +190,7 @@ def _adamw(
 
 
 def _masters(manifest: Mapping[str, Any], record: StepRecord, learner: str) -> Iterator[Check]:
-    """Half-precision parameters must be exactly their rounded master weights."""
+    """Checks that half-precision parameters are exactly their rounded master weights."""
     samples, dtype = below(record.tensors, f"{learner}/0/sample/"), DTYPES[manifest["recipe"]["model"]["dtype"]]
     error, where = 0.0, ""
     for key, held in samples.items():
@@ -233,7 +233,7 @@ def _weights(
 
 
 def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -> dict[str, float]:
-    """How far the update moved each parameter, estimated from its sampled weights."""
+    """Estimates from the sampled weights how far the update moved each parameter."""
     samples, found = below(record.tensors, f"{learner}/0/sample/"), {}
     for key, after in samples.items():
         name = key.removesuffix("/after")
@@ -244,10 +244,10 @@ def _movements(record: StepRecord, learner: str, shapes: dict[str, list[int]]) -
 
 
 def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str) -> float:
-    """The relative difference of a parameter's gradient, at most 1. The gradient check judges it.
+    """Returns the relative difference of a parameter's gradient, at most 1. The gradient check tests it separately.
 
-    AdamW moves a weight by the sign of its gradient more than by its size. Where gradients nearly cancel, like those of
-    key biases, two clean updates may move in opposite directions.
+    AdamW's step depends more on the sign of a gradient than on its size. If gradients nearly cancel, as for key biases,
+    two clean updates may have opposite directions.
     """
     x, y = (record.tensors.get(f"{learner}/0/gradient/{name}") for record in (one, other))
     return 0.0 if x is None or y is None else min(1.0, relative(x, y))
@@ -256,7 +256,7 @@ def _gradient_noise(one: StepRecord, other: StepRecord, learner: str, name: str)
 def _movement_slopes(
     one: StepRecord, other: StepRecord, learner: str, names: Collection[str], bound: Bound
 ) -> Iterator[Check]:
-    """By which factor of the recorded movement a parameter moved: 0 if it stayed, 2 if it moved twice as far."""
+    """Compares each parameter's movement with the recorded one: factor 0 if it stayed, 2 if it moved twice as far."""
     worst: tuple[Excess, str] | None = None
     for name in names:
         start, after = (
@@ -297,7 +297,7 @@ def worst_parameter(
     total: float = 0.0,
     sizes: Mapping[str, float] | None = None,
 ) -> WorstParameter | None:
-    """Of the digests below `prefix`. Errors are relative to `sizes`, or to the parameter's norm (`total`: of all)."""
+    """Returns the worst digest below `prefix`. Errors are relative to `sizes`, or to the norm (`total`: of all)."""
     ours, theirs = below(one.tensors, prefix), below(other.tensors, prefix)
     errors: dict[str, float] = {}
     floor = NEGLIGIBLE * total / max(1, len(ours)) ** 0.5
@@ -316,7 +316,7 @@ def worst_parameter(
 def worst_slope(
     one: StepRecord, other: StepRecord, prefix: str, bound: Bound, inherited: float
 ) -> tuple[str, Excess, str] | None:
-    """The parameter with the largest slope among the digests below `prefix`: its name, the slope, and where."""
+    """Returns the parameter with the largest slope among the digests below `prefix`: name, slope, and both norms."""
     pairs = _pairs(one, other, prefix)
     found = {name: slope_excess(*pair, bound, inherited) for name, pair in pairs.items()}
     if not any(excess.allowed for excess in found.values()):
@@ -326,7 +326,7 @@ def worst_slope(
 
 
 def overall(one: StepRecord, other: StepRecord, prefix: str, bound: Bound, inherited: float) -> Excess:
-    """The common slope of all digests below `prefix`."""
+    """Returns the common slope of all digests below `prefix`."""
     return overall_slope(list(_pairs(one, other, prefix).values()), bound, inherited)
 
 
@@ -344,7 +344,7 @@ def _how_many(differing: int, count: int) -> str:
 
 
 def _blocks(x: torch.Tensor, y: torch.Tensor) -> str:
-    """The blocks of rows that differ, if not all do."""
+    """Names the blocks of rows that differ, if not all do."""
     errors = distances(x, y)
     found = [i for i, error in enumerate(errors) if error > 0.05 * max(errors)]
     if not found or len(found) == BLOCKS or math.isinf(max(errors)):

@@ -1,4 +1,4 @@
-"""The checks of a replay: what was compared, how far it differs, and the tolerance. All stages yield `Check`s."""
+"""A check of a replay: what was compared, how much it differs, and the tolerance. All stages yield `Check`s."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 import torch
 
 Stage = Literal["generation", "reward", "batch", "log-probs", "advantages", "loss", "gradient", "optimizer", "weights"]
-# In the order of a step.
+# The stages in the order in which a step runs them.
 STAGES: tuple[Stage, ...] = get_args(Stage)
-# The first failing stage in this order is reported as the cause. Generation runs the same model as the log-probs, which
-# are computed for recorded tokens without the engine. So a wrong model fails both, and a wrong engine fails generation.
+# The first failing stage in this order is reported as the cause. The log-probs stage computes recorded tokens without
+# the engine, and generation runs the same model. So a wrong model fails both, and a wrong engine fails only generation.
 CAUSE_ORDER: tuple[Stage, ...] = (
     "batch",
     "log-probs",
@@ -35,7 +35,7 @@ class Check:
     error: float
     allowed: float
     where: str = ""
-    """The worst index with both values, as text."""
+    """The index with the largest difference and both values, as text."""
     update: int = 0
 
     @property
@@ -47,18 +47,18 @@ class Check:
 
 
 def worst_of(checks: Sequence[Check]) -> Check:
-    """The check with the largest error relative to its tolerance."""
+    """Returns the check with the largest error relative to its tolerance."""
     return max(checks, key=lambda check: check.error / check.allowed if check.allowed else check.error)
 
 
 def first_cause(checks: Sequence[Check]) -> Check | None:
-    """The failed check that is reported as the cause: of the first update, then by `CAUSE_ORDER`."""
+    """Returns the failed check that is reported as the cause: of the first update, then by `CAUSE_ORDER`."""
     failed = [check for check in checks if not check.passed]
     return min(failed, key=lambda check: (check.update, CAUSE_ORDER.index(check.stage)), default=None)
 
 
 def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
-    """For each stage: whether all its checks passed, and the worst one."""
+    """Returns for each stage whether all its checks passed, and the worst one."""
     table: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         mine = [check for check in checks if check.stage == stage]
@@ -71,19 +71,19 @@ def verdicts(checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
 
 
 def finite(error: float) -> float:
-    """NaN counts as infinite."""
+    """Returns infinity for NaN, and any other error unchanged."""
     return error if math.isfinite(error) else math.inf
 
 
 def root_mean_square(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Root mean square of the difference; infinite if the shapes differ or a value is not finite."""
+    """Returns the root mean square of the difference; infinite if the shapes differ or a value is not finite."""
     if a.shape != b.shape:
         return math.inf
     return finite(float((a.double() - b.double()).square().mean().sqrt())) if a.numel() else 0.0
 
 
 def share(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Norm of the difference divided by the larger norm."""
+    """Returns the norm of the difference divided by the larger norm."""
     if a.shape != b.shape:
         return math.inf
     size = max(float(a.double().norm()), float(b.double().norm()))
@@ -94,14 +94,14 @@ def share(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest absolute difference; infinite if the shapes differ or a value is NaN."""
+    """Returns the largest absolute difference; infinite if the shapes differ or a value is NaN."""
     if a.shape != b.shape:
         return math.inf
     return float(_absolute(a, b).max()) if a.numel() else 0.0
 
 
 def worst_difference(a: torch.Tensor, b: torch.Tensor, unit: str) -> str:
-    """The index with the largest difference and both values, as text."""
+    """Returns the index with the largest difference and both values, as text."""
     if a.shape != b.shape:
         return f"{len(a)} {unit}s against {len(b)}"
     if not a.numel():
@@ -115,13 +115,13 @@ def _absolute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def worst_named(errors: Mapping[str, float], allowed: float) -> tuple[str, float, int]:
-    """The name with the largest error, that error, and how many names exceed the tolerance."""
+    """Returns the name with the largest error, that error, and how many names exceed the tolerance."""
     worst = max(errors, key=lambda name: errors[name])
     return worst, errors[worst], sum(not error <= allowed for error in errors.values())
 
 
 def rank_of_rows(indices: Collection[int], shape: Sequence[int], ranks: int) -> str:
-    """The only rank that holds these weights, as text; parameters are sharded by rows."""
+    """Returns the rank that has all of these weights as text, "" if several have them; shards are blocks of rows."""
     if ranks == 1 or not shape:
         return ""
     row_size, rows_per_rank = math.prod(shape[1:]), -(-shape[0] // ranks)

@@ -48,18 +48,22 @@ class ReplayRequest:
     checklist: bool
     json: bool
     model: str | None = None
-    """For a recording of another framework: the folder of the trained model."""
+    """The folder of the trained model, for a recording of another framework."""
 
 
 def replay_run(request: ReplayRequest) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     mode = next((each for each in MODES if each == request.mode), None)
     if mode is None:
-        raise Refusal.at("--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}")
+        raise Refusal.at(
+            "--mode", f"there is no mode {request.mode!r}", f"use one of {', '.join(MODES)}", code="unknown-name"
+        )
     if recording_ranks(request.run):
         return _replay_recording(request, mode)
     if request.model is not None:
-        raise Refusal.at("--model", f"{request.run} has a recipe, which names its model", "use model.path=FOLDER")
+        raise Refusal.at(
+            "--model", f"{request.run} has a recipe, which names its model", "use model.path=FOLDER", code="unused-key"
+        )
     console = Console.silent() if request.json else _console(request.run)
     if request.checklist:
         items = checklist.run_checklist(request.run, request.overrides, console)
@@ -71,7 +75,7 @@ def replay_run(request: ReplayRequest) -> int:
             checklist.show(items, console)
         return int(any(item.passed is False for item in items))
     result = replay(request.run, mode, request.overrides, console, request.steps)
-    # None: a rank other than 0.
+    # The result is None on ranks other than 0.
     return 0 if result is None else _report(request, result, console)
 
 
@@ -85,11 +89,18 @@ def _report(request: ReplayRequest, result: Replayed, console: Console, title: s
 
 def _replay_recording(request: ReplayRequest, mode: str) -> int:
     if mode != "forced" or request.checklist:
-        raise Refusal.at(str(request.run), "is a recording, whose updates are replayed one by one", "use --mode forced")
+        raise Refusal.at(
+            str(request.run),
+            "is a recording, whose updates are replayed one by one",
+            "use --mode forced",
+            code="not-replayable",
+        )
     [first, *others] = recording_ranks(request.run).values()
     if others:
-        remedy = f"name one of them: lockstep replay {first} --model FOLDER"
-        raise Refusal.at(str(request.run), f"holds the tapes of {len(others) + 1} ranks", remedy)
+        remedy = f"choose one of them: lockstep replay {first} --model FOLDER"
+        raise Refusal.at(
+            str(request.run), f"contains the tapes of {len(others) + 1} ranks", remedy, code="several-candidates"
+        )
     result = replay_recording(first, request.model, request.overrides, request.steps)
     title = "replay of a recording: each update from the recorded weights"
     return _report(request, result, Console.silent() if request.json else Console.open(), title)
@@ -103,7 +114,7 @@ def _console(run: Path) -> Console:
 def replay(
     run: Path, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int] = ()
 ) -> Replayed | None:
-    """Repeat the recorded steps with some keys changed, and judge them. Ranks other than 0 get None."""
+    """Repeats the recorded steps with some keys changed, and compares them. Ranks other than 0 get None."""
     source = RunFolder(run)
     tape = TapeFolder(source.tape)
     tape.manifest()
@@ -115,7 +126,7 @@ def replay(
     results = [result for result in found if result is not None]
     if not results:
         return None
-    # The first part that diverges gives the verdict.
+    # The first part of the run that diverges gives the verdict.
     first = next((result for result in results if not result.in_step), results[0])
     remarks = [remark for result in results for remark in result.remarks]
     result = replace(
@@ -131,7 +142,7 @@ def replay(
 def _replay_part(
     source: RunFolder, part: RunPart, mode: Mode, overrides: Sequence[str], console: Console, steps: Sequence[int]
 ) -> Replayed | None:
-    """Replay steps of one recipe."""
+    """Replays steps that were trained with the same recipe."""
     tape = TapeFolder(source.tape)
     loop = Replay(tape, mode, steps)
     with judged_later() as problems, reserved_name(source, mode) as name:

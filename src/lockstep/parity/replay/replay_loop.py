@@ -1,4 +1,4 @@
-"""Repeats recorded steps: the training loop with the recorded rows, responses and weights.
+"""Repeats recorded steps: runs the training loop with the recorded rows, responses and weights.
 
 A run that was resumed with a different recipe has several parts. Each step is replayed with the recipe that trained it.
 """
@@ -47,19 +47,19 @@ REPLAYS = "replays"
 
 
 class Replay:
-    """forced: each snapshot step starts from the recorded weights. chained: recorded rows and responses,
-    with the weights of the replay. free: only the start is recorded."""
+    """Repeats recorded steps in one of three modes. forced: each snapshot step starts from the recorded weights.
+    chained: uses recorded rows and responses with the replay's weights. free: only the initial weights are recorded."""
 
     def __init__(self, tape: TapeFolder, mode: Mode, only: Sequence[int] = ()):
         self.tape, self.mode, self.only = tape, mode, tuple(only)
         self.start: dict[str, torch.Tensor] = {}
-        """The model folder's weights, if the tape has none."""
+        """The model folder's weights, if the tape has no weights."""
         self.located: Located | None = None
         self.diverged_step: int | None = None
         """The first step at which a module diverges."""
 
     def run(self, recipe: Recipe, console: Console) -> None:
-        """Run the steps in a new run folder, which keeps a tape and no model."""
+        """Runs the steps in a new run folder, which keeps a tape and no model."""
         self._refuse_async(recipe)
         self._refuse_other_noise(recipe)
         if recipe.method in ONLINE:
@@ -76,6 +76,7 @@ class Replay:
                 "its responses were generated during training (rollout.max_staleness) with weights of several steps, "
                 "so they cannot be generated again",
                 "use --mode chained, which trains on the recorded responses",
+                code="not-replayable",
             )
 
     def _refuse_other_noise(self, recipe: Recipe) -> None:
@@ -85,6 +86,7 @@ class Replay:
                 f"engine {self._recorded_engine()} sampled its responses, and engine {recipe.rollout.engine} samples "
                 "different ones",
                 "use --mode forced or chained, which train on the recorded responses",
+                code="not-replayable",
             )
 
     def _recorded_engine(self) -> str:
@@ -111,10 +113,10 @@ class Replay:
         return online.take_rollouts() if self.mode == "free" else self._recorded_rollouts(online, step)
 
     def _recorded_rollouts(self, online: Online, step: int) -> Rollouts:
-        """The recorded responses, scored again."""
+        """Returns the recorded responses, scored again."""
         training, recipe = online.training, online.training.run.recipe
         rollouts = rollouts_of(self.tape.read_table(self.tape.rollouts_file(step + 1)))
-        # Generated responses check the engine. They must equal the recorded ones only from the recorded weights.
+        # Generated responses test the engine. They equal the recorded ones only if the weights are the recorded ones.
         generates = self.mode == "forced" and not self._other_noise(recipe)
         generated = online.take_rollouts().experience.all_rollouts() if generates else rollouts
         judged_S = torch.tensor([_total(score) for score in rescored(rollouts, online.scorer, recipe)])
@@ -123,7 +125,7 @@ class Replay:
         baselines = None if baseline is None else dict(zip(indices, baseline.tolist(), strict=True))
         position = int(training.carried["position"]) + recipe.batch.prompts
         summaries, world = rollout_metas(rollouts), training.run.world
-        # Complete groups, as a rank generates them.
+        # Selects complete groups, as a rank generates them.
         here = [rollout for rollout in rollouts if rollout.prompt_index % world.size == world.rank]
         prompts = {rollout.prompt_index: rollout.prompt for rollout in rollouts}
         experience = build_spread_experience(summaries, prompts, here, baselines, world)
@@ -131,7 +133,7 @@ class Replay:
         return Rollouts(experience, Unscored(0, []), position, metrics, generated, judged_S)
 
     def after(self, training: Training, step: int) -> None:
-        """When a module diverges for the first time, locate the operator while the models are loaded."""
+        """Locates the operator when a module diverges for the first time, while the models are loaded."""
         if self.mode != "forced" or self.diverged_step is not None:
             return
         found: list[DivergedModule | None] = [None]
@@ -143,11 +145,11 @@ class Replay:
         diverged = run.world.gather(found)[0][0]
         if diverged is not None:
             self.diverged_step = step + 1
-            self.restore(training, step)  # the step has updated the weights
+            self.restore(training, step)  # because the step has updated the weights
             self.located = locate(run, training.models, self.tape, step + 1, diverged)
 
     def steps(self) -> Iterable[int]:
-        """The steps to run, counted from 0."""
+        """Returns the steps to run, counted from 0."""
         # Without weights on the tape, only the first step can start from the model folder.
         complete = self.tape.steps()
         recorded = (self.tape.weighed() or [1]) if self.mode == "forced" else _from_the_start(complete)
@@ -166,7 +168,7 @@ class Replay:
             training.carried.update(self.tape.read_step(number).info["carried"])
 
     def _weights(self, training: Training, number: int) -> dict[str, torch.Tensor]:
-        """The tape's weights. If it has none, the model was just loaded, and a forced replay keeps a copy."""
+        """Returns the tape's weights. If it has none, returns the model folder's; a forced replay keeps a copy."""
         kept = number in self.tape.weighed()
         if not kept or training.run.recipe.model.lora is not None:
             refuse_other_weights(self.tape, training.run)
@@ -178,13 +180,14 @@ class Replay:
 
 
 def refuse_other_weights(tape: TapeFolder, run: Run) -> None:
-    """A tape without all weights needs the model folder that the run started from."""
+    """Refuses a tape without all weights if the model folder differs from the one that the run started from."""
     recorded, here = (model.get("weights") for model in (tape.manifest()["model"], run.fingerprint))
     if run.world.main and recorded and here and recorded != here:
         raise Refusal.at(
             f"model.path {run.recipe.model.path}",
-            "holds other weights than those that the recorded run started from, and the tape does not have all of them",
+            "contains other weights than those that the recorded run started from, and the tape lacks some of them",
             "restore that model folder, or record again with tape.weights=true",
+            code="other-weights",
         )
 
 
@@ -193,7 +196,7 @@ def _total(score: Any) -> float:
 
 
 def _from_the_start(steps: Sequence[int]) -> list[int]:
-    """The recorded steps up to the first gap."""
+    """Returns the recorded steps up to the first gap."""
     return [step for number, step in enumerate(steps, start=1) if step == number]
 
 
@@ -201,13 +204,13 @@ def _from_the_start(steps: Sequence[int]) -> list[int]:
 
 
 def run_replay(replay: Replay, recipe: Recipe, console: Console) -> Path | None:
-    """The run folder of the replay; None on ranks other than 0."""
+    """Runs the replay and returns its run folder; None on ranks other than 0."""
     replay.run(recipe, console)
     return None if int(os.environ.get("RANK", "0")) else Path(recipe.run.folder) / recipe.run.name
 
 
 def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], recorded: Path) -> Recipe:
-    """The recorded recipe with the settings of a replay: a new folder, a tape, and nothing else to keep."""
+    """Returns the recorded recipe with the settings of a replay: a new folder and a tape; nothing else is saved."""
     settled = [
         f"run.folder={source.path / REPLAYS}",
         f"run.name={name}",
@@ -228,8 +231,8 @@ def replayed_recipe(source: RunFolder, name: str, overrides: Sequence[str], reco
 
 @contextmanager
 def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
-    """`kind-1`, or the first free number. Replays that start at the same time get different names; all ranks of one
-    replay get the same."""
+    """Yields `kind-1`, or the first free number. Replays that start at the same time get different names; all ranks of
+    one replay get the same name."""
     name = _reserve(source, kind) if int(os.environ.get("RANK", "0")) == 0 else ""
     try:
         with joined(Cpu()) as world:
@@ -241,7 +244,7 @@ def reserved_name(source: RunFolder, kind: str) -> Iterator[str]:
 
 
 def _reserve(source: RunFolder, kind: str) -> str:
-    """Create the reservation, which is atomic. It is removed when the replay's folder exists."""
+    """Creates the reservation file atomically. It is removed when the replay's folder exists."""
     for number in count(1):
         name = f"{kind}-{number}"
         folder, mark = source.path / REPLAYS / name, _reservation(source, name)
@@ -252,11 +255,13 @@ def _reserve(source: RunFolder, kind: str) -> str:
             continue
         except OSError as error:
             remedy = "a replay writes into the run's folder: make it writable, or copy the run"
-            raise Refusal.at(str(mark.parent), f"cannot be written to: {error.strerror}", remedy) from error
+            raise Refusal.at(
+                str(mark.parent), f"cannot be written to: {error.strerror}", remedy, code="unwritable"
+            ) from error
         if not folder.exists():
             return name
         mark.rmdir()
-    raise AssertionError("numbers do not end")
+    raise AssertionError("this line is unreachable")
 
 
 def _reservation(source: RunFolder, name: str) -> Path:
@@ -280,7 +285,9 @@ class RunPart:
 
 def parts_of(source: RunFolder) -> list[RunPart]:
     if not source.recipe.is_file():
-        raise Refusal.at(str(source.path), "is not a run folder", "give the folder of a run with a tape")
+        raise Refusal.at(
+            str(source.path), "is not a run folder", "give the folder of a run with a tape", code="not-a-run"
+        )
     found, before = [], 0
     for last, file in source.earlier_recipes().items():
         found.append(RunPart(file, before, last))
@@ -291,7 +298,7 @@ def parts_of(source: RunFolder) -> list[RunPart]:
 def steps_by_part(
     source: RunFolder, tape: TapeFolder, only: Sequence[int], *, forced: bool
 ) -> list[tuple[RunPart, list[int]]]:
-    """The parts to replay, each with its steps (an empty list: all recorded steps).
+    """Returns the parts to replay, each with its steps (an empty list: all recorded steps).
 
     Only in forced mode does every snapshot start from recorded weights. The other modes continue with the replay's
     weights, so they stop at the first change of the recipe.
@@ -309,12 +316,13 @@ def steps_by_part(
             f"{source.path} was resumed with another recipe after step {parts[0].last}, and this mode "
             "trains all steps from the first one on",
             "use --mode forced, which starts each step from the recorded weights",
+            code="not-replayable",
         )
-    return found or [(parts[0], list(only))]  # nothing was recorded of these steps, which the replay reports
+    return found or [(parts[0], list(only))]  # none of these steps was recorded, which the replay reports
 
 
 def skipped_steps(source: RunFolder, tape: TapeFolder, *, forced: bool) -> list[str]:
-    """A remark about the steps after the first change of the recipe, if they are not replayed."""
+    """Returns a remark about the steps after the first change of the recipe, if they are not replayed."""
     first, *later = parts_of(source)
     missing = [step for step in tape.steps() if not first.holds(step)]
     if forced or not later or not missing:

@@ -1,4 +1,4 @@
-"""The result of a replay: all checks, the first divergence, and its forms as JSON and on the console (80 columns)."""
+"""The result of a replay: all checks, the first divergence, and its output as JSON and on the console (80 columns)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODE_TITLES = {
 
 @dataclass(frozen=True)
 class Replayed:
-    """`cause` is the first failed check, in the order of `CAUSE_ORDER`."""
+    """The result of a replay. `cause` is the first failed check, in the order of `CAUSE_ORDER`."""
 
     mode: Mode
     folder: Path
@@ -47,7 +47,7 @@ class Replayed:
 
     @property
     def stage(self) -> str | None:
-        """The stage that is reported as the cause. A diverged module belongs to log-probs or gradient."""
+        """The stage that is reported as the cause. A diverged module belongs to the stage log-probs or gradient."""
         if self.module is not None:
             return "log-probs" if self.module.phase == FORWARD else "gradient"
         return None if self.cause is None else self.cause.stage
@@ -65,11 +65,11 @@ def judge(
     skip: Collection[str] = (),
     phases: Sequence[str] = (FORWARD, BACKWARD),
 ) -> Replayed:
-    """Compare every step that both tapes have. Steps that do not start from recorded weights inherit earlier
+    """Compares every step that both tapes have. Steps that do not start from recorded weights inherit earlier
     differences.
 
     `trained` is the recipe of A's steps, if it is not the run's last one. `first` is the step that both sides start
-    from. Stages in `skip`, and modules outside of `phases`, are not judged.
+    from. Stages in `skip`, and modules outside of `phases`, are not compared.
     """
     ours, theirs = TapeSide.open(a), TapeSide.open(b)
     if trained is not None:
@@ -103,20 +103,20 @@ def judge(
 def _other_noise(a: TapeSide, b: TapeSide, mode: Mode) -> Iterator[str]:
     if "rollout" in a.recipe and a.drawn_by != b.drawn_by and mode != "chained":
         yield (
-            f"Generation is not judged: {a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} "
+            f"Generation is not checked: {a.drawn_by} sampled the recorded responses, and the noise of {b.drawn_by} "
             "is different."
         )
 
 
 def _explains(module: DivergedModule, cause: Check) -> bool:
-    """A module can only explain later stages: it does not cause a wrong mask or reward."""
+    """Returns whether the module explains the cause: it can do so only for later stages, not for a mask or reward."""
     if module.phase == FORWARD:
         return cause.stage not in ("batch", "reward")
     return cause.stage in ("gradient", "weights")
 
 
 def as_json(result: Replayed) -> dict[str, Any]:
-    """Plain values. Values that are not finite become null."""
+    """Returns plain values for JSON. Values that are not finite become null."""
     values = {
         "mode": result.mode,
         "in_step": result.in_step,
@@ -136,11 +136,11 @@ def as_json(result: Replayed) -> dict[str, Any]:
 
 
 def show(result: Replayed, console: Console, title: str | None = None) -> None:
-    """One line per stage, then the first divergence."""
+    """Prints one line per stage, then the first divergence."""
     steps = f"{len(result.steps)} steps ({result.steps[0]} to {result.steps[-1]})" if result.steps else "no step"
     console.banner(
         title or f"replay, {result.mode}: {MODE_TITLES[result.mode]}",
-        [("judged" if title else "replayed", steps), ("folder", str(result.folder))],
+        [("compared" if title else "replayed", steps), ("folder", str(result.folder))],
     )
     console.say("")
     console.say(f"{'stage':<12}{'verdict':<12}{'worst':>10}{'allowed':>10}  at step, of what")
@@ -168,7 +168,7 @@ def _line(stage: str, checks: list[Check]) -> str:
 
 
 def first_divergence(result: Replayed) -> list[tuple[str, str]]:
-    """Where the replay diverges: stage, check, module, operator."""
+    """Returns where the replay diverges: stage, check, module, operator."""
     rows: list[tuple[str, str]] = []
     if result.stage is not None:
         rows += [("stage", result.stage), ("step", str(result.step))]
@@ -202,7 +202,7 @@ def _module_rows(module: DivergedModule) -> Iterator[tuple[str, str]]:
 def _operator_rows(operator: Located) -> Iterator[tuple[str, str]]:
     yield "wrong side", operator.side
     if operator.judge:
-        yield "judged by", operator.judge
+        yield "evidence", operator.judge
     if operator.operator:
         yield "operator", f"{operator.operator}: {operator.why}"
         inputs = zip(operator.dtypes, operator.shapes, strict=True)

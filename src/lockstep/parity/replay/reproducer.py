@@ -1,4 +1,4 @@
-"""Writes a small script that reproduces an operator's fault. The script needs only torch."""
+"""Writes a small script that reproduces a faulty operator. The script needs only torch."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch.utils import _pytree as pytree
 from lockstep.parity.replay.operator_bisect import WrongOperator, in_double, in_torch, relative_difference, run_on_cpu
 from lockstep.parity.replay.operator_log import Operator
 
-# The most numbers in the script itself; more go into a separate file.
+# The maximum number of values in the script itself; more values go into a separate file.
 INLINE = 4096
-# A difference that is more than rounding of the judge.
+# A larger difference is more than rounding of the expected values.
 SEEN = 1e-6
-# Relative difference that a correct fp32 operator stays well below.
+# The relative difference of a correct fp32 operator is well below this.
 ALLOWED = 1e-5
 
 
 @dataclass(frozen=True)
 class FaultCase:
-    """A call that shows the fault, its result, and the judge: another call, or the expected numbers."""
+    """A call that shows the fault, its result, and what it is compared with: another call, or expected numbers."""
 
     call: Operator
     found: torch.Tensor
     judge: Operator | None
     wanted: torch.Tensor
     index: int = 0
-    """The number of the differing result."""
+    """The index of the differing result."""
 
     @property
     def allowed(self) -> float:
-        """The tolerance of a correct operator: a little more than the rounding of the dtype."""
+        """The tolerance for a correct operator: a little more than the rounding of the dtype."""
         kind = self.wanted.dtype if self.judge is None else self.found.dtype
         return max(ALLOWED, 1.5 * torch.finfo(kind).eps) if kind.is_floating_point else 0.0
 
 
 def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | None:
-    """The script runs the operator and its judge, prints both values and exits with 1 if they differ."""
+    """Writes a script that runs the operator and its reference, prints both values and exits with 1 if they differ."""
     case = case_of(wrong)
     if case is None:
         return None
@@ -53,7 +53,7 @@ def write_reproducer(wrong: WrongOperator, path: Path, title: str) -> Path | Non
 
 
 def case_of(wrong: WrongOperator) -> FaultCase | None:
-    """The operator with its judge; None if the fault does not show."""
+    """Returns the operator with its reference; None if the fault cannot be reproduced."""
     call, index = wrong.call, wrong.index
     if not call.outputs or not wrong.expected.numel() or wrong.expected.shape != wrong.actual.shape:
         return None
@@ -61,20 +61,20 @@ def case_of(wrong: WrongOperator) -> FaultCase | None:
         torchs = in_torch(call)
         if torchs is not None and _difference(torchs[index], wrong.expected) <= SEEN:
             return _shown(FaultCase(call, wrong.actual, call, wrong.expected, index))
-        # torch's float64 is wrong too, or cannot run: the judge are the expected numbers.
+        # torch's float64 is wrong too, or cannot run, so the script contains the expected numbers.
         return _shown(FaultCase(call, wrong.actual, None, wrong.expected.to(wrong.actual.dtype), index))
     judge = with_settings(call, wrong.clean)
     wanted = in_double(judge) if judge is not None else None
     again = run(call, index)
     if again is None:
-        again = call.outputs[index]  # the operator runs only on its device, and so will the script
+        again = call.outputs[index]  # the operator runs only on its device, where the script will run it
     if (
         judge is not None
         and wanted
         and (case := _shown(FaultCase(call, again, judge, wanted[index], index))) is not None
     ):
         return case
-    # The inputs differ, or it replaces several operators: the judge are the expected numbers.
+    # The inputs differ, or it replaces several operators, so the script contains the expected numbers.
     literal = wrong.expected
     if any(wrong.actual is one for one in call.inputs) and wrong.clean and wrong.clean.outputs:
         literal = wrong.clean.outputs[index]
@@ -86,7 +86,7 @@ def _shown(case: FaultCase) -> FaultCase | None:
 
 
 def smallest(case: FaultCase) -> FaultCase:
-    """Cut the case along one axis after another, as long as it shows the fault."""
+    """Cuts the case along one axis after another, as long as it shows the fault."""
     for axis in range(_axes(case)):
         width = case.found.shape[axis]
         differences = (case.found.double() - case.wanted.double()).abs()
@@ -100,9 +100,9 @@ def smallest(case: FaultCase) -> FaultCase:
 
 
 def _axes(case: FaultCase) -> int:
-    """The number of axes that may be cut.
+    """Returns the number of axes that may be cut.
 
-    Integer inputs are indices into other tensors, so nothing is cut then. Of attention only the batch axis is cut,
+    Integer inputs are indices into other tensors, so nothing is cut then. For attention only the batch axis is cut,
     because the sequences are independent.
     """
     if any(not one.is_floating_point() and one.dtype != torch.bool for one in case.call.inputs):
@@ -111,11 +111,12 @@ def _axes(case: FaultCase) -> int:
 
 
 def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
-    """The case on a slice of an axis that output and inputs share; None if the fault does not show there."""
+    """Returns the case on a slice of an axis that output and inputs share; None if it does not show the fault there."""
     width, ndim = case.found.shape[axis], case.found.ndim
 
     def sliced(tensor: torch.Tensor) -> torch.Tensor:
-        # Broadcasting counts axes from the right. A product has the rows of the first and the columns of the second.
+        # Axes align from the right, as in broadcasting. A matrix product takes rows from its first input, columns from
+        # its second.
         dim = axis - ndim + tensor.ndim
         if dim >= 0 and tensor.shape[dim] == width:
             return tensor.movedim(dim, 0)[keep].movedim(0, dim).clone()
@@ -143,7 +144,7 @@ def _cut(case: FaultCase, axis: int, keep: slice) -> FaultCase | None:
 
 
 def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
-    """The call with the clean module's constants."""
+    """Returns the call with the clean module's constants."""
     if clean is None or clean.name != call.name:
         return None
     mine, spec = pytree.tree_flatten((call.args, call.kwargs))
@@ -156,7 +157,7 @@ def with_settings(call: Operator, clean: Operator | None) -> Operator | None:
 
 
 def run(call: Operator, index: int = 0) -> torch.Tensor | None:
-    """A result of the operator on the CPU in its dtype; None if it runs only on its device."""
+    """Returns a result of the operator on the CPU in its dtype; None if it runs only on its device."""
     found = run_on_cpu(call, _fresh)
     return found[index] if found is not None and len(found) > index else None
 
@@ -168,7 +169,7 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """0 if the shapes differ: the fault does not show."""
+    """Returns the difference; 0 if the shapes differ, because the fault cannot be shown then."""
     return relative_difference(found, wanted) if found.shape == wanted.shape else 0.0
 
 
@@ -223,7 +224,7 @@ def _lines(case: FaultCase, title: str, heavy: bool) -> list[str]:
 
 
 def _quotable(title: str) -> str:
-    """The title contains a module's name, which must not end the docstring."""
+    """Escapes the title: a module's name in it must not end the docstring."""
     return "".join(sign if sign.isprintable() and sign not in '"\\' else "'" for sign in title)
 
 

@@ -1,4 +1,4 @@
-"""The checks of one replayed step against the recorded step, from the batch to the gradients.
+"""Checks a replayed step against the recorded step, from the batch to the gradients.
 
 The optimizer and the weights follow in `optimizer_checks.py`.
 """
@@ -36,11 +36,11 @@ from lockstep.tape.tape_format import StepRecord, TapeFolder, below
 from lockstep.tape.tape_rows import RECEIVED, rollouts_of
 from lockstep.types import Rollout
 
-# Names of the log-prob checks whose values the loss uses.
+# The names of the log-prob checks whose values the loss uses.
 LOSS_INPUTS = ("old", "reference", "values")
 SCORE = 1e-4
-# Shares of numbers that bf16 holds exactly. More than ROUNDED: the side was rounded to bf16. Less than FINE: it was
-# not. Of fp32 numbers one in 65,536 is exact by chance. Fewer than ENOUGH numbers prove nothing.
+# Fractions of numbers that bf16 represents exactly. More than ROUNDED: the side was rounded to bf16. Less than FINE: it
+# was not. Of fp32 numbers one in 65,536 is exact by chance. Fewer than ENOUGH numbers prove nothing.
 ROUNDED, FINE, ENOUGH = 0.99, 0.9, 32
 
 
@@ -57,7 +57,7 @@ class TapeSide:
 
     @property
     def drawn_by(self) -> str:
-        """The source of the sampling noise of its responses."""
+        """The source of the sampling noise of this side's responses."""
         return drawn_by(self.recipe["rollout"].get("engine", "native"))
 
     @property
@@ -66,11 +66,11 @@ class TapeSide:
 
 
 def check_step(a: TapeSide, b: TapeSide, step: int, tolerance: Tolerance, *, generated: bool) -> list[Check]:
-    """All checks of one step. `generated`: B generated its responses, from the recorded weights."""
+    """Returns all checks of one step. `generated`: B generated its responses, from the recorded weights."""
     one, other = a.tape.read_step(step), b.tape.read_step(step)
     checks = [*_batch(one, other)]
     if not all(check.passed for check in checks):
-        return checks  # the numbers of different tokens cannot be compared
+        return checks  # because the values of different tokens cannot be compared
     if "rollout" in a.recipe:
         if generated and a.drawn_by == b.drawn_by:
             ours, theirs = (rollouts_of(side.tape.read_table(side.tape.rollouts_file(step))) for side in (a, b))
@@ -95,7 +95,7 @@ def check_step(a: TapeSide, b: TapeSide, step: int, tolerance: Tolerance, *, gen
 
 
 def is_foreign(record: StepRecord) -> bool:
-    """Whether another framework's loop was recorded (`lockstep_record.py`). Some tensors may be missing then."""
+    """Returns whether another framework's loop was recorded (`lockstep_record.py`), which may lack some tensors."""
     return "calls" in record.info
 
 
@@ -105,7 +105,7 @@ def is_foreign(record: StepRecord) -> bool:
 def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
     names = {"fed/lengths": "sequence", "fed/ids": "token", "fed/asked": "target", "fed/targets": "sequence"}
     if is_foreign(a) and not (len(a.tensors["fed/asked"]) and len(b.tensors["fed/asked"])):
-        # A framework whose output has no logits has no targets.
+        # A recording of a framework whose output has no logits has no targets.
         names = {"fed/lengths": "sequence", "fed/ids": "token"}
     for name, unit in names.items():
         x, y = a.tensors[name], b.tensors[name]
@@ -118,7 +118,7 @@ def _batch(a: StepRecord, b: StepRecord) -> Iterator[Check]:
 
 
 def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
-    """The micro-batches as the models receive them. A packing or padding fault changes these and not the rows."""
+    """Compares the micro-batches that the models receive. A packing or padding fault changes these and not the rows."""
     meaning = {
         "target": "the target token",
         "position": "the position that the token is predicted from",
@@ -131,7 +131,7 @@ def _received(a: StepRecord, b: StepRecord) -> Iterator[Check]:
         for name in RECEIVED:
             x, y = a.tensors.get(f"{key}/{name}"), b.tensors.get(f"{key}/{name}")
             if x is None or y is None:
-                continue  # an older tape, or an update of one side only
+                continue  # an older tape, or only one side has this update
             if not _equal(x, y):
                 differing = int((x != y).sum()) if x.shape == y.shape else len(x)
                 where = f"{worst_difference(x, y, 'target')}: {meaning[name]}; {differing} of {len(x)} targets differ"
@@ -150,7 +150,7 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 def check_responses(
     a: TapeSide, record: StepRecord, ours: Sequence[Rollout], theirs: Sequence[Rollout], tolerance: Tolerance
 ) -> Check:
-    """Responses to a recorded step's prompts against the recorded responses."""
+    """Compares responses to a recorded step's prompts with the recorded responses."""
     return check_generation(
         record.step,
         ours,
@@ -180,12 +180,12 @@ def check_generation(
     greedy: bool,
     known_noise: bool = True,
 ) -> Check:
-    """Compare responses token by token up to the first different token.
+    """Compares responses token by token up to the first different token.
 
-    Sampling adds noise to the log-probabilities and takes the largest sum. The noise depends on the position only and
-    is the same on every device. So engines that agree draw the same tokens. Where they draw different tokens, the two
-    sums must be a tie within rounding. `first_key` is the data position of the step's first prompt, which seeds the
-    noise. Without `known_noise` (a serving engine) the first different token is not judged.
+    Sampling adds noise to the log-probabilities and takes the token with the largest sum. The noise depends only on the
+    position and is the same on every device. So engines that agree draw the same tokens. Where they draw different
+    tokens, the two sums must be a tie within rounding. `first_key` is the data position of the step's first prompt,
+    which seeds the noise. Without `known_noise` (a serving engine) the first different token is not checked.
     """
     ours, theirs = by_prompt_and_sample(a), by_prompt_and_sample(b)
     missing = sorted(ours.keys() ^ theirs.keys())
@@ -201,7 +201,7 @@ def check_generation(
         errors = [abs(x - y) for x, y in zip(one.logprobs[:shared], other.logprobs[:shared], strict=True)]
         if shared < max(len(one.ids), len(other.ids)):
             diverged += 1
-            # An end token is a token too. If one side just stops, that is no tie.
+            # An end token is compared like any other. A side that stops without an end token is not a tie.
             ended = shared == min(len(one.ids), len(other.ids))
             if known_noise:
                 keys = sequence_keys(seed, first_key + key[0], key[1])
@@ -215,7 +215,7 @@ def check_generation(
             )
     size = torch.tensor(differences, dtype=torch.float64)
     error = float(size.square().mean().sqrt()) if len(size) else 0.0
-    unjudged = "" if known_noise else ", not judged: the engine's sampling noise is not reproducible"
+    unjudged = "" if known_noise else ", not checked: the engine's sampling noise is not reproducible"
     what = f"tokens and the engine's log-probabilities ({diverged} of {len(ours)} responses diverge{unjudged})"
     return Check("generation", step, what, error, allowed, where)
 
@@ -232,7 +232,7 @@ def _token(rollout: Rollout, token: int) -> str:
 def _preference_gap(
     one: Rollout, other: Rollout, position: int, keys: tuple[int, int], vocabulary: int, greedy: bool
 ) -> float:
-    """Difference of the two largest sums; 0 for a tie."""
+    """Returns the difference of the two largest sums; 0 for a tie."""
     scores = one.logprobs[position], other.logprobs[position]
     if greedy:
         return abs(scores[0] - scores[1])
@@ -265,7 +265,7 @@ def _logprobs(a: StepRecord, b: StepRecord, tolerance: Tolerance, *, same_dtype:
 
 
 def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: Limits) -> Iterator[Check]:
-    """Over all targets: a different temperature, scale or mean changes the slope or the offset."""
+    """Fits a line over all targets: a different temperature, scale or mean changes its slope or offset."""
     found = line(x, y)
     if found is None:
         return
@@ -278,7 +278,7 @@ def _on_a_line(step: int, what: str, x: torch.Tensor, y: torch.Tensor, limits: L
 
 
 def _only_rank(b: StepRecord, name: str, x: torch.Tensor, y: torch.Tensor) -> str:
-    """The rank that computed the differing values, if it is only one."""
+    """Names the rank that computed the differing values, if there is only one."""
     owner = b.tensors.get(name.replace("/answers", "/owner"))
     if owner is None or x.shape != y.shape or owner.max() == 0:
         return ""
@@ -289,22 +289,22 @@ def _only_rank(b: StepRecord, name: str, x: torch.Tensor, y: torch.Tensor) -> st
 
 
 def bf16_share(numbers: torch.Tensor) -> float | None:
-    """The share of the nonzero numbers that bf16 holds exactly; None for too few numbers."""
+    """Returns the fraction of the nonzero numbers that bf16 represents exactly; None for too few numbers."""
     some = numbers[(numbers != 0) & torch.isfinite(numbers)].float()
     return float((some.bfloat16().float() == some).float().mean()) if len(some) >= ENOUGH else None
 
 
 def check_precision(stage: Stage, step: int, what: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[Check]:
-    """B's numbers must not be rounded to bf16 if A's are not. The size of an error cannot show one more rounding."""
+    """Fails if only B's numbers are rounded to bf16. The size of an error cannot reveal one additional rounding."""
     ours, theirs = bf16_share(a), bf16_share(b)
     if ours is None or theirs is None or ours > FINE:
         return
-    where = f"bf16 holds {theirs:.1%} of the numbers exactly, and {ours:.1%} of the recorded ones"
+    where = f"bf16 represents {theirs:.1%} of the numbers exactly, and {ours:.1%} of the recorded ones"
     yield Check(stage, step, f"{what}: precision", theirs, ROUNDED, where)
 
 
 def _advantages(a: StepRecord, b: StepRecord, tolerance: Tolerance, checks: Sequence[Check]) -> Iterator[Check]:
-    """Estimates from rewards and log-probabilities. They inherit the log-probabilities' differences."""
+    """Compares advantages, which are computed from rewards and log-probabilities and inherit their differences."""
     before = max((c.error for c in checks if c.stage == "log-probs" and "update" not in c.what), default=0.0)
     for name in ("rewards", "advantages", "returns", "keep", "importance"):
         x, y = a.tensors.get(f"step/{name}"), b.tensors.get(f"step/{name}")
@@ -335,7 +335,7 @@ class _Update:
         return Check(stage, self.one.step, f"{self.what}: {what}", error, allowed, where, self.number)
 
     def _both(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A tensor of both sides. Only recordings of other frameworks may lack it."""
+        """Returns a tensor of both sides. Only recordings of other frameworks may lack it."""
         key = f"{self.learner}/{self.number}/{name}"
         x, y = (r.tensors.get(key) if is_foreign(r) else r.tensors[key] for r in (self.one, self.other))
         return None if x is None or y is None else (x, y)
@@ -344,12 +344,12 @@ class _Update:
         return key in self.info[0] and key in self.info[1]
 
     def checks(self, manifest: dict[str, Any], before: Sequence[Check], *, restored: bool) -> Iterator[Check]:
-        """`before` are the step's checks so far. `manifest` and `restored` are for the optimizer's checks."""
+        """Yields all checks of this update. `before`: the step's checks so far. The optimizer checks use the rest."""
         tolerance, outputs = self.tolerance, self._both("answers")
         answers = 0.0 if outputs is None else root_mean_square(*outputs)
         if self.number:
             yield from self._updated_answers()
-        # Later updates of a step run with updated weights: differences of their outputs are not the loss's.
+        # Later updates of a step run with updated weights, so differences of their outputs are not caused by the loss.
         inherited = tolerance.growth * answers if self.number else 0.0
         slopes = self._both("pulls")
         if self._has("loss"):
@@ -374,10 +374,10 @@ class _Update:
             )
 
     def _loss_input_error(self, answers: float, checks: Sequence[Check]) -> float:
-        """How far the loss's slopes may differ because of the loss's inputs. The loss itself is computed in fp32.
+        """Returns how far the loss's slopes may differ because of its inputs. The loss itself is computed in fp32.
 
-        A loss over sequences, such as a preference loss, sums the rounding of their tokens, which grows as the root of
-        their length.
+        A loss over sequences, such as a preference loss, sums the rounding of their tokens, which grows with the square
+        root of their length.
         """
         other = max((c.error for c in checks if c.stage == "log-probs" and c.what in LOSS_INPUTS), default=0.0)
         estimated = max((c.error for c in checks if c.stage == "advantages"), default=0.0)
@@ -386,7 +386,7 @@ class _Update:
         return max(1.0, 0.3 * longest**0.5) * (answers + other) + 1.5 * estimated
 
     def _gradient(self, allowed: float, slope_error: float) -> Iterator[Check]:
-        """`slope_error`: the difference of the loss's slopes, which is not the gradient's."""
+        """Compares gradients. `slope_error`: the difference of the loss's slopes, which the gradient inherits."""
         x, y = self.info[0]["grad_norm"], self.info[1]["grad_norm"]
         norms = f"{x:.8g} against {y:.8g}"
         digests = self.one, self.other, f"{self.learner}/{self.number}/gradient/"
@@ -405,15 +405,16 @@ class _Update:
             yield self._check("gradient", "norm", finite(abs(x - y) / size), allowed, norms)
 
     def summed_in_fp32(self) -> Iterator[Check]:
-        """With fp32 master weights the sum over several micro-batches is kept in fp32."""
+        """Checks that with fp32 master weights the sum over several micro-batches is kept in fp32."""
         if not self.number and all(info.get("micro_batches", 1) > 1 for info in self.info):
             sides = [_sampled_gradients(record, self.learner) for record in (self.one, self.other)]
             yield from check_precision("gradient", self.one.step, self.what, sides[0], sides[1])
 
     def _updated_answers(self) -> Iterator[Check]:
-        """The outputs of a later update must have changed by the same amount on both sides. If not, weights were lost.
+        """Checks that the outputs of a later update changed by the same amount on both sides. If not, weights were
+        lost.
 
-        The tolerance is relative to that change, like that of the weights.
+        The tolerance is relative to that change, as for the weights.
         """
         key = f"{self.learner}/{self.number}/answers"
         before = [_before_updates(record, self.learner, self.number) for record in (self.one, self.other)]
@@ -425,19 +426,19 @@ class _Update:
         allowed = self.tolerance.logprob + (self.tolerance.update * change if change else 0.0)
         where = f"{worst_difference(*now, 'target')}; the earlier updates changed them by {change:.3g}"
         what = f"{self.what}: outputs after the update before it"
-        # The check belongs to the update that should have changed them.
+        # The check is attributed to the update that should have changed the outputs.
         yield Check("weights", self.one.step, what, root_mean_square(x, y), allowed, where, self.number - 1)
 
 
 def _sampled_gradients(record: StepRecord, learner: str) -> torch.Tensor:
-    """The sampled gradients of the first update, of all parameters."""
+    """Returns the sampled gradients of the first update, of all parameters."""
     samples = below(record.tensors, f"{learner}/0/sample/")
     found = [t.reshape(-1).float() for name, t in samples.items() if name.endswith("/gradient")]
     return torch.cat(found) if found else torch.zeros(0)
 
 
 def _before_updates(record: StepRecord, learner: str, number: int) -> torch.Tensor | None:
-    """The outputs for an update's targets before the step's first update; None if they were not computed."""
+    """Returns the outputs for an update's targets before the step's first update; None if they were not computed."""
     every = record.tensors.get("step/values" if learner == "critic" else "step/old")
     counts = [update["targets"] for update in record.info["updates"] if update["learner"] == learner]
     if every is None or not len(every):

@@ -1,6 +1,6 @@
-"""Tolerances of a replay: how far two correct computations may differ, for each pair of dtypes.
+"""The tolerances of a replay: how far two correct computations may differ, for each pair of dtypes.
 
-Tolerances are relative to the size of the compared values; those of log-probabilities are absolute.
+Tolerances are relative to the size of the compared values; tolerances of log-probabilities are absolute.
 
 fp32: 5 to 30 times the worst of 50 clean repeats of small models (`tests/e2e/test_clean_repeats.py`: other
 micro-batches, packing, threads, engines, sums in double precision), each from recorded weights. The repeats showed:
@@ -14,8 +14,8 @@ bf16: rounding hides faults, so systematic differences have separate limits (bel
 models. If only one side is bf16, the limits are 5 % and 8 times.
 
 Systematic differences. Rounding has no direction: over n numbers it averages out as 1/sqrt(n). A fault does not. So
-five sums are compared besides the distance, each relative to the tensor's size: a factor of 1.01 has a slope of 0.01. A
-sum may differ by
+five sums are compared in addition to the distance, each relative to the tensor's size: a factor of 1.01 has a slope of
+0.01. A sum may differ by
 
     floor + DEVIATIONS * rounding / sqrt(min(n, most))
 
@@ -34,9 +34,9 @@ import torch
 from lockstep.tape.digest import distance, norm, profiles, size_of, sketch
 
 DEVIATIONS = 5.0
-# Share of a difference that always counts as rounding. Column and row sums are estimates from a few projections.
+# This fraction of a difference always counts as rounding. Column and row sums are estimates from a few projections.
 LEAST = {"slope": 0.1, "spread": 0.1, "offset": 0.5, "columns": 0.5, "rows": 0.5}
-# Rounding of fewer numbers does not average out.
+# With fewer numbers, rounding does not average out.
 ENOUGH = 32
 
 
@@ -56,20 +56,20 @@ class Limits:
     forward: Mapping[str, Bound]
     backward: Mapping[str, Bound]
     gradient: Bound
-    """For each parameter."""
+    """The bound of the slope of each parameter."""
     gradients: Bound
-    """For all parameters together."""
+    """The bound of the slope of all parameters together."""
     movement: Bound
     logprob_slope: Bound
     logprob_offset: Bound
     loss: float
-    """For the loss's slopes, added to the differences of log-probabilities and advantages."""
+    """The bound for the loss's slopes, added to the differences of log-probabilities and advantages."""
     answers: bool = True
     """Whether the model's final outputs are checked like module outputs. In a trained model a few unlikely tokens
-    dominate their size, so little averages out. The log-prob checks cover them in any case."""
+    dominate their size, so rounding hardly averages out. The log-prob checks cover them in any case."""
 
 
-# Floors are 2 to 3 times the worst of 44 clean pairs of tiny models, bf16 against bf16 and against fp32.
+# Floors are 2 to 3 times the largest value of 44 clean pairs of tiny models, bf16 against bf16 and against fp32.
 BF16 = Limits(
     forward={
         "slope": Bound(3e-3, 1000),
@@ -107,22 +107,22 @@ MIXED = replace(
 @dataclass(frozen=True)
 class Tolerance:
     logprob: float
-    """Root mean square over tokens."""
+    """The allowed root mean square difference over tokens."""
     advantage: float
     loss: float
     gradient: float
-    """Of a parameter's gradient, relative to its norm."""
+    """The allowed error of a parameter's gradient, relative to its norm."""
     optimizer: float
-    """Of a single weight's movement, compared with AdamW's formula for the weight's recorded gradient."""
+    """The allowed error of a single weight's movement, compared with AdamW's formula for the recorded gradient."""
     update: float
-    """Of a parameter's weights, relative to their movement. Adam turns the rounding of a gradient near 0 into a full
-    step, so this is wide."""
+    """The allowed error of a parameter's weights, relative to their movement. It is large, because Adam turns the
+    rounding of a gradient near 0 into a full step."""
     module: float
-    """Of a module's output, relative to its norm."""
+    """The allowed error of a module's output, relative to its norm."""
     growth: float
-    """Factor by which an error may grow from a module's input to its output."""
+    """The factor by which an error may grow from a module's input to its output."""
     systematic: Limits | None = None
-    """Limits of systematic differences. fp32 needs none."""
+    """The limits of systematic differences. fp32 needs none."""
 
 
 TOLERANCES = {
@@ -131,14 +131,14 @@ TOLERANCES = {
     "bf16": Tolerance(5e-2, 5e-2, 2e-2, 5e-1, 1e-3, 1.0, 1.5e-2, 2.5, BF16),
 }
 ORDER = ("fp32", "fp16", "bf16")
-# Of single operators with identical inputs. Bounds, not measurements: a result is rounded by up to half of the dtype's
-# spacing (2^-24, 2^-11, 2^-8), and the reference implementation rounds two to four times where a fused operator rounds
-# once.
+# For single operators with identical inputs. These are bounds, not measurements: a result is rounded by up to half of
+# the dtype's spacing (2^-24, 2^-11, 2^-8), and the reference implementation rounds two to four times where a fused
+# operator rounds once.
 OPERATORS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
-    """By the coarser of the two sides' dtypes."""
+    """Returns the tolerance for the coarser of the two sides' dtypes."""
     coarser = TOLERANCES[max(dtypes, key=ORDER.index)]
     if len(set(dtypes)) == 1 or coarser.systematic is None:
         return coarser
@@ -146,15 +146,15 @@ def tolerance_of(*dtypes: str) -> Tolerance:
 
 
 def operator_tolerance(dtype: str, *, backwards: bool = False) -> Tolerance:
-    """For operators with identical inputs. A backward pass runs twice as many operators."""
+    """Returns the tolerance for operators with identical inputs. A backward pass runs twice as many operators."""
     return replace(TOLERANCES[dtype], module=OPERATORS[dtype] * (2 if backwards else 1))
 
 
 def inherited(tolerance: Tolerance, step: int) -> Tolerance:
-    """For a step that does not start from recorded weights: what is abnormal, not what rounding explains.
+    """Returns the tolerance for a step that does not start from recorded weights. It detects only abnormal differences.
 
-    0.01 in a log-probability is the usual figure in the field, 2 % in a loss that of the Ascend documents. The weights'
-    tolerance grows with the number of updates.
+    0.01 in a log-probability is the value commonly used in the field; 2 % in a loss is from the Ascend documents. The
+    tolerance of the weights grows with the number of updates.
     """
     return replace(
         tolerance,
@@ -191,25 +191,26 @@ NOTHING = Excess("", 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Systematic:
-    """How B differs from A, relative to A's size."""
+    """The systematic differences of B from A, relative to A's size."""
 
     noise: float
     """The total difference, including rounding."""
     values: Mapping[str, float]
-    """slope: of B by A, least squares, minus 1. spread: the same without the means. offset: difference of the columns'
-    means. columns, rows: difference of their sizes. Root mean squares over columns or rows."""
+    """slope: of B by A, least squares, minus 1. spread: the same after subtracting the means. offset: difference of the
+    columns' means. columns, rows: difference of their sizes. The last three are root mean squares over columns or
+    rows."""
     counts: Mapping[str, float]
-    """The number of elements behind each value."""
+    """The number of elements that each value was computed from."""
     spread_share: float = 1.0
-    """Share of the squared size that is not the mean's; the spread is relative to it."""
+    """The fraction of the squared size that is not due to the mean; the spread is relative to it."""
 
     def rounding(self, kind: str) -> float:
-        """The difference without this kind of it, and at least `LEAST` of it."""
+        """Returns the difference that remains without this kind, but at least the fraction `LEAST` of all."""
         noise = self.noise / math.sqrt(self.spread_share) if kind == "spread" else self.noise
         return _rest(noise, self.values[kind], LEAST[kind])
 
     def excess(self, bounds: Mapping[str, Bound]) -> Excess:
-        """The value that is largest relative to its limit."""
+        """Returns the value that is largest relative to its limit."""
         every = [
             Excess(kind, self.values[kind], bound.allowed(self.rounding(kind), self.counts[kind]))
             for kind, bound in bounds.items()
@@ -219,7 +220,7 @@ class Systematic:
 
 
 def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> Systematic | None:
-    """From two digests of tensors of this shape; None if one has no profiles, is 0, not finite or too small."""
+    """Compares two digests of tensors of this shape; None if one has no profiles, is 0, not finite or too small."""
     ours, theirs = profiles(a), profiles(b)
     size, difference = norm(a), distance(a, b)
     if ours is None or theirs is None or not size or not math.isfinite(norm(b)) or not math.isfinite(size + difference):
@@ -246,13 +247,13 @@ def systematic(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> System
 def excess_of(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], bounds: Mapping[str, Bound]
 ) -> Excess:
-    """The worst systematic difference of several tensors."""
+    """Returns the worst systematic difference of several tensors."""
     found = [systematic(x, y, shape) for x, y, shape in zip(a, b, shapes, strict=True)]
     return max((one.excess(bounds) for one in found if one is not None), key=lambda one: one.times, default=NOTHING)
 
 
 def slope(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of B by A, least squares, minus 1.
+    """Returns the least-squares slope of B by A, minus 1.
 
     |b|^2 = |a|^2 + 2 <a, b - a> + |b - a|^2, and the slope is 1 + <a, b - a> / |a|^2.
     """
@@ -260,7 +261,7 @@ def slope(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _spread(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[float, float] | None:
-    """The slope without the means, and the share of the size that is not the mean; None if that share is small."""
+    """Returns the slope after subtracting the means, and the fraction of the size not due to them; None if small."""
     means = float(a[1]), float(b[1])
     inner = (norm(a) ** 2 + norm(b) ** 2 - distance(a, b) ** 2) / 2
     variance = norm(a) ** 2 - count * means[0] ** 2
@@ -271,12 +272,12 @@ def _spread(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[float, float]
 
 
 def slope_excess(a: torch.Tensor, b: torch.Tensor, bound: Bound, inherited: float = 0.0) -> Excess:
-    """The slope of one gradient. `inherited` is added to the limit."""
+    """Returns the slope of one gradient. `inherited` is added to the limit."""
     return overall_slope([(a, b)], bound, inherited)
 
 
 def overall_slope(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], bound: Bound, inherited: float) -> Excess:
-    """The slope of many tensors as one vector."""
+    """Returns the slope of many tensors as one vector."""
     usable = [(a, b) for a, b in pairs if profiles(a) is not None and profiles(b) is not None]
     size = sum(norm(a) ** 2 for a, _ in usable)
     difference = sum(distance(a, b) ** 2 for a, b in usable)
@@ -288,7 +289,7 @@ def overall_slope(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], bound: Bou
 
 
 def movement_slope(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> tuple[float, float, int] | None:
-    """The slope of B's movement by A's minus 1, the rounding and the count, from the digests before and after.
+    """Returns the slope of B's movement by A's minus 1, the rounding and the count, from the digests before and after.
 
     A sketch is linear, so the sketch of a movement is the difference of two sketches.
     """
@@ -313,7 +314,7 @@ class Line:
 
 
 def line(a: torch.Tensor, b: torch.Tensor) -> Line | None:
-    """None for vectors that are not finite, too short or constant."""
+    """Fits the line; None for vectors that are not finite, too short or constant."""
     if a.shape != b.shape or len(a) < ENOUGH or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return None
     x, y = a.double() - a.double().mean(), b.double() - b.double().mean()

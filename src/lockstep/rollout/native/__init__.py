@@ -1,1 +1,1 @@
-"""The native engine: the policy with a paged KV cache. For `rollout` and its importers."""
+"""The native engine: the policy with a paged KV cache. May be imported by `rollout` and the layers above it."""

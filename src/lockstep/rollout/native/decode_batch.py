@@ -1,6 +1,6 @@
-"""The decode batch as persistent device tensors; the host writes changes only.
+"""The decode batch, kept in persistent device tensors; the host writes only what has changed.
 
-B: sequences of a pass; M: blocks of a block table.
+B: sequences of a forward pass; M: blocks of a block table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.rollout.native.scheduler import SequenceState
 
 @dataclass
 class DecodeState:
-    """The state of a decode batch in device tensors. Passes update it without the host."""
+    """The state of a decode batch in device tensors. Forward passes update it without the host."""
 
     tokens_B: torch.Tensor
     positions_B: torch.Tensor
@@ -31,7 +31,7 @@ class DecodeState:
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceState], width: int, device: torch.device) -> DecodeState:
-        """The state of the sequences, with block tables of `width` blocks."""
+        """Creates the state of the sequences, with block tables of `width` blocks."""
         rows = [
             [sequence.tokens[-1], len(sequence.tokens) - 1, sequence.prompt, sequence.limit, *sequence.keys]
             for sequence in sequences
@@ -51,7 +51,7 @@ class DecodeState:
 
     @classmethod
     def idle(cls, rows: int, width: int, block: int, device: torch.device) -> DecodeState:
-        """Idle rows: marked as done, and writing to the spare block."""
+        """Creates idle rows: they are marked as done and write to the spare block."""
         zeros = torch.zeros(rows, dtype=torch.long, device=device)
         return cls(
             tokens_B=zeros.clone(),
@@ -65,7 +65,7 @@ class DecodeState:
         )
 
     def first(self, rows: int) -> DecodeState:
-        """A view of the first rows."""
+        """Returns a view of the first `rows` rows."""
         return DecodeState(**{name: tensor[:rows] for name, tensor in vars(self).items()})
 
     def clone(self) -> DecodeState:
@@ -76,24 +76,24 @@ class DecodeState:
             tensor.copy_(getattr(other, name))
 
     def put_(self, rows_K: torch.Tensor, other: DecodeState) -> None:
-        """Replaces rows by those of another state."""
+        """Overwrites the rows `rows_K` with the rows of `other`."""
         for name, tensor in vars(self).items():
             tensor.index_copy_(0, rows_K, getattr(other, name))
 
 
 @dataclass
 class Slot:
-    """The row of a sequence."""
+    """The batch row of a sequence."""
 
     row: int
     blocks: list[int]
     """The block list of the sequence; after a preemption the sequence has a new list object."""
     written: int
-    """How many blocks are in the block table of the row."""
+    """Number of blocks in the block table of the row."""
 
 
 class DecodeBatch:
-    """Assigns sequences to rows. A sequence keeps its row and device state while it runs and the row is in use."""
+    """Assigns sequences to batch rows. A running sequence keeps its row and its device state if possible."""
 
     def __init__(self, rows: int, width: int, spare: int, device: torch.device):
         self.rows, self.width, self.spare, self.device = rows, width, spare, device
@@ -121,7 +121,7 @@ class DecodeBatch:
         return [self._slots[sequence].row for sequence in sequences]
 
     def _evict(self, sequences: Iterable[SequenceState], within: int) -> set[int]:
-        """Frees the rows of sequences that left, have new blocks, or are beyond `within`."""
+        """Frees the rows of sequences that left, have a new block list or a row beyond `within`; returns those rows."""
         current = set(sequences)
         evicted = [
             sequence

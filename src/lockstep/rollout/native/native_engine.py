@@ -1,7 +1,7 @@
-"""The native engine: the policy generates with continuous batching over a paged KV cache.
+"""The native engine: generates with the trained modules, continuous batching and a paged KV cache.
 
-It uses the trained modules, so no weight sync is needed. The cache lives for one call of `generate`, or longer with the
-CUDA graphs that use it.
+It needs no weight sync. The KV cache exists during one call of `generate`, or is kept together with the CUDA graphs
+that use it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Limits: prompt tokens per prefill pass, and the longest cacheable sequence.
+# Limits of prompt tokens per prefill pass and of the length of a cached sequence.
 
 
 def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "rollout.max_tokens") -> None:
-    """Refuses sequences beyond the length at which the rotary embedding of cached keys would change."""
+    """Raises `Refusal` if a sequence can exceed the length at which the rotary embedding of cached keys changes."""
     fixed = fixed_length(config)
     if fixed is not None and longest > fixed:
         raise Refusal.at(
@@ -41,15 +41,16 @@ def refuse_moving_positions(config: Any, longest: int, model: str, key: str = "r
             f"prompt and response can have {longest} tokens; over {fixed} tokens the rotary embedding of {model} "
             "depends on the sequence length (longrope or dynamic), so cached keys become invalid",
             f"keep the sum of prompt and {key} within {fixed}",
+            code="rotary-limit",
         )
 
 
-# Tokens that one prefill pass can always have, and the share of device memory that a longer pass may use.
+# Number of tokens always allowed in a prefill pass, and the share of device memory that a longer pass may use.
 USUAL, SHARE = 8192, 1 / 8
 
 
 def prefill_budget(settings: RolloutSettings, device: Device, config: Any, size: int) -> int:
-    """Tokens per prefill pass: the recipe's value, or as many as suit the device and its memory.
+    """Returns the tokens per prefill pass: the recipe's value, or a default for the device and its memory.
 
     It depends on the total memory, not on the free memory, so it is the same in every step and every run.
     """
@@ -61,16 +62,16 @@ def prefill_budget(settings: RolloutSettings, device: Device, config: Any, size:
 
 
 def fitting_prefill(most: int, memory: int, config: Any, size: int) -> int:
-    """Tokens per prefill pass on a device with this memory, at most `most`."""
+    """Returns how many tokens, at most `most`, fit in a prefill pass on a device with this memory."""
     fitting = int(SHARE * memory) // prefill_bytes(config, 1, size)
     return min(most, max(USUAL, fitting // USUAL * USUAL))
 
 
 def prefill_bytes(config: Any, tokens: int, size: int) -> int:
-    """Peak memory of a Llama-like layer for `tokens` without a backward pass.
+    """Returns the peak memory of a Llama-like layer for `tokens` tokens without a backward pass.
 
-    Per token: three tensors of the feed-forward width, the layer's input, its sum with the attention's output, the
-    normalised one and its fp32 copies. `size` is the bytes per element.
+    Per token it counts three tensors of the feed-forward width, the layer input, the residual sum after attention, its
+    normalised value and the fp32 copies of that. `size` is the number of bytes per element.
     """
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -80,28 +81,28 @@ def prefill_bytes(config: Any, tokens: int, size: int) -> int:
     return tokens * (size * (3 * max(inner, experts) + 4 * hidden) + 2 * 4 * hidden)
 
 
-# Default share of free memory for the cache.
+# Default share of free memory for the KV cache.
 FREE_SHARE = 0.5
-# Default share of total memory up to which a cache is kept with its CUDA graphs.
+# A KV cache up to this share of the device's total memory is kept between calls, with its CUDA graphs.
 KEPT_SHARE = 0.05
 
 
 def kept_cache(memory: int) -> int:
-    """The largest cache in bytes that a device with so much memory keeps with its CUDA graphs."""
+    """Returns the largest KV cache, in bytes, that is kept between calls on a device with `memory` bytes."""
     return int(KEPT_SHARE * memory)
 
 
 class NativeEngine(SharedWeights):
-    """`decode` converts token ids to text for stop strings."""
+    """The native engine. `decode` converts token ids to text for stop strings."""
 
     instead = "set rollout.engine=hf; the built-in engine keeps only keys and values between tokens"
 
     def __init__(self, policy: Policy, device: Device, settings: RolloutSettings, decode: Callable[[list[int]], str]):
         self.policy, self.device, self.settings, self.decode = policy, device, settings, decode
         self.pause: Callable[[], bool] = lambda: False
-        """Called between rounds. If True, `generate` yields the unfinished sequences and ends."""
+        """Called between rounds. If it returns True, `generate` yields the unfinished sequences and ends."""
         self.further: Further | None = None
-        """Source of more requests, used between rounds while rows are free. Their numbers follow those of the call."""
+        """A source of more requests, used between rounds while rows are free. They get the next request numbers."""
         self.preempted = 0
         self._group = group_of(policy.causal_lm)
         self._cache_kept: KVCache | None = None
@@ -141,7 +142,7 @@ class NativeEngine(SharedWeights):
                 self.release_memory()
 
     def release_memory(self) -> None:
-        """Drops the cache and the CUDA graphs."""
+        """Frees the KV cache and the CUDA graphs."""
         self._cache_kept = None
         self._runners.clear()
 
@@ -157,14 +158,15 @@ class NativeEngine(SharedWeights):
         ahead: Round | None = None
         while self._filled(scheduler, sampling):
             if self.pause():
-                # Tokens that the device sampled ahead are sampled again: the noise depends on the position only.
+                # Tokens that the device sampled ahead are sampled again with the same result, because the noise depends
+                # only on the position.
                 yield from (_completion(sequence, PAUSED) for sequence in scheduler.left() if sequence.logprobs)
                 return
             now = ahead or self._next(scheduler, runner)
             if now is None:
                 continue
-            # If nothing depends on the tokens of this round, the device starts the next one while the host reads them.
-            # A sequence that has ended stays in that round without effect: its blocks are not reused before.
+            # If the next schedule does not depend on the tokens of this round, the device starts the next round while
+            # the host reads them. Sequences that have ended stay in it without effect: their blocks are not yet reused.
             work = scheduler.schedule_ahead(runner.passes)
             if work.copies:
                 runner.cache.copy_blocks(work.copies)
@@ -193,7 +195,7 @@ class NativeEngine(SharedWeights):
         return runner.decode(work.decode) if work.decode else None
 
     def _append(self, sequence: SequenceState, tokens: list[int], logprobs: list[float], sampling: Sampling) -> None:
-        """Appends new tokens up to the one that ends the sequence; the device may have sampled more."""
+        """Appends new tokens up to the one that ends the sequence, and drops the tokens after it."""
         within = len(sequence.tokens) + len(tokens) < sequence.limit
         if within and not sampling.stop_strings and not any(token in sampling.stop_ids for token in tokens):
             sequence.tokens += tokens
@@ -211,16 +213,16 @@ class NativeEngine(SharedWeights):
                 return
 
     def _runner(self, sequences: Sequence[SequenceState], longest: int, sampling: Sampling) -> Runner:
-        """The cached runner with its CUDA graphs, if the cache is large enough and the weights have the same addresses;
-        else a new one."""
+        """Returns the previous runner with its CUDA graphs if its KV cache is large enough and the weights have the
+        same addresses; else a new runner."""
         layers = self.ready_layers()
-        # Tensor-parallel ranks create a cache per call, of the same size on all ranks.
+        # With tensor parallelism a new cache is created for each call, of the same size on all ranks.
         addresses = () if self._group else tuple(parameter.data_ptr() for parameter in self.policy.parameters())
         kept = self._cache_kept
         if kept is None or addresses != self._weights or kept.blocks < self._blocks(sequences, longest):
             kept = None
             self.release_memory()
-        # Settings that only the host uses are not part of a graph.
+        # A CUDA graph does not depend on settings that only the host uses.
         graph_sampling = replace(sampling, max_tokens=0, seed=0, stop_strings=())
         rows = self.settings.max_sequences
         runner = self._runners.get(graph_sampling)
@@ -233,7 +235,7 @@ class NativeEngine(SharedWeights):
         return runner
 
     def ready_layers(self) -> GeneratingLayers | None:
-        """The device's replacement of the decoder modules, with up-to-date weights; None if there is none."""
+        """Returns the device's fused decoder layers with current weights; None if the device has none."""
         # A policy without the device's attention kernel uses reference implementations.
         if not self._layers_tried and self.policy.kernel == self.device.attention and self._group is None:
             decoder = inner_decoder(self.policy.causal_lm)
@@ -244,19 +246,19 @@ class NativeEngine(SharedWeights):
         return self._layers if self._layers is not None and self._layers.ready else None
 
     def _blocks(self, sequences: Sequence[SequenceState], longest: int) -> int:
-        """The number of cache blocks: as many as the sequences can use at once, within the memory limit."""
+        """Returns the number of cache blocks: as many as the sequences can use at once, within the memory limit."""
         block = self.settings.block_tokens
         like = self.policy.causal_lm.get_input_embeddings().weight
         block_bytes, room, configured = self.block_bytes(), self.cache_room(), self.settings.cache_gb
         useful = _useful_blocks(sequences, self.settings.max_sequences, block)
         if self.device.graph_capture:
-            # Round up: the next call with slightly longer prompts can keep the graphs.
+            # Round up, so that a later call with slightly longer prompts can keep the graphs.
             step = 1 << max(0, useful.bit_length() - 4)
             useful = -(-useful // step) * step
         least = Scheduler.least_blocks(longest, block)
         blocks = min(max(useful, least), int(room // block_bytes))
         if self._group is not None:
-            # All tensor-parallel ranks run the same schedule.
+            # All tensor-parallel ranks must run the same schedule.
             blocks = self._group.least(blocks, like.device)
         if blocks < least:
             raise Refusal.at(
@@ -264,17 +266,18 @@ class NativeEngine(SharedWeights):
                 f"a response of {longest} tokens with its prompt needs {least * block_bytes / 1e9:.3g} GB of "
                 f"key/value cache; {room / 1e9:.3g} GB are available",
                 "raise rollout.cache_gb, or lower rollout.max_tokens",
+                code="not-enough-memory",
             )
         return blocks
 
     def block_bytes(self) -> int:
-        """Bytes of one cache block."""
+        """Returns the bytes of one KV-cache block."""
         layers, heads, size = self.policy.decoder.cached_shape()
         like = self.policy.causal_lm.get_input_embeddings().weight
         return int(2 * layers * self.settings.block_tokens * heads * size * like.element_size())
 
     def cache_room(self) -> float:
-        """Bytes available for the cache."""
+        """Returns the bytes available for the KV cache."""
         if self.settings.cache_gb is not None:
             return self.settings.cache_gb * 1e9
         cache_bytes = self._cache_kept.slots.nbytes if self._cache_kept is not None else 0
@@ -291,8 +294,8 @@ def _completion(sequence: SequenceState, stop: str) -> Completion:
 
 
 def _useful_blocks(sequences: Sequence[SequenceState], rows: int, block: int) -> int:
-    """The most blocks in use at once, with one reserved block per running sequence."""
-    # Full blocks of a prefix are shared, so a sequence needs only the following ones.
+    """Returns the largest number of blocks in use at once, with one reserved block per running sequence."""
+    # Full blocks of a prompt prefix are shared, so a sequence needs only the blocks after them.
     unshared = sorted((-(-s.limit // block) - (s.prompt - 1) // block + 1 for s in sequences), reverse=True)
     shared = sorted((-(-prompt // block) for prompt in {s.request: s.prompt for s in sequences}.values()), reverse=True)
     return sum(unshared[:rows]) + sum(shared[:rows])

@@ -1,7 +1,7 @@
-"""The online engine of `lockstep serve`: requests are added and cancelled between rounds, each with its sampling.
+"""The online engine of `lockstep serve`. Requests can be added and cancelled between rounds; each has its own sampling.
 
-One cache serves all requests. If all decoding sequences have the same sampling and need no log-probs, CUDA graphs are
-used; otherwise an eager pass decodes one token per sequence. Call all methods from one thread.
+One KV cache serves all requests. If all decoding sequences have the same sampling and need no log-probs, CUDA graphs
+are used; otherwise an eager pass decodes one token per sequence. Call all methods from one thread.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lockstep.rollout.native.sampler import choose
 from lockstep.rollout.native.scheduler import Scheduler, SequenceState, SharedPrompt
 from lockstep.types import Sampling
 
-# Samplings whose CUDA graphs are kept.
+# Number of sampling settings whose CUDA graphs are kept.
 MAX_RUNNERS = 4
 
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A sampled token. If requested: its log-prob and the likeliest tokens with theirs, at temperature 1 without
-    truncation."""
+    """A sampled token. If requested, it has its log-prob and the likeliest tokens with their log-probs, at temperature
+    1 without truncation."""
 
     token: int
     logprob: float | None = None
@@ -37,14 +37,14 @@ class DrawnToken:
 
 @dataclass(eq=False)
 class LiveSample(SequenceState):
-    """A sequence with its sampling. `likeliest`: how many top tokens to return per position; None for no log-probs."""
+    """A sequence with its sampling. `likeliest` is the number of top tokens per position; None means no log-probs."""
 
     sampling: Sampling = field(default_factory=lambda: Sampling(1))
     likeliest: int | None = None
 
 
 class LiveEngine:
-    """`longest` is the maximum number of tokens of prompt and response."""
+    """The online engine. `longest` is the maximum number of tokens of prompt and response together."""
 
     def __init__(self, engine: NativeEngine, longest: int):
         self.engine, self.longest = engine, longest
@@ -66,7 +66,7 @@ class LiveEngine:
 
     @property
     def free(self) -> int:
-        """Free blocks of the cache."""
+        """The number of free blocks of the KV cache."""
         return self.scheduler.pool.free
 
     def add(
@@ -74,7 +74,7 @@ class LiveEngine:
     ) -> list[LiveSample]:
         """Adds `n` sequences for a prompt at the end of the queue."""
         if not ids or len(ids) + sampling.max_tokens > self.longest or sampling.max_tokens < 1:
-            raise ValueError(f"{len(ids)} and {sampling.max_tokens} tokens do not fit {self.longest}")
+            raise ValueError(f"{len(ids)} prompt and {sampling.max_tokens} new tokens exceed the limit {self.longest}")
         request = self.scheduler.num_requests
         sequences = [
             LiveSample(
@@ -93,7 +93,7 @@ class LiveEngine:
         return sequences
 
     def cancel(self, sequence: LiveSample) -> None:
-        """Cancels a sequence and frees its blocks; no effect after its end."""
+        """Cancels a sequence and frees its blocks; has no effect on a finished sequence."""
         if not sequence.stop:
             sequence.stop = "cancelled"
             self.scheduler.cancel(sequence)
@@ -112,14 +112,14 @@ class LiveEngine:
         runner = self._runner_for(decoding) if passes > 1 else None
         drawn = self._mixed.draw(decoding) if runner is None else _read(runner, decoding)
         if runner is None:
-            # The device state of the graphs is one token behind now: drop it.
+            # The device state of the graphs is now one token behind, so it is dropped.
             for other in self._captured.values():
                 if other.batch is not None:
                     other.batch.assign_slots([], other.batch.rows)
         return [(sequence, self._append(sequence, tokens)) for sequence, tokens in zip(decoding, drawn, strict=True)]
 
     def _append(self, sequence: LiveSample, drawn: Sequence[DrawnToken]) -> list[DrawnToken]:
-        """Appends tokens up to the one that ends the sequence; a round may have sampled more."""
+        """Appends and returns the tokens up to the one that ends the sequence; later ones are dropped."""
         kept = []
         for token in drawn:
             sequence.cached = len(sequence.tokens)
@@ -135,14 +135,14 @@ class LiveEngine:
         return kept
 
     def _passes(self) -> int:
-        """Tokens per round, depending on the running and next sequences."""
+        """Returns the number of tokens per round, which depends on the running and the next sequences."""
         scheduler = self.scheduler
         soon = [*scheduler.running, *scheduler.waiting[: max(0, scheduler.rows - len(scheduler.running))]]
         runner = self._runner_for([sequence for sequence in soon if isinstance(sequence, LiveSample)])
         return 1 if runner is None else runner.passes
 
     def _runner_for(self, sequences: Sequence[LiveSample]) -> Runner | None:
-        """The runner with CUDA graphs for these sequences; None if they cannot share one."""
+        """Returns the runner with CUDA graphs for these sequences; None if they cannot share one."""
         engine = self.engine
         if not engine.device.graph_capture:
             return None
@@ -158,13 +158,13 @@ class LiveEngine:
             runner.layers = self._mixed.layers
             while len(self._captured) >= MAX_RUNNERS:
                 del self._captured[next(iter(self._captured))]
-        # Most recently used last.
+        # The most recently used runner is last.
         self._captured[sampling] = runner
         return runner if runner.captures and runner.batch is not None else None
 
 
 class MixedRunner(Runner):
-    """Eager passes for sequences with different samplings."""
+    """Runs eager forward passes for sequences with different sampling settings."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def _read(runner: Runner, sequences: Sequence[LiveSample]) -> list[list[DrawnTok
 
 
 def _rows_by_sampling(sequences: Sequence[LiveSample]) -> dict[Sampling, list[int]]:
-    """Rows grouped by sampling parameters; seeds and limits are per row."""
+    """Groups the batch rows by sampling parameters, ignoring seeds and length limits."""
     rows: dict[Sampling, list[int]] = {}
     for row, sequence in enumerate(sequences):
         sampling = replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=(), stop_ids=())
@@ -225,14 +225,14 @@ def _rows_by_sampling(sequences: Sequence[LiveSample]) -> dict[Sampling, list[in
 
 
 def _graph_sampling(sequence: LiveSample) -> Sampling | None:
-    """The part of the sampling that a CUDA graph depends on; None if the sequence cannot use one."""
+    """Returns the sampling parameters that a CUDA graph depends on; None if the sequence cannot use a graph."""
     if sequence.likeliest is not None or sequence.sampling.repetition_penalty != 1:
         return None
     return replace(sequence.sampling, max_tokens=0, seed=0, stop_strings=())
 
 
 def blocks_for(engine: NativeEngine, longest: int) -> int:
-    """The number of cache blocks for the maximum batch of sequences of `longest` tokens, within the memory limit."""
+    """Returns the number of cache blocks for a full batch of sequences of `longest` tokens, within the memory limit."""
     settings, size, room = engine.settings, engine.block_bytes(), engine.cache_room()
     least = Scheduler.least_blocks(longest, settings.block_tokens)
     blocks = min(least * settings.max_sequences, int(room // size))
@@ -241,12 +241,13 @@ def blocks_for(engine: NativeEngine, longest: int) -> int:
             "--max-length",
             f"a sequence of {longest} tokens needs {least * size / 1e9:.3g} GB of key/value cache; "
             f"{room / 1e9:.3g} GB are available",
-            "lower it, or raise --cache-gb",
+            "lower the sequence length, or raise --cache-gb",
+            code="not-enough-memory",
         )
     return blocks
 
 
 def longest_that_fits(engine: NativeEngine, wanted: int) -> int:
-    """`wanted` tokens, or as many as fit the cache memory."""
+    """Returns the largest sequence length, at most `wanted`, whose KV cache fits in memory."""
     block = engine.settings.block_tokens
     return min(wanted, (int(engine.cache_room() // engine.block_bytes()) - 1) * block)

@@ -1,4 +1,4 @@
-"""Forward passes of the engine: the policy modules on packed tokens with a paged KV cache, eager or as CUDA graphs."""
+"""Runs the engine's forward passes: policy modules on packed tokens with a paged KV cache, eager or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lockstep.types import Sampling
 
 # Decode passes per round with CUDA graphs, without a host synchronization in between.
 AHEAD = 8
-# Capturing a graph takes as long as dozens of passes: a batch slightly smaller than a captured size (by a factor below
-# LITTLE) runs with idle rows until its size has been needed in PATIENCE rounds.
+# Capturing a graph takes as long as dozens of forward passes. So a batch that is smaller than a captured size by a
+# factor below LITTLE runs with idle rows until PATIENCE rounds have needed its size.
 PATIENCE, LITTLE = 8, 1.5
 # Minimum block table width of captured graphs; widths are powers of two, so few lengths need a new capture.
 LEAST_WIDTH = 64
@@ -35,23 +35,23 @@ LEAST_WIDTH = 64
 
 @dataclass(frozen=True)
 class Round:
-    """Launched passes: the new tokens and log-probs of each sequence, once the device has computed them."""
+    """A round of launched forward passes, whose tokens and log-probs can be read when the device is done."""
 
     sequences: Sequence[SequenceState]
     width: int | None
-    """Rows of the CUDA graph; None without a graph."""
+    """Number of rows of the CUDA graph; None without a graph."""
     rows: Sequence[int]
     tokens_BA: Callable[[], torch.Tensor]
     logprobs_BA: Callable[[], torch.Tensor]
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probs of each sequence; tokens after an end token are meaningless."""
+        """Returns the tokens and log-probs of each sequence; tokens after an end token are meaningless."""
         tokens, logprobs = (found().numpy()[self.rows].tolist() for found in (self.tokens_BA, self.logprobs_BA))
         return tokens, logprobs
 
 
 class Runner:
-    """Runs prefill and decode passes. CUDA graphs depend on the sampling parameters in `sampling`, not on its limits.
+    """Runs prefill and decode passes. CUDA graphs depend on the parameters of `sampling`, but not on its length limits.
 
     At most `rows` sequences of at most `longest` tokens decode at once.
     """
@@ -60,13 +60,13 @@ class Runner:
         self.policy, self.cache, self.sampling, self.device = policy, cache, sampling, device
         self.model = policy.causal_lm
         self.layers: GeneratingLayers | None = None
-        """Replacement of the decoder modules, if the device has one."""
+        """The device's fused decoder layers, if it has them."""
         self.torch_device = cache.slots.device
         self.stops = torch.tensor(sampling.stop_ids, device=self.torch_device, dtype=torch.long)
         # A policy without the device's attention kernel uses reference implementations.
         self.sampler = device.sampler if policy.kernel == device.attention else "plain"
         self.group = group_of(self.model)
-        # Collectives are not captured.
+        # Collective operations are not captured in graphs.
         self.captures = device.graph_capture and sampling.repetition_penalty == 1 and self.group is None
         self.passes = AHEAD if self.captures else 1
         width = max(LEAST_WIDTH, _power_of_two(-(-longest // cache.block)))
@@ -76,12 +76,12 @@ class Runner:
         self._wanted: Counter[int] = Counter()
 
     def fits(self, rows: int, longest: int) -> bool:
-        """Whether batches of this size and length fit the graphs."""
+        """Returns whether batches of this size and length fit the CUDA graphs."""
         return self.batch is None or (rows <= self.batch.rows and longest <= self.longest)
 
     @torch.inference_mode()
     def prefill(self, work: Sequence[tuple[CachedSpan, int]]) -> None:
-        """Computes keys and values of each span up to a position."""
+        """Computes and caches keys and values of each span up to the given position."""
         tokens = np.concatenate([np.array(part.tokens[part.cached : stop], dtype=np.int64) for part, stop in work])
         positions = np.concatenate([np.arange(part.cached, stop) for part, stop in work])
         slots = np.concatenate([self._slots(part, part.cached, stop) for part, stop in work])
@@ -99,7 +99,7 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, sequences: Sequence[SequenceState]) -> Round:
-        """Launches a round: up to `passes` new tokens per sequence."""
+        """Launches a round that samples up to `passes` new tokens per sequence."""
         width = self._captured_width(len(sequences))
         if width is not None:
             return self._captured_round(sequences, width)
@@ -110,8 +110,8 @@ class Runner:
 
     @torch.inference_mode()
     def schedule_ahead(self, last: Round, sequences: Sequence[SequenceState]) -> Round | None:
-        """Launches a round for sequences of the last round before the host has read its tokens. None if the rows would
-        change."""
+        """Launches the next round before the host has read the tokens of the last one. Returns None if sequences would
+        have to change rows."""
         if last.width is None or not sequences or self._captured_width(len(sequences)) != last.width:
             return None
         return self._captured_round(sequences, last.width)
@@ -137,8 +137,8 @@ class Runner:
         return Round(sequences, width, rows, tokens, logprobs)
 
     def _pass(self, state: DecodeState, seen_BV: torch.Tensor | None = None) -> None:
-        """One decode pass: runs the model on one token per sequence and samples the next. Finished sequences do not
-        move."""
+        """Runs one decode pass: one token per sequence through the model, then samples the next token. Finished
+        sequences stay unchanged."""
         head = output_head(self.model)
         lengths = state.positions_B + 1
         projected = head.projected(self._fed(state, lengths))
@@ -155,7 +155,7 @@ class Runner:
         state.tokens_B.copy_(tokens)
         state.logprobs_B.copy_(logprobs)
         if self.group is not None:
-            # All ranks should have sampled the same tokens; a difference would make them hang.
+            # All ranks should have sampled the same tokens. If they differed, the ranks would hang later.
             self.group.as_first_(state.tokens_B)
             self.group.as_first_(state.logprobs_B)
             tokens = state.tokens_B
@@ -190,7 +190,7 @@ class Runner:
         return blocks[positions // self.cache.block] * self.cache.block + positions % self.cache.block
 
     def _seen(self, sequences: Sequence[SequenceState]) -> torch.Tensor:
-        """Mask of the tokens that occur in each sequence, prompt included."""
+        """Returns a mask of the tokens that occur in each sequence, prompt included."""
         rows = self.model.get_output_embeddings().weight.shape[0]
         seen = torch.zeros(len(sequences), rows, dtype=torch.bool, device=self.torch_device)
         for row, sequence in enumerate(sequences):
@@ -198,7 +198,8 @@ class Runner:
         return seen
 
     def _captured_width(self, batch: int) -> int | None:
-        """Rows of the CUDA graph for this batch, captured if needed. None if it cannot be captured."""
+        """Returns the row count of the CUDA graph for this batch, capturing it if needed; None if that is
+        impossible."""
         if self.batch is None:
             return None
         exact = _bucket(batch)
@@ -207,16 +208,16 @@ class Runner:
         if larger is not None and larger < LITTLE * exact and self._wanted[exact] <= PATIENCE:
             return larger
         if exact not in self._graphs and not self._capture(self.batch, exact):
-            # Eager passes create their state themselves.
+            # Eager passes create their own state.
             self.batch = None
             return None
         return exact
 
     def _capture(self, batch: DecodeBatch, width: int) -> bool:
-        """Captures the graph for so many rows; False if the model cannot be captured, for example because an operator
-        synchronizes with the host."""
+        """Captures the graph for `width` rows. Returns False if the model cannot be captured, for example because an
+        operator synchronizes with the host."""
         state = batch.state.first(width)
-        # Use idle rows: the warm-up passes sample tokens and write to the cache.
+        # Idle rows are used, because the warm-up passes sample tokens and write to the cache.
         kept = state.clone()
         state.copy_(batch.idle(width))
         others = next(iter(self._graphs.values()), None)
@@ -225,7 +226,7 @@ class Runner:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            warnings.warn(f"decoding runs without captured graphs and is slower: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"decoding runs without CUDA graphs, which is slower: {first_line(error)}", stacklevel=2)
             return False
         state.copy_(kept)
         return True
@@ -236,5 +237,5 @@ def _power_of_two(count: int) -> int:
 
 
 def _bucket(batch: int) -> int:
-    """Batch sizes of CUDA graphs: powers of two, and multiples of 64 above 64."""
+    """Rounds a batch size up to a graph size: a power of two, or a multiple of 64 above 64."""
     return _power_of_two(batch) if batch <= 64 else -(-batch // 64) * 64

@@ -1,4 +1,4 @@
-"""Samples the next token from logits on the device, with its log-prob."""
+"""Samples the next token from logits on the device, and computes its log-prob."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples tokens; returns them with their log-probs under the distribution that the trainer scores.
 
-    That is the softmax at the temperature over the full vocabulary or, with `score_truncated`, over the truncated one,
-    without the repetition penalty. Greedy decoding (temperature 0) is scored at temperature 1.
-    `positions_B` counts the response's tokens from 0; `seen_BV` marks tokens that a repetition penalty applies to.
-    `kernel` is a device's `sampler`.
+    That distribution is the softmax at the temperature, without the repetition penalty, over the full vocabulary or,
+    with `score_truncated`, over the truncated one. Greedy decoding (temperature 0) is scored at temperature 1.
+    `positions_B` counts the response's tokens from 0. `seen_BV` marks the tokens that get the repetition penalty.
+    `kernel` is the `sampler` attribute of a device.
     """
     if kernel == "triton" and seen_BV is None:
         return _fused(logits_BV, sampling, keys_B2, positions_B)
@@ -43,7 +43,7 @@ def choose(
 def _fused(
     logits_BV: torch.Tensor, sampling: Sampling, keys_B2: torch.Tensor, positions_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with a fused kernel: one pass over the (truncated) logits."""
+    """Does the same as `choose` with a fused kernel, in one pass over the (truncated) logits."""
     from lockstep.kernels.sampling_triton import draw
 
     truncation, temperature = truncation_of(sampling), sampling.temperature

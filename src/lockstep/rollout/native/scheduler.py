@@ -1,4 +1,4 @@
-"""The scheduler: continuous batching over a KV cache of limited size; sequences and cache blocks."""
+"""The scheduler: continuous batching of sequences over a KV cache with a limited number of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class CachedSpan:
-    """Tokens and their blocks of the KV cache; the first `cached` tokens are cached."""
+    """Tokens with their KV-cache blocks; keys and values of the first `cached` tokens are in the cache."""
 
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
@@ -19,7 +19,7 @@ class CachedSpan:
 
 @dataclass(eq=False)
 class SharedPrompt(CachedSpan):
-    """A prompt without its last token: prefilled once, shared by all samples of the prompt."""
+    """A prompt without its last token, which is prefilled once and shared by all samples of the prompt."""
 
     waiting: int = 0
     running: int = 0
@@ -31,7 +31,7 @@ class SharedPrompt(CachedSpan):
 
 @dataclass(eq=False)
 class SequenceState(CachedSpan):
-    """One sample in generation. Its last token is the input of the next pass, so it is not cached yet."""
+    """A sample that is being generated. Its last token is the input of the next pass, so it is not cached yet."""
 
     request: int = 0
     number: int = 0
@@ -50,7 +50,7 @@ class SequenceState(CachedSpan):
 
     @property
     def order(self) -> tuple[int, int]:
-        """First come, first served."""
+        """The sort key of the sequence: requests are served in order of arrival."""
         return self.request, self.number
 
 
@@ -84,18 +84,18 @@ class BlockPool:
 # Continuous batching over a cache of limited size.
 #
 # A prompt prefix (all but the last token) is prefilled once, in chunks under a token budget. Its sequences join the
-# running batch as rows become free, first come first served; each starts with the last prompt token. If a round decodes
-# several tokens per sequence, free rows are filled first: small and large batches take about the same time. When blocks
-# run out, later sequences give way: first unused prefixes are evicted, then the youngest running sequence is preempted
-# and recomputed later. The oldest sequence always progresses, so every request finishes.
+# running batch in order of arrival, as rows become free; each starts with the last prompt token. If a round decodes
+# several tokens per sequence, free rows are filled first, because small and large batches take about the same time.
+# When blocks run out, unused prefixes are evicted first; then the youngest running sequence is preempted and recomputed
+# later. The oldest sequence always makes progress, so every request finishes.
 
 
 @dataclass
 class Work:
-    """One round: blocks to copy, then spans to prefill up to a position, then sequences to decode."""
+    """The work of one round: blocks to copy, then spans to prefill up to a position, then sequences to decode."""
 
     budget: int
-    """Tokens that can still be prefilled in this round."""
+    """Number of tokens that can still be prefilled in this round."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     prefill: list[tuple[CachedSpan, int]] = field(default_factory=list)
     decode: list[SequenceState] = field(default_factory=list)
@@ -109,8 +109,8 @@ class Work:
 
 
 class Scheduler:
-    """`prefixes[i]` belongs to request i until its last sequence ends. At most `rows` sequences run, and at most
-    `budget` tokens are prefilled per round."""
+    """Plans the rounds. `prefixes[i]` belongs to request i until its last sequence ends. At most `rows` sequences run,
+    and at most `budget` tokens are prefilled per round."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Scheduler:
     ):
         self.prefixes: dict[int, SharedPrompt] = {}
         self.num_requests = 0
-        """Number of requests so far: the number of the next one."""
+        """The number of requests so far, which is the number of the next request."""
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.pool = BlockPool(blocks)
@@ -133,7 +133,7 @@ class Scheduler:
         self.add(prefixes, sequences)
 
     def add(self, prefixes: Sequence[SharedPrompt], sequences: Sequence[SequenceState]) -> None:
-        """Adds requests behind all others, with the next numbers."""
+        """Adds requests at the end of the queue, with the next numbers."""
         self.prefixes |= enumerate(prefixes, start=self.num_requests)
         self.num_requests += len(prefixes)
         self.waiting += sorted(sequences, key=lambda sequence: sequence.order)
@@ -142,7 +142,7 @@ class Scheduler:
 
     @staticmethod
     def least_blocks(limit: int, block: int) -> int:
-        """The minimum number of blocks for a sequence of `limit` tokens, with the last block of its prefix."""
+        """Returns the blocks needed by a sequence of `limit` tokens and by the partial last block of its prefix."""
         return -(-limit // block) + 1
 
     @property
@@ -150,13 +150,14 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def left(self) -> list[SequenceState]:
-        """The unfinished sequences in order."""
+        """Returns the unfinished sequences in order."""
         return sorted([*self.running, *self.waiting], key=lambda sequence: sequence.order)
 
     def next(self, tokens: int) -> Work:
-        """The next round, in which a sequence can produce up to `tokens` tokens."""
+        """Plans the next round, in which a sequence can produce up to `tokens` tokens."""
         work = Work(self.budget)
-        # Oldest first: preemption hits later sequences only, so no scheduled sequence loses its blocks.
+        # The oldest sequences are scheduled first. Preemption then affects only later ones, so no scheduled sequence
+        # loses its blocks.
         for sequence in list(self.running):
             if sequence.blocks and not sequence.ready:
                 work.compute(sequence, len(sequence.tokens) - 1)
@@ -165,15 +166,15 @@ class Scheduler:
         self._admit(work, tokens)
         if tokens > 1 and work.prefill:
             self._look_ahead(work)
-            # Decoding waits without loss: the blocks of this round serve the next one.
+            # Decoding can wait: blocks that are allocated in this round are used in the next one.
             work.decode.clear()
-        assert work.prefill or work.decode, "the cache holds at least one full sequence, so one can always run"
+        assert work.prefill or work.decode, "the KV cache has room for a full sequence, so one can always run"
         return work
 
     def schedule_ahead(self, tokens: int) -> Work:
-        """The round after the current one, before its tokens are known: sequences that continue, and new ones on rows
-        that will be free. Empty if the result of the current round may change the schedule: a prompt needs prefill, or
-        blocks may run out."""
+        """Plans the round after the current one before the current tokens are known: sequences that continue, and new
+        ones on rows that will be free. Returns empty work if the current round may change the schedule, because a
+        prompt needs prefill or blocks may run out."""
         work = Work(0)
         if tokens == 1 or not all(sequence.ready for sequence in self.running):
             return work
@@ -197,7 +198,8 @@ class Scheduler:
         return work
 
     def finish(self, sequence: SequenceState) -> None:
-        """Frees the blocks of a finished sequence, and those of the prompt after its last sequence."""
+        """Frees the blocks of a finished sequence, and also those of its prompt if it was the prompt's last
+        sequence."""
         self.running.remove(sequence)
         self._release(sequence)
         self.prefixes[sequence.request].running -= 1
@@ -213,7 +215,7 @@ class Scheduler:
         self._drop_if_done(sequence.request)
 
     def _drop_if_done(self, request: int) -> None:
-        """Drops a request after its last sequence."""
+        """Removes a request if its last sequence has ended."""
         prefix = self.prefixes[request]
         if not prefix.waiting and not prefix.running:
             self._release(self.prefixes.pop(request))
@@ -230,7 +232,7 @@ class Scheduler:
                     return
             elif work.budget and sequence.request not in prefilled:
                 if prefilled and len(prefix.tokens) - prefix.cached > work.budget:
-                    # Start it in the next round: a chunk that continues a sequence costs more than one that starts it.
+                    # Start it in the next round: a prefill chunk that continues a sequence is slower than the first.
                     work.budget = 0
                 elif self._allocate(prefix, sequence.request):
                     work.compute(prefix, len(prefix.tokens))
@@ -239,8 +241,8 @@ class Scheduler:
                     return
 
     def _look_ahead(self, work: Work) -> None:
-        """Also prefills prefixes that have no free row yet: one long pass costs less than two short ones. Uses only
-        blocks that running sequences cannot need."""
+        """Also prefills prefixes that have no free row yet, because one long pass is faster than two short ones. Uses
+        only blocks that running sequences cannot need."""
         needed = sum(-(-(sequence.limit - 1) // self.block) - len(sequence.blocks) for sequence in self.running)
         for request in dict.fromkeys(sequence.request for sequence in self.waiting):
             prefix = self.prefixes[request]
@@ -253,7 +255,7 @@ class Scheduler:
             work.compute(prefix, len(prefix.tokens))
 
     def _start(self, sequence: SequenceState, prefix: SharedPrompt, work: Work, tokens: int) -> bool:
-        """Starts the sequence on the blocks of its prefix; False if there is no room."""
+        """Starts the sequence on the blocks of its prefix; returns False if the cache has no room."""
         stop = self._stop_after(sequence, tokens)
         filled, partial = divmod(prefix.cached, self.block)
         if not self._has_room(-(-stop // self.block) - filled, sequence.request):
@@ -275,14 +277,14 @@ class Scheduler:
         return True
 
     def _allocate(self, prefix: SharedPrompt, request: int) -> bool:
-        """Allocates the blocks of the prefix; False if there is no room."""
+        """Allocates the blocks of the prefix; returns False if the cache has no room."""
         if not self._has_room(-(-len(prefix.tokens) // self.block) - len(prefix.blocks), request):
             return False
         self._grow(prefix, len(prefix.tokens))
         return True
 
     def _has_room(self, blocks: int, request: int) -> bool:
-        """Whether a new sequence can take so many blocks and leave one per running sequence, to avoid preemption.
+        """Returns whether `blocks` can be allocated with one block left per running sequence, to avoid preemption.
 
         If no sequence runs, prefixes of later requests are evicted.
         """
@@ -290,10 +292,11 @@ class Scheduler:
             pass
         return self.pool.free >= blocks + len(self.running)
 
-    # -- room in the cache
+    # -- space in the KV cache
 
     def _stop_after(self, sequence: SequenceState, tokens: int) -> int:
-        """The number of cached tokens after a round of `tokens` passes; the last token is not an input yet."""
+        """Returns the number of cached tokens after a round of `tokens` passes; the last new token is not cached
+        yet."""
         return min(len(sequence.tokens) + tokens - 1, sequence.limit - 1)
 
     def _grow(self, part: CachedSpan, stop: int) -> None:
@@ -301,7 +304,7 @@ class Scheduler:
             part.blocks.append(self.pool.take())
 
     def _extend(self, sequence: SequenceState, stop: int) -> bool:
-        """Allocates blocks for the first `stop` tokens of a running sequence; False if it was preempted."""
+        """Allocates blocks for the first `stop` tokens of a running sequence; returns False if it was preempted."""
         missing = -(-stop // self.block) - len(sequence.blocks)
         while self.pool.free < missing:
             if self._evict_prefix(sequence.request):
@@ -314,7 +317,7 @@ class Scheduler:
         return True
 
     def _evict_prefix(self, request: int) -> bool:
-        """Evicts the youngest unused prefix after `request`."""
+        """Evicts the youngest unused prefix of a request later than `request`; returns False if there is none."""
         for number, prefix in reversed(self.prefixes.items()):
             if number <= request:
                 break

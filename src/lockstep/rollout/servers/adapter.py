@@ -14,13 +14,13 @@ from lockstep.types import Sampling
 
 Ended = Literal["token", "string", "length", "aborted"]
 MemoryPart = Literal["weights", "cache"]
-# The largest log-prob that rounding can give to a token of probability 1.
+# The largest log-prob that is accepted: rounding can make that of a token with probability 1 slightly positive.
 _MOST_LOGPROB = 0.01
 
 
 class ServerFailed(Exception):
-    """A request to a server failed. `lost`: the server may be down or broken, and another one could serve the request.
-    `gone`: the health checks have failed for a while."""
+    """A request to a server failed. If `lost`, the server may be down and another one could serve the request. If
+    `gone`, its health checks have failed for `GONE_SECONDS`."""
 
     def __init__(self, why: str, *, lost: bool = False, status: int | None = None, gone: bool = False):
         super().__init__(why)
@@ -28,20 +28,20 @@ class ServerFailed(Exception):
 
 
 class Channel(Protocol):
-    """HTTP requests to one server. Every call ends within `seconds`; a failure raises `ServerFailed`."""
+    """Sends HTTP requests to one server. Every call ends within `seconds`; a failure raises `ServerFailed`."""
 
     @property
     def address(self) -> str: ...
 
     def get(self, path: str, seconds: float | None = None) -> Any:
-        """The parsed JSON of the response; None for an empty body."""
+        """Returns the parsed JSON of the response; None for an empty body."""
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)
 class WantedSample:
-    """A request for one sample: the prompt, how to sample, and the LoRA adapter (None: the base model)."""
+    """A request for one sample: the prompt, the sampling settings, and the LoRA adapter (None: the base model)."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -52,8 +52,8 @@ class WantedSample:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a `WantedSample`. A generated end token is the last of `ids`. `version` is the version of the
-    weights that generated the tokens; None if the engine does not report it."""
+    """The answer to a `WantedSample`. A generated end token is included as the last of `ids`. `version` is the version
+    of the weights that generated the tokens; None if the engine does not report it."""
 
     ids: list[int]
     logprobs: list[float]
@@ -62,22 +62,22 @@ class Answer:
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
-    """Identifies the prompt of an answer (`plugin/lockstep_samples.py` computes the same digest)."""
+    """Returns a digest that identifies a prompt (`plugin/lockstep_samples.py` computes the same one)."""
     return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def refuse_other_prompt(wanted: WantedSample, answered: object) -> None:
-    """`answered` is the server's digest of the prompt of the answer."""
+    """Raises `ServerFailed` if `answered`, the server's digest of the prompt, is not that of the request."""
     digest = prompt_digest(wanted.ids)
     if answered != digest:
-        raise ServerFailed(f"an answer to another prompt: the digest of its prompt is {answered}, not {digest}")
+        raise ServerFailed(f"the answer belongs to another prompt: its digest is {answered}, not {digest}")
 
 
 def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Answer:
-    """Validates an answer against its request; raises `ServerFailed` if it cannot belong to it."""
+    """Validates an answer; raises `ServerFailed` if it cannot be an answer to the request `wanted`."""
     ids, logprobs, stops = answer.ids, answer.logprobs, wanted.sampling.stop_ids
     if answer.ended == "aborted":
-        return answer  # it is dropped and requested again
+        return answer  # an aborted answer is dropped and requested again
     if len(ids) != len(logprobs):
         raise ServerFailed(f"an answer with {len(ids)} tokens and {len(logprobs)} log-probs")
     if not 1 <= len(ids) <= wanted.max_tokens:
@@ -100,8 +100,8 @@ def checked_answer(answer: Answer, wanted: WantedSample, vocabulary: int) -> Ans
 
 @dataclass(frozen=True)
 class PushedWeights:
-    """Weights to load: safetensors files with every trained tensor of the model, under the names of its Hugging Face
-    checkpoint. `names` lists the tensors of all files."""
+    """Weights for a server: safetensors files with every trained tensor, named as in the Hugging Face checkpoint.
+    `names` lists the tensors of all files."""
 
     files: Sequence[Path]
     names: Sequence[str]
@@ -111,7 +111,7 @@ class PushedWeights:
 
 @dataclass(frozen=True)
 class GroupMeeting:
-    """The rendezvous of a process group: the run is rank 0, the workers of a server are the other ranks."""
+    """The rendezvous data of a process group in which the run is rank 0 and a server's workers are the other ranks."""
 
     address: str
     port: int
@@ -126,19 +126,19 @@ class GroupMeeting:
 
 @dataclass(frozen=True)
 class Announced:
-    """The tensors that are sent next, in this order, under the names of the Hugging Face checkpoint."""
+    """Describes the tensors that are sent next, in order, with their names in the Hugging Face checkpoint."""
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
     sums: Sequence[int]
     """The checksum of each tensor (`bit_sum` of `plugin/lockstep_group.py`)."""
     dtype: str
-    """torch's name, such as `bfloat16`."""
+    """The name of the torch dtype, such as `bfloat16`."""
 
 
 @dataclass(frozen=True)
 class Placed(Announced):
-    """Tensors in memory that the server can map."""
+    """Describes tensors in memory that the server can map."""
 
     places: Sequence[Mapping[str, Any]]
     """The location of each tensor (`plugin/lockstep_shared.py`)."""
@@ -146,13 +146,13 @@ class Placed(Announced):
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a run needs from a server, whether lockstep or the user starts it."""
+    """The requirements of a run on its server, whether lockstep or the user starts it."""
 
     device: str
     """Name of the device class (`device/`)."""
     sleep: bool = False
     lora_rank: int | None = None
-    """None: no adapter."""
+    """Rank of the LoRA adapter; None without an adapter."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ServerStart:
     python: str
     model: str
     dtype: str
-    """fp32, bf16 or fp16."""
+    """Precision of the weights: fp32, bf16 or fp16."""
     host: str
     port: int
     tensor_parallel: int
@@ -171,67 +171,67 @@ class ServerStart:
     key: str = ""
     """The API key of the server."""
     key_file: str = ""
-    """A file of SGLang flags with the key: every user of the machine can read a command line."""
+    """A file of SGLang flags that contains the key, because every user of the machine can read command lines."""
 
 
 @dataclass(frozen=True)
 class ServerMetadata:
-    """What a server reports about itself; None for what it does not report."""
+    """The properties that a server reports; None for those it does not report."""
 
     engine: str
     """Name and version, as in `vllm 0.32.0`."""
     vocabulary: int | None = None
     longest: int | None = None
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     dtype: str | None = None
     wrong: Sequence[str] = field(default=())
-    """Unusable settings of the server, each with a remedy."""
+    """Server settings that the run cannot use, each with a remedy."""
 
 
 class ServerAdapter(Protocol):
-    """The interface of one serving engine. Methods with a `client` send requests to one server and return when they
-    are complete; a failure raises `ServerFailed`."""
+    """The interface to one kind of serving engine. Methods with a `client` send requests to one server and return when
+    these are complete; a failure raises `ServerFailed`."""
 
     name: str
     """The value of `rollout.engine`."""
     package: str
     """The Python package of the engine."""
     samples_together: bool
-    """Whether the route of `ask` accepts many samples per request."""
+    """Whether the HTTP route that `ask` returns accepts many samples per request."""
     opens_memory: bool
-    """Whether `take` is supported."""
+    """Whether `take` (weights from shared memory) is supported."""
     reads_key_file: bool
     """Whether the server reads its key from `ServerStart.key_file`."""
     gone_statuses: tuple[int, ...]
-    """Statuses of GET /health that mean a dead engine behind the HTTP server."""
+    """HTTP statuses of GET /health that mean that the engine behind the HTTP server is dead."""
     bucket_bytes: int | None
-    """The most bytes per `receive`; None if it receives tensor by tensor itself."""
+    """The maximum bytes per `receive`; None if one call can receive all tensors."""
 
     def install(self, device: str) -> str:
-        """The command that installs the engine for a device class in a separate environment."""
+        """Returns the command that installs the engine for a device class in a separate environment."""
 
     # -- start
 
     def command(self, start: ServerStart) -> list[str]:
-        """The command line of a server."""
+        """Returns the command line that starts a server."""
 
     def environment(self, start: ServerStart) -> dict[str, str]:
-        """Environment variables of a server, in addition to those of the run; `rollout.server.env` overrides them."""
+        """Returns the environment variables to add for a server; `rollout.server.env` overrides them."""
 
     def settings(self, needs: ServerNeeds) -> dict[str, str]:
-        """Flags (`--name value`) that depend on the run's needs, each with its reason."""
+        """Returns the flags (`--name value`) that depend on the needs of the run, each with its reason."""
 
     def started_by_hand(self, needs: ServerNeeds) -> str:
-        """How a user starts a server for `rollout.url`: the required flags and variables."""
+        """Describes how a user starts a server for `rollout.url`, with the required flags and variables."""
 
     # -- generate
 
     def ask(self, wanted: WantedSample) -> tuple[str, dict[str, Any]]:
-        """The path and the body of the request for one sample. Log-probs are those of the sampling distribution;
-        defaults of the model folder (penalties, end tokens) must be overridden."""
+        """Returns the path and the body of the request for one sample. It must request log-probs of the sampling
+        distribution and override the defaults of the model folder (penalties, end tokens)."""
 
     def read(self, answered: Any, wanted: WantedSample) -> Answer:
-        """Parses the answer; `ServerFailed` if it does not match the request."""
+        """Parses the answer; raises `ServerFailed` if it does not match the request."""
 
     # -- weights: pause, push, flush, end, resume
 
@@ -241,42 +241,42 @@ class ServerAdapter(Protocol):
     def resume(self, client: Channel) -> None: ...
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
-        """Loads the weights from files. Returns when the files can be deleted. `ServerFailed` for missing or extra
-        tensors and, if the engine supports checksums, for corrupt ones."""
+        """Loads the weights from files. Returns when the files can be deleted. Raises `ServerFailed` for missing or
+        extra tensors and, if the engine supports checksums, for corrupt ones."""
 
     def end(self, client: Channel, version: str) -> None:
-        """Ends the push: the loaded weights now have this version."""
+        """Ends the push and sets the version of the loaded weights."""
 
     def flush(self, client: Channel) -> None:
         """Drops cached keys and values of the previous weights."""
 
     def version(self, client: Channel) -> str:
-        """The version of the loaded weights; after a start a value that no run uses."""
+        """Returns the version of the loaded weights; after a start, a value that no run uses."""
 
     def take(self, client: Channel, placed: Placed) -> str | None:
-        """Instead of `push`: loads the weights from memory of the same machine. Returns the reason if it cannot be
-        mapped and nothing was changed; None on success."""
+        """Loads the weights from shared memory of the same machine, instead of `push`. Returns None on success, or the
+        reason why the memory cannot be mapped; the weights are then unchanged."""
 
-    # -- weights by a collective instead of `push`: join once, then begin, receive, finish
+    # -- weights by broadcast in a process group instead of `push`: join once, then begin, receive, finish
 
     def workers(self, client: Channel) -> int:
-        """The number of worker processes: the group has one more rank, the run."""
+        """Returns the number of worker processes. The process group has one more rank, which is the run."""
 
     def join(self, client: Channel, meeting: GroupMeeting) -> None:
-        """Makes all workers join the group."""
+        """Makes all workers of the server join the process group."""
 
     def begin(self, client: Channel) -> None:
-        """Starts an update."""
+        """Starts a weight update through the group."""
 
     def receive(self, client: Channel, group: str, announced: Announced) -> None:
-        """Receives the announced tensors while the run broadcasts them; `ServerFailed` with `lost` if the server is not
-        in the group."""
+        """Makes the server receive the announced tensors while the run broadcasts them. Raises `ServerFailed` with
+        `lost` if the server is not in the group."""
 
     def finish(self, client: Channel) -> None:
-        """Ends an update."""
+        """Ends a weight update through the group."""
 
     def leave(self, client: Channel, group: str) -> None:
-        """Destroys the group."""
+        """Makes the server's workers leave the group."""
 
     # -- adapters
 
@@ -286,14 +286,15 @@ class ServerAdapter(Protocol):
     # -- memory
 
     def sleep(self, client: Channel, *, discard_weights: bool) -> None:
-        """Releases device memory; `discard_weights` if they are pushed again before the next request."""
+        """Makes the server release device memory. `discard_weights`: weights are pushed again before the next
+        request."""
 
     def wake(self, client: Channel, part: MemoryPart) -> None:
-        """Allocates the memory of the weights, or of the cache, again."""
+        """Makes the server allocate the memory of its weights, or of its KV cache, again."""
 
     # -- health
 
     def healthy(self, client: Channel) -> None:
-        """`ServerFailed` if the server does not respond."""
+        """Raises `ServerFailed` if the server does not respond."""
 
     def metadata(self, client: Channel, needs: ServerNeeds) -> ServerMetadata: ...

@@ -14,9 +14,9 @@ from lockstep.rollout.servers.adapter import Answer, ServerAdapter, ServerFailed
 from lockstep.rollout.servers.server_client import ClientThread, ServerClient
 from lockstep.rollout.servers.server_process import ServerProcess
 
-# Attempts per sample, if servers are lost.
+# Attempts per sample if servers fail.
 TRIES = 6
-# Concurrent samples per server with one connection each. With batched requests the server queues them.
+# Concurrent samples per server if each needs a connection. With batched requests the server queues the samples.
 AT_ONCE = 1024
 _HEALTH_SECONDS, _HEALTH_PAUSE = 30.0, 1.0
 _POLL_SECONDS = 1.0
@@ -24,7 +24,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(eq=False)
 class Server:
-    """One server. Only the event loop changes `busy`. The run sets `up`; a failed request clears it."""
+    """One server. Only the event loop changes `busy`. The run sets `up`, and a failed request clears it."""
 
     client: ServerClient
     process: ServerProcess | None = None
@@ -32,15 +32,15 @@ class Server:
     asleep: bool = False
     busy: int = 0
     why: str = ""
-    """Why it is not up."""
+    """Why the server is not up."""
     since: float = 0.0
-    """Time of the loss or the start."""
+    """Time at which the server was lost or started."""
     starts: int = 0
     """Restarts since the last successful push."""
     left_out: bool = False
-    """Excluded: it responds but does not fit the run."""
+    """Whether the server is excluded because its settings do not fit the run."""
     logged_at: float = 0.0
-    """Time of the last log line about the wait."""
+    """Time of the last log message about waiting for this server."""
 
     def describe(self) -> str:
         return f"{self.client.address}: {self.why}" if self.why else self.client.address
@@ -48,7 +48,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Done:
-    """Sample `number` is complete, with the right weight version."""
+    """Sample `number` is complete and was generated with the right weight version."""
 
     number: int
     answer: Answer
@@ -61,7 +61,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Back:
-    """A lost or restarted server responds."""
+    """Reports that a lost or restarted server responds."""
 
     server: Server
 
@@ -81,7 +81,7 @@ class Fleet:
         self.server_adapter, self.clients, self.servers = server_adapter, clients, list(servers)
         self._request_timeout, self._vocabulary = request_timeout, vocabulary
         self.version = ""
-        """The version of the weights that must generate the samples."""
+        """The weight version that the samples must be generated with."""
         self._events: queue.SimpleQueue[ServerEvent] = queue.SimpleQueue()
         self._watch_tasks: set[asyncio.Task[None]] = set()
 
@@ -91,7 +91,7 @@ class Fleet:
     def events(self, requests: Sequence[WantedSample]) -> Generator[ServerEvent | None, None, None]:
         """Yields events until all requests are complete, and None at intervals so that the caller can check limits.
 
-        On `Lost` and `Back` the caller must bring the server up. Closing the generator cancels running requests.
+        On `Lost` and `Back` the caller must bring the server up again. Closing the generator cancels running requests.
         """
         events_queue = self._events = queue.SimpleQueue()
         job = self.clients.start(self._request_all(requests, events_queue))
@@ -109,7 +109,7 @@ class Fleet:
             job.cancel()
 
     def watch(self, server: Server) -> None:
-        """Emits `Back` once the server responds; valid while `events` runs."""
+        """Emits `Back` when the server responds. May only be called while `events` runs."""
         self.clients.start(self._watch(server, self._events))
 
     # -- on the event loop
@@ -153,7 +153,7 @@ class Fleet:
                 server.busy -= 1
             if answer.ended == "aborted":
                 why = f"{server.client.address}: a response was aborted"
-                # The server may be shutting down; the next health check shows it.
+                # The server may be shutting down, which the next health check detects.
                 await asyncio.sleep(_HEALTH_PAUSE)
                 continue
             if answer.version is not None and answer.version != self.version:

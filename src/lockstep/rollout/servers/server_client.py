@@ -1,7 +1,7 @@
-"""HTTP requests to serving engines: many at once, on one thread, with simultaneous samples in one request.
+"""HTTP requests to serving engines: one thread sends many at once and combines simultaneous samples into one request.
 
-`/health` of the server is polled while a request is under way (`HealthCheck`). A busy server may use the full time
-limit; a request to a dead server fails long before.
+While a request is pending, `/health` of the server is polled (`HealthCheck`). So a busy server can use the full time
+limit, and a request to a dead server fails much earlier.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lockstep.masking import comparable, conceal
 from lockstep.parallel.rendezvous import say
 from lockstep.rollout.servers.adapter import ServerFailed
 
-# Samples that are requested of a server at the same moment are sent as one HTTP request. The response has one line per
-# sample, sent when the sample is finished.
+# Simultaneous samples of a server are sent as one HTTP request. The response has one line per sample, sent when the
+# sample is finished.
 
-# Limit of one line: a response of 100,000 tokens with its log-probs has about 3 MB.
+# Maximum size of one line. A response of 100,000 tokens with its log-probs has about 3 MB.
 MAX_BYTES = 256 * 2**20
 
 
@@ -37,12 +37,12 @@ class _Waiting(NamedTuple):
     answer: asyncio.Future[Any]
 
 
-# Posts a body to an address within a time limit, and passes on each chunk of a successful response.
+# A function that posts a body to an address within a time limit and passes each chunk of the response to a callback.
 Post = Callable[[str, Mapping[str, Any], float, Callable[[bytes], None]], Awaitable[None]]
 
 
 class RequestBatcher:
-    """Used in one event loop only."""
+    """Combines samples that are requested at the same moment into one HTTP request. For use in one event loop only."""
 
     def __init__(self, post: Post):
         self._post = post
@@ -50,7 +50,7 @@ class RequestBatcher:
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def submit(self, address: str, body: Mapping[str, Any], seconds: float) -> Any:
-        """The answer to one sample. The request is sent once all samples of this moment are submitted."""
+        """Returns the answer to one sample. Samples submitted in the same event-loop iteration are sent together."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         others = self._waiting.setdefault((address, seconds), [])
@@ -68,7 +68,7 @@ class RequestBatcher:
         task.add_done_callback(self._under_way.discard)
 
         def answered(answer: asyncio.Future[Any]) -> None:
-            # All samples of the batch are cancelled: close the connection, so that the server drops them.
+            # If all samples of the batch are cancelled, close the connection, so that the server drops them.
             if answer.cancelled() and all(one.answer.done() for one in batch):
                 task.cancel()
 
@@ -77,14 +77,14 @@ class RequestBatcher:
 
     async def _exchange(self, address: str, batch: list[_Waiting], seconds: float) -> None:
         lines = _AnswerLines(batch)
-        failed = ServerFailed("its answer ended before every sample had one", lost=True)
+        failed = ServerFailed("the response ended before all samples were answered", lost=True)
         try:
             await self._post(address, _one_request([one.body for one in batch]), seconds, lines.add)
         except ServerFailed as error:
             failed = error
         except Exception as error:  # noqa: BLE001 - every waiting sample needs an outcome
             failed = ServerFailed(f"{type(error).__name__}: {error}")
-        # A malformed answer does not mean that the server is lost: another server would not help.
+        # A malformed answer does not count as a lost server, because another server would not help.
         failed = lines.wrong or failed
         for one in batch:
             if not one.answer.done():
@@ -94,7 +94,7 @@ class RequestBatcher:
 
 
 def _one_request(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tokens of a prompt are sent once: `token_ids` of a sample is the index of its prompt."""
+    """Builds one request body in which each prompt is sent once; `token_ids` of a sample is the index of its prompt."""
     numbers: dict[tuple[int, ...], int] = {}
     indexed = [
         {**sample, "token_ids": numbers.setdefault(tuple(sample["token_ids"]), len(numbers))} for sample in samples
@@ -132,13 +132,13 @@ class _AnswerLines:
     def _set(self, line: Any) -> None:
         number = line["number"]
         if type(number) is not int or not 0 <= number < len(self._batch):
-            raise ServerFailed(f"an answer to sample {number!r}, and there are {len(self._batch)}")
+            raise ServerFailed(f"an answer to sample {number!r}, but the request has {len(self._batch)} samples")
         waits = self._batch[number].answer
         if number in self._answered:
             raise ServerFailed(f"a second answer to sample {number}")
         self._answered.add(number)
         if waits.done():
-            return  # it was cancelled
+            return  # the sample was cancelled
         if "answer" in line:
             waits.set_result(line["answer"])
         else:
@@ -148,21 +148,21 @@ class _AnswerLines:
 
 
 T = TypeVar("T")
-# The API key of the servers. Servers that lockstep starts get a random one unless this is set. It is no recipe key,
-# because recipes are stored and shown.
+# The environment variable with the API key of the servers. Servers that lockstep starts get a random key unless it is
+# set. It is not a recipe key, because recipes are stored and shown.
 KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
 # vLLM's variable for the key of its /v1 routes.
 ENGINE_KEY = "VLLM_API_KEY"
-# A second header for the key: user and password in an address replace the first.
+# A second header with the key, because user and password in an address replace the Authorization header.
 KEY_HEADER = "X-Lockstep-Key"
 # Time limit of a request that only changes a setting.
 SWITCH_SECONDS = 120.0
 # Time limit of the last request at the end of a run.
 LEAVE_SECONDS = 10.0
 _JOIN_SECONDS = 30.0
-# Interval of health checks during a request, and their time limit.
+# Interval of health checks during a request, and the time limit of a check.
 LOOK_SECONDS = 5.0
-# A wait is logged after the first; a server that is unreachable for the second is lost: within a minute of its end.
+# A wait is logged after TELL_SECONDS. A server that is unreachable for GONE_SECONDS counts as lost.
 TELL_SECONDS, GONE_SECONDS = 10.0, 35.0
 
 
@@ -172,18 +172,18 @@ class HealthCheck:
 
     address: str
     gone_statuses: tuple[int, ...] = ()
-    """Statuses of `/health` that mean a dead engine, or a dead server behind a proxy."""
+    """HTTP statuses of `/health` that mean a dead engine, or a dead server behind a proxy."""
     ended: Callable[[], str | None] = lambda: None
-    """How the process ended, for a server that lockstep started."""
+    """A function that returns how the process of a server that lockstep started has ended; None while it runs."""
     why: str = ""
-    """Why the last check failed; empty if it did not."""
+    """Why the last check failed; empty if it succeeded."""
     _since: float = 0.0
     _looked: float = 0.0
     _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _logged: set[str] = field(default_factory=set)
 
     async def check(self, client: HttpClient) -> str | None:
-        """Why the server is lost; None while it is not certain."""
+        """Checks the server; returns why it is lost, or None if that is not certain."""
         async with self._looking:
             missed = time.monotonic() - self._looked
             if missed > GONE_SECONDS:
@@ -210,7 +210,7 @@ class HealthCheck:
         self.why = why
 
     def log_wait(self, path: str, waited: float) -> None:
-        """Log a long wait: once per path while the server is healthy, and once when it is not."""
+        """Logs a long wait: once per path while the server is healthy, and once when it is not."""
         what = "gone" if self.why else path
         if what in self._logged:
             return
@@ -220,7 +220,7 @@ class HealthCheck:
 
 
 class ClientThread:
-    """The thread with the event loop of all requests of a run."""
+    """A thread whose event loop sends all requests of a run."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -236,18 +236,18 @@ class ClientThread:
         self.authorize(os.environ.get(KEY_VARIABLE))
 
     def authorize(self, key: str | None) -> None:
-        """Send the key with every further request."""
+        """Sends the key with every further request."""
         if key:
             conceal(key)
             for name, value in (("Authorization", f"Bearer {key}"), (KEY_HEADER, key)):
                 self._loop.call_soon_threadsafe(self._client.set_header, name, value)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the thread."""
+        """Runs a coroutine on the thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def exchange(self, method: str, address: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        """The JSON of a successful response; None if it is empty."""
+        """Sends a request; returns the JSON of a successful response, or None if it is empty."""
         answer = await self._exchanged(method, address, body, seconds)
         if not answer.body.strip():
             return None
@@ -270,7 +270,7 @@ class ClientThread:
         seconds: float,
         piece: Callable[[bytes], None] | None = None,
     ) -> HttpResponse:
-        """A successful response."""
+        """Sends a request; returns a successful response, else raises `ServerFailed`."""
         data = b"" if body is None else json.dumps(body).encode()
         try:
             answer = await self._client.request(
@@ -279,13 +279,13 @@ class ClientThread:
         except RequestFailed as error:
             raise ServerFailed(str(error), lost=True) from error
         except ResponseTooLong as error:
-            raise ServerFailed(f"its answer is longer than {MAX_BYTES // 2**20} MiB") from error
+            raise ServerFailed(f"the response is longer than {MAX_BYTES // 2**20} MiB") from error
         if not answer.success:
             raise ServerFailed(_error_text(answer), lost=answer.status >= 500, status=answer.status)
         return answer
 
     async def watched(self, address: str, path: str, work: Coroutine[Any, Any, T], *, logged: bool) -> T:
-        """The result of the work; an error if the server dies first. `logged`: a long wait is logged."""
+        """Awaits the work; returns its result, or raises if the server dies first. `logged`: long waits are logged."""
         health = self.health.setdefault(address, HealthCheck(address))
         task = asyncio.ensure_future(work)
         begun = time.monotonic()
@@ -327,11 +327,11 @@ class ClientThread:
 
 @dataclass(frozen=True)
 class ServerClient:
-    """Requests to one server; `seconds` is `rollout.server.request_timeout`, the limit of slow requests."""
+    """Sends requests to one server; `seconds` is `rollout.server.request_timeout`, the limit of slow requests."""
 
     thread: ClientThread
     address: str
-    """For messages: with references instead of secrets."""
+    """The address for messages, with references instead of secrets."""
     seconds: float
 
     @cached_property
@@ -352,7 +352,7 @@ class ServerClient:
         return await self._watched(path, self.thread.exchange(method, self._url + path, body, seconds), logged=logged)
 
     async def sample(self, path: str, body: Mapping[str, Any], seconds: float) -> Any:
-        """One sample, by a route that accepts batches."""
+        """Requests one sample by a route that accepts batches."""
         return await self._watched(path, self.thread.batcher.submit(self._url + path, body, seconds))
 
     async def _watched(self, path: str, work: Coroutine[Any, Any, T], *, logged: bool = False) -> T:
@@ -364,7 +364,7 @@ class ServerClient:
 
 
 def is_address(text: str) -> bool:
-    """Whether the text is http://host:port, optionally with a path that all routes share."""
+    """Returns whether the text is http://host:port, optionally with a path prefix for all routes."""
     try:
         parts = urlsplit(comparable(text))
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
@@ -373,7 +373,7 @@ def is_address(text: str) -> bool:
 
 
 def _error_text(answer: HttpResponse) -> str:
-    """The status and the reason inside the JSON of an error response."""
+    """Returns the status of an error response and the reason in its JSON body."""
     try:
         reason = json.loads(answer.body)
     except ValueError:

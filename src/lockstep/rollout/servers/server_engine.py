@@ -1,4 +1,4 @@
-"""The rollout engine for serving engines: manages the servers, syncs the weights and sends the requests."""
+"""The rollout engine that uses serving engines: manages the servers, syncs their weights and sends requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _SEED_BITS = 2**63 - 1
 
 
 class ServerEngine:
-    """Rank 0 starts the servers and sends them weights; every rank sends requests. Use it from one thread."""
+    """An engine that generates on servers. Rank 0 starts the servers and sends them weights; every rank sends requests.
+    Use it from one thread."""
 
     instead = "use rollout.engine=native, which generates with the trained modules"
 
@@ -47,11 +48,11 @@ class ServerEngine:
         self.server_adapter, self.policy, self.settings = server_adapter, policy, settings
         self.world, self.decode = place.world, tokenizer.decode
         self.updates = 0
-        """The number of updates behind the weights of the next `sync`; set by the caller."""
+        """The number of updates that the weights of the next `sync` have had; set by the caller."""
         self.sync_seconds = 0.0
-        """Seconds of the last sync, with the weight check."""
+        """Duration of the last sync in seconds, with the weight check."""
         self.sync_parts: dict[str, float] = {}
-        """Seconds of its phases."""
+        """Duration of each phase of the last sync in seconds."""
         self._version_updates = 0
         self._pushed_fingerprint: tuple[int, ...] | None = None
         self.manager = ServerManager(server_adapter, policy, device, settings, place)
@@ -76,7 +77,7 @@ class ServerEngine:
             self.manager.connect(addresses)
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Sends the weights to every server if any has changed, and verifies them."""
+        """Sends the weights to every server and verifies them, if a weight has changed."""
         begun = time.monotonic()
         all_weights = list(weights)
 
@@ -99,7 +100,7 @@ class ServerEngine:
                 server.up = is_up
 
     def metadata(self) -> dict[str, Any]:
-        """Version, servers, transport and weight check, for the run's record."""
+        """Returns version, servers, weight transport and weight check for the run record."""
         info: dict[str, Any] = {
             "version": ", ".join(dict.fromkeys(self.manager.engines.values())) or None,
             "servers": len(self.fleet.servers),
@@ -136,7 +137,7 @@ class ServerEngine:
                 elif isinstance(event, ServerFailed):
                     where = f"rollout.engine {self.server_adapter.name}"
                     remedy = RESUME_REMEDY if event.lost else "the last checkpoint is untouched"
-                    raise refusal_kind(lost=event.lost).at(where, str(event), remedy)
+                    raise refusal_kind(lost=event.lost).at(where, str(event), remedy, code="server-failed")
                 elif isinstance(event, Lost):
                     self.manager.restart(event.server)
                 elif isinstance(event, Back):
@@ -152,7 +153,8 @@ class ServerEngine:
             self._refuse_changed()
 
     def _refuse_changed(self) -> None:
-        """For engines whose answers have no weight version: compares the version after generation."""
+        """Raises if a server's weight version changed during generation; for engines whose answers do not include
+        it."""
         for server in self.fleet.up():
             version = self.manager.call(server, self.server_adapter.version)
             if version != self.fleet.version:
@@ -160,6 +162,7 @@ class ServerEngine:
                     f"rollout.engine {self.server_adapter.name} at {server.client.address}",
                     f"its weights changed to version {version} while it generated with {self.fleet.version}",
                     RESUME_REMEDY,
+                    code="weights-changed",
                 )
 
     def _completion(self, number: int, sample: int, wanted: WantedSample, answer: Answer) -> Completion:
@@ -168,13 +171,14 @@ class ServerEngine:
             ends = ((i, why_ended(ids[:i], 0, wanted.sampling, self.decode)) for i in range(1, len(ids) + 1))
             length, found = next(((i, why) for i, why in ends if why), (len(ids), stop))
             ids, logprobs, stop = ids[:length], logprobs[:length], found
-            # Tokenizers may or may not decode a leading space at the start.
+            # Tokenizers differ in whether they decode a leading space at the start of a text.
             text = self.decode(ids)
             if stop == "string" and not any(each.strip() in text for each in wanted.sampling.stop_strings):
                 raise Refusal.at(
                     f"rollout.engine {self.server_adapter.name}",
                     f"a response of {len(ids)} tokens ended by a stop text, but contains none of rollout.stop",
                     "check for a proxy that changes answers, or another tokenizer in the server's model folder",
+                    code="wrong-response",
                 )
         if stop == "length" and len(ids) < wanted.max_tokens:
             raise Refusal.at(
@@ -182,13 +186,14 @@ class ServerEngine:
                 f"a response to a prompt of {len(wanted.ids)} tokens was cut after {len(ids)} of {wanted.max_tokens}: "
                 "the server's maximum sequence length is too small",
                 "raise it by rollout.server.args, or lower rollout.max_tokens",
+                code="wrong-response",
             )
         return Completion(number, sample, ids, logprobs, stop, versions=[self._version_updates] * len(ids))
 
     # -- memory and end
 
     def release_memory(self) -> None:
-        """With `rollout.sleep`: puts the servers to sleep while the run trains."""
+        """Puts the servers to sleep while the run trains, if `rollout.sleep` is set."""
 
         def sleep_all() -> None:
             put_to_sleep = partial(self.server_adapter.sleep, discard_weights=self.manager.lora_rank is None)
@@ -204,7 +209,7 @@ class ServerEngine:
         self.manager.close()
 
     def _on_main(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0; all ranks get its result or its error."""
+        """Runs `work` on rank 0 and returns its result, or raises its error, on all ranks."""
         result: Any = None
         kind: type[Refusal] = Refusal
         problems = None
@@ -228,6 +233,6 @@ def open_engine(
 
 
 def _seed(run: int, key: int, sample: int) -> int:
-    """The seed of a sample, from the keys of the native engine's noise."""
+    """Returns the seed of a sample, derived from the keys that the native engine's noise uses."""
     first, second = sequence_keys(run, key, sample)
     return ((first & 0xFFFFFFFF) << 32 | (second & 0xFFFFFFFF)) & _SEED_BITS

@@ -21,7 +21,7 @@ from lockstep.rollout.servers.server_client import ClientThread, HealthCheck, Se
 from lockstep.rollout.servers.server_process import ServerProcess, refuse_absent, start_server
 
 T = TypeVar("T")
-# Consecutive restarts of a server without a successful push; the next loss ends the run.
+# Maximum restarts of a server without a successful push in between; the next loss ends the run.
 STARTS = 3
 POLL_SECONDS = 1.0
 # After the first of several servers responds, the run waits this long for the others.
@@ -44,7 +44,7 @@ class ServerManager:
         self.engines: dict[str, str] = {}
         """Name and version of the engine at each address."""
         self.accepted = False
-        """Whether the start is complete: a server that is lost later may recover."""
+        """Whether the start is complete. A server that is lost after it may recover."""
         self.clients = ClientThread()
         self.vocabulary: int = policy.causal_lm.get_input_embeddings().weight.shape[0]
         self.fleet = Fleet(server_adapter, self.clients, [], settings.server.request_timeout, self.vocabulary)
@@ -63,7 +63,7 @@ class ServerManager:
         return address, key
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Connects to servers that the user or rank 0 has started."""
+        """Connects to servers that the user or rank 0 started."""
         self.fleet.servers = [Server(self._client(address), since=time.monotonic()) for address in addresses]
 
     def _client(self, address: str, process: ServerProcess | None = None) -> ServerClient:
@@ -74,8 +74,8 @@ class ServerManager:
         return ServerClient(self.clients, address, self.settings.server.request_timeout)
 
     def wait_for_all(self) -> None:
-        """Waits until all servers respond, or one does and `OTHERS_SECONDS` have passed. Each must fit the model. A
-        server that responds later gets the weights then."""
+        """Waits until all servers respond, or `OTHERS_SECONDS` after the first one. Raises if one does not fit the
+        model. A server that responds later gets the weights then."""
         missing, first = list(self.fleet.servers), 0.0
         while missing:
             for server in list(missing):
@@ -108,8 +108,8 @@ class ServerManager:
         self.engines[server.client.address] = metadata.engine
 
     def accept_late(self, server: Server) -> bool:
-        """Whether a server that was missing at the start fits the run. If not, it is excluded, and the run continues
-        with the others."""
+        """Returns whether a server that was missing at the start fits the run. If not, it is excluded, and the run
+        continues with the others."""
         if server.client.address in self.engines:
             return True
         try:
@@ -129,19 +129,19 @@ class ServerManager:
         )
 
     def call(self, server: Server, verb: Callable[[Channel], T]) -> T:
-        """Runs an operation that must succeed; a failure ends the run."""
+        """Runs an operation on a server; a failure ends the run."""
         try:
             return verb(server.client)
         except ServerFailed as error:
             where = f"rollout.engine {self.server_adapter.name} at {server.client.address}"
             lost = error.lost and self.accepted
             remedy = RESUME_REMEDY if lost else self.server_adapter.started_by_hand(self.needs)
-            raise refusal_kind(lost=lost).at(where, str(error), remedy) from error
+            raise refusal_kind(lost=lost).at(where, str(error), remedy, code="server-failed") from error
 
     # -- lost servers
 
     def restart(self, server: Server) -> None:
-        """Restarts a server that lockstep started and that has ended or hangs; others must recover themselves."""
+        """Restarts a server that has ended or hangs, if lockstep started it; the user must restart other servers."""
         server.since = time.monotonic()
         if server.process is None:
             return
@@ -151,12 +151,13 @@ class ServerManager:
                 f"rollout.engine {self.server_adapter.name}",
                 f"the server was lost {server.starts} times in a row: {server.why}{server.process.last_lines()}",
                 RESUME_REMEDY,
+                code="server-lost",
             )
         server.process.restart()
 
     def check_wait(self, server: Server) -> None:
-        """Raises if a server has ended or does not respond in time. One that lockstep started is restarted if the run
-        has already used it."""
+        """Raises if a server has ended or does not respond in time. A server that lockstep started and the run has
+        already used is restarted instead."""
         limit = self.settings.server.start_timeout
         self._log_wait(server)
         if server.process is not None and not server.process.alive:
@@ -168,6 +169,7 @@ class ServerManager:
                 f"rollout.engine {self.server_adapter.name}",
                 f"the server {server.process.exit_report()}",
                 "see its output above; rollout.server.args and rollout.server.env set its flags and variables",
+                code="server-lost",
             )
         if time.monotonic() - server.since > limit:
             last = server.process.last_lines() if server.process is not None else ""
@@ -175,6 +177,7 @@ class ServerManager:
                 "rollout.server.start_timeout",
                 f"no answer in {limit:g} s from {server.describe()}{last}",
                 "raise it, or find out why the server does not start" + (f"; {RESUME_REMEDY}" if self.accepted else ""),
+                code="server-lost",
             )
 
     def _log_wait(self, server: Server) -> None:
@@ -188,7 +191,7 @@ class ServerManager:
             )
 
     def check_waits(self) -> None:
-        """Applies the time limit if no server is up."""
+        """Raises if no server is up within the time limit."""
         if not self.fleet.up():
             self.check_wait(max(self.fleet.servers, key=lambda server: server.since))
 
@@ -196,14 +199,17 @@ class ServerManager:
         where = f"rollout.engine {self.server_adapter.name} at {server.client.address}"
         remedy = self.server_adapter.started_by_hand(self.needs)
         for wrong in metadata.wrong:
-            raise Refusal.at(where, wrong, remedy)
+            raise Refusal.at(where, wrong, remedy, code="unfit-server")
         if metadata.vocabulary is not None and metadata.vocabulary != self.vocabulary:
             why = f"its vocabulary has {metadata.vocabulary:,} tokens, that of the run's model {self.vocabulary:,}"
-            raise Refusal.at(where, why, f"start it with the model {self.place.model}")
+            raise Refusal.at(where, why, f"start it with the model {self.place.model}", code="other-vocabulary")
         dtype = str(self.dtype).removeprefix("torch.")
         if metadata.dtype not in (None, dtype):
             raise Refusal.at(
-                where, f"it computes in {metadata.dtype}, the trainer in {dtype}", f"start it with {dtype}"
+                where,
+                f"it computes in {metadata.dtype}, the trainer in {dtype}",
+                f"start it with {dtype}",
+                code="unfit-server",
             )
 
     def close(self) -> None:
@@ -215,22 +221,24 @@ class ServerManager:
 
 
 def refusal_kind(*, lost: bool) -> type[Refusal]:
-    """The error class: `LostProcess` (a resumed run may succeed) or `Refusal` (it would fail again)."""
+    """Returns the error class: `LostProcess` if a resumed run may succeed, `Refusal` if it would fail again."""
     return LostProcess if lost else Refusal
 
 
 def named_servers(settings: RolloutSettings) -> list[str] | None:
-    """The addresses of `rollout.url`; None if the run starts a server."""
+    """Returns the addresses in `rollout.url`; None if the run starts a server."""
     if settings.url is None:
         return None
     urls = [settings.url] if isinstance(settings.url, str) else settings.url
     addresses = [address.rstrip("/") for address in dict.fromkeys(urls)]
     for address in addresses:
         if not is_address(address):
-            raise Refusal.at("rollout.url", f"{address!r} is not an HTTP address", "write http://host:port")
+            raise Refusal.at(
+                "rollout.url", f"{address!r} is not an HTTP address", "write http://host:port", code="invalid-address"
+            )
         with_secrets(address, "rollout.url")
     if not addresses:
-        raise Refusal.at("rollout.url", "the list is empty", "write http://host:port, or remove it")
+        raise Refusal.at("rollout.url", "the list is empty", "write http://host:port, or remove it", code="empty-value")
     return addresses
 
 

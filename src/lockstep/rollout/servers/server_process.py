@@ -1,4 +1,4 @@
-"""A server process that lockstep starts. It ends with the run, and its last log lines are part of error messages."""
+"""Server processes that lockstep starts. They end with the run; error messages include their last log lines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ServerProcess:
 
     def _start(self) -> SupervisedProcess:
         process = SupervisedProcess("lockstep.rollout.process_entry:run_server", (self._command,), self.log)
-        # Not as an argument: every user of the machine can read command lines, and the environment contains the key.
+        # The environment contains the key. It is not passed as an argument, because every user can read command lines.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process
 
@@ -51,7 +51,7 @@ class ServerProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether it was killed or stopped from outside, so its arguments are not the cause."""
+        """Whether something outside killed or stopped the process, so its arguments are not the cause."""
         return self._process.disturbed
 
     def restart(self) -> None:
@@ -62,7 +62,7 @@ class ServerProcess:
         return self._process.ended()
 
     def exit_report(self) -> str:
-        """The exit reason and the last log lines."""
+        """Returns the exit reason and the last log lines."""
         return f"{self.exit_reason()}{self.last_lines()}"
 
     def last_lines(self) -> str:
@@ -90,7 +90,7 @@ def server_adapter_of(settings: RolloutSettings) -> ServerAdapter:
 
 
 def refuse_absent(settings: RolloutSettings, device: Device) -> None:
-    """Refuses an engine that lockstep must start and that the chosen Python does not have."""
+    """Raises `Refusal` if lockstep must start an engine that the chosen Python does not have."""
     if settings.url is not None or not ENGINES[settings.engine].served:
         return
     server_adapter = server_adapter_of(settings)
@@ -101,19 +101,26 @@ def refuse_absent(settings: RolloutSettings, device: Device) -> None:
         result = subprocess.run([python, "-c", code], capture_output=True, timeout=_LOOK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refusal.at(
-            key, f"{python} cannot be run: {error}", "name the Python of the environment with the engine"
+            key,
+            f"{python} cannot be run: {error}",
+            "give the path of the Python in which the engine is installed",
+            code="missing-package",
         ) from error
     if result.returncode:
         unusable = serving_on(device.name, server_adapter.name).unusable
         if unusable is not None:
             where = f"rollout.engine {server_adapter.name}"
             raise Refusal.at(
-                where, f"{python} has no package {server_adapter.package}; {unusable}", "use another engine"
+                where,
+                f"{python} has no package {server_adapter.package}; {unusable}",
+                "use another engine",
+                code="missing-package",
             )
         raise Refusal.at(
             f"rollout.engine {server_adapter.name}",
             f"{python} has no package {server_adapter.package}",
             f"{server_adapter.install(device.name)}, then set {key} (these engines pin another torch)",
+            code="missing-package",
         )
 
 
@@ -131,7 +138,7 @@ def start_server(
     server = settings.server
     folder = str(Path(model_folder(model)).absolute())
     env = {name: with_secrets(value, f"rollout.server.env.{name}") for name, value in server.env.items()}
-    # One key for server and run.
+    # Server and run use the same key.
     keys = [env.pop(name, "") for name in (KEY_VARIABLE, ENGINE_KEY)]
     key = next(filter(None, keys), "") or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
     conceal(key)
@@ -161,7 +168,7 @@ def _write_key_file(key: str, args: Sequence[str]) -> Path:
         if any(word == flag or word.startswith(f"{flag}=") for word in args):
             why = f"{flag} is reserved: lockstep passes the key to the server in a config file"
             remedy = f"pass the other flags of that file as args, and set {KEY_VARIABLE} to choose the key"
-            raise Refusal.at("rollout.server.args", why, remedy)
+            raise Refusal.at("rollout.server.args", why, remedy, code="reserved-flag")
     file = Path(tempfile.mkdtemp(prefix="lockstep-server-")) / "flags.yaml"
     file.write_text(f"api-key: {json.dumps(key)}\n", encoding="utf-8")
     file.chmod(0o600)
@@ -181,8 +188,8 @@ def machine_of(world: World) -> RankMachine:
 
 
 def served_host(machines: Sequence[RankMachine | None]) -> str:
-    """The address at which all ranks reach a server on rank 0's machine: the loopback address if all ranks are on that
-    machine."""
+    """Returns the address at which all ranks reach a server on rank 0's machine. It is the loopback address if all
+    ranks are on that machine."""
     here = _machine()
     others = [rank[1] for rank in machines if rank is not None and rank[0] != here]
     if not others:
@@ -191,7 +198,9 @@ def served_host(machines: Sequence[RankMachine | None]) -> str:
         return own_address(_url(next(filter(None, others)), 1))
     except (StopIteration, ServerFailed) as error:
         why = "no address of this machine is reachable from the ranks on other machines"
-        raise Refusal.at("rollout.server", why, "start the server yourself and set rollout.url") from error
+        raise Refusal.at(
+            "rollout.server", why, "start the server yourself and set rollout.url", code="unreachable-host"
+        ) from error
 
 
 def _url(host: str, port: int) -> str:
@@ -199,7 +208,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _machine() -> tuple[str, str, str]:
-    """Identifies the machine, or the container with a separate network."""
+    """Returns values that identify the machine, or a container with its own network."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     return (
         socket.gethostname(),
@@ -209,7 +218,7 @@ def _machine() -> tuple[str, str, str]:
 
 
 def _python_path(engine_env: dict[str, str], settings: RolloutSettings) -> str:
-    """PYTHONPATH of the adapter and of the recipe, and of the run if the server uses the same Python."""
+    """Joins PYTHONPATH of the adapter, of the recipe and, if the server uses the same Python, of the run."""
     inherited = os.environ.get("PYTHONPATH", "") if settings.server.python is None else ""
     return os.pathsep.join(
         filter(None, [engine_env.get("PYTHONPATH"), settings.server.env.get("PYTHONPATH"), inherited])

@@ -46,7 +46,7 @@ class Sglang:
     opens_memory = False
     bucket_bytes = 256 * 2**20
     reads_key_file = True
-    # Not 503: a server whose health check generates returns it while it is paused.
+    # 503 is not listed: a paused server returns it if its health check generates tokens.
     gone_statuses = (502, 504)
 
     def install(self, device: str) -> str:
@@ -63,8 +63,8 @@ class Sglang:
         return [*words, *serving_on(device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
-        """Flags that every server needs, whether lockstep or the user starts it."""
-        # Without it SGLang ignores seeds.
+        """Returns the flags that every server needs, whether lockstep or the user starts it."""
+        # SGLang ignores seeds without this flag.
         words = ["--enable-deterministic-inference"]
         return [*words, *(word for flag in self.settings(needs) for word in flag.split())]
 
@@ -74,7 +74,7 @@ class Sglang:
             lora = f"--enable-lora --max-lora-rank {needs.lora_rank} --lora-target-modules all"
             flags[lora] = "the run's adapter"
         if needs.sleep:
-            flags["--enable-memory-saver"] = "rollout.sleep: without it SGLang keeps its memory"
+            flags["--enable-memory-saver"] = "rollout.sleep: SGLang cannot release its memory without this flag"
         if needs.sleep and needs.lora_rank is not None:
             backup = "only the adapter is sent again: the base weights must survive the sleep"
             flags["--enable-weights-cpu-backup"] = backup
@@ -82,9 +82,9 @@ class Sglang:
 
     def environment(self, start: ServerStart) -> dict[str, str]:
         return {
-            # Log-probs after the temperature, as in the sampling distribution.
+            # Return log-probs after temperature scaling, as in the sampling distribution.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-            # Otherwise the health check generates, which a pause blocks.
+            # Otherwise the health check generates tokens, which a pause blocks.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             **serving_on(start.needs.device, self.name).environment(sleep=start.needs.sleep),
         }
@@ -102,7 +102,7 @@ class Sglang:
         sampling = wanted.sampling
         _refuse_unsupported(sampling)
         params: dict[str, Any] = {
-            # Samples of one request share its seed and would be identical: one request per sample.
+            # Samples of one request share its seed and would be identical, so each sample needs a request.
             "n": 1,
             "max_new_tokens": wanted.max_tokens,
             "temperature": sampling.temperature,
@@ -114,7 +114,7 @@ class Sglang:
             "repetition_penalty": 1.0,
             "min_new_tokens": 0,
             "sampling_seed": wanted.seed,
-            # True would also disable `stop_token_ids`. `read` checks which token ended the response.
+            # True would also disable `stop_token_ids`. `read` checks which token ended the response instead.
             "ignore_eos": not sampling.stop_ids,
             "stop_token_ids": list(sampling.stop_ids),
             "skip_special_tokens": False,
@@ -123,7 +123,7 @@ class Sglang:
         if sampling.stop_strings:
             params["stop"] = list(sampling.stop_strings)
         body: dict[str, Any] = {
-            # SGLang returns it with the answer; it must be unique.
+            # SGLang returns this id with the answer; it must be unique.
             "rid": f"{prompt_digest(wanted.ids)}-{uuid.uuid4().hex}",
             "input_ids": list(wanted.ids),
             "sampling_params": params,
@@ -169,8 +169,8 @@ class Sglang:
         client.post("/continue_generation", {}, seconds=SWITCH_SECONDS)
 
     def push(self, client: Channel, weights: PushedWeights) -> None:
-        """SGLang loads every safetensors file of a folder and silently keeps parameters that no file has. So the names
-        are checked before, and the loaded weights by the weight check after."""
+        """Pushes weights by files. SGLang loads every file of the folder and silently keeps parameters that no file
+        has; so the names are checked before the push, and the weight check follows it."""
         folder = _folder_of(weights)
         _refuse_other_names(weights)
         answer = client.post(
@@ -192,10 +192,10 @@ class Sglang:
         client.post("/flush_cache", seconds=SWITCH_SECONDS)
 
     def version(self, client: Channel) -> str:
-        # Not /server_info: it has the version at the start of the server.
+        # /server_info is not used, because it has the version from the start of the server.
         return str(client.get("/model_info")["weight_version"])
 
-    # -- weights by a collective
+    # -- weights by broadcast in a process group
 
     def workers(self, client: Channel) -> int:
         info = client.get("/server_info")
@@ -218,7 +218,7 @@ class Sglang:
         _succeeded(client, client.post("/init_weights_update_group", body, meeting.seconds), "message")
 
     def begin(self, client: Channel) -> None:
-        """Needed for a collective only: an update from disk does it internally."""
+        """Opens a weight update. Only a broadcast needs this; an update from disk does it internally."""
         try:
             _succeeded(client, client.post("/begin_weight_update", {}), "message")
         except ServerFailed as error:
@@ -226,14 +226,15 @@ class Sglang:
                 # Older releases such as 0.5.17 load without the preparation of 0.5.23.
                 why = "this SGLang has no /begin_weight_update, which a collective needs"
                 raise ServerFailed(f"{client.address}: {why}: use 0.5.23, or set rollout.weight_sync=files") from error
-            # An aborted push left the update open.
+            # If an aborted push left the update open, continue with it.
             if error.status != _BAD_REQUEST or "already open" not in str(error):
                 raise
             self.finish(client)
             _succeeded(client, client.post("/begin_weight_update", {}), "message")
 
     def receive(self, client: Channel, group: str, announced: Announced) -> None:
-        """SGLang silently keeps parameters that are not announced; the weight check detects that."""
+        """Receives the announced tensors. SGLang silently keeps parameters that are not announced; the weight check
+        detects that."""
         body = {
             "names": list(announced.names),
             "dtypes": [announced.dtype] * len(announced.names),
@@ -244,7 +245,7 @@ class Sglang:
         try:
             _succeeded(client, client.post("/update_weights_from_distributed", body), "message")
         except ServerFailed as error:
-            # The error of a restarted server, which is no longer in the group.
+            # A restarted server, which is no longer in the group, gives this error.
             lost = error.lost or "call `init_weights_update_group` first" in str(error)
             raise ServerFailed(str(error), lost=lost, status=error.status if error.lost else None) from error
 
@@ -261,7 +262,7 @@ class Sglang:
         try:
             answer = client.post("/load_lora_adapter", body)
         except ServerFailed as error:
-            # A server that was lost for a while may have it from an earlier attempt.
+            # A server that was lost for a while may have this adapter from an earlier attempt.
             if error.status != _BAD_REQUEST or "already loaded" not in str(error):
                 raise
             self._unload(client, name)
@@ -296,11 +297,11 @@ class Sglang:
         if not info.get("enable_deterministic_inference"):
             wrong.append("seeds have no effect on it: start it with --enable-deterministic-inference")
         if info.get("quantization") is not None:
-            wrong.append(f"its weights are quantized ({info['quantization']}): start it without")
+            wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
         if info.get("speculative_algorithm") is not None:
-            wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without")
+            wrong.append(f"its draft model ({info['speculative_algorithm']}) gets no new weights: start it without one")
         if needs.lora_rank is not None and not info.get("enable_lora"):
-            wrong.append(f"it takes no adapters, and the run's has rank {needs.lora_rank}")
+            wrong.append(f"it does not accept LoRA adapters, but the run has one of rank {needs.lora_rank}")
         if needs.sleep and (kept := _keeps_memory(info, discard_weights=needs.lora_rank is None)):
             wrong.append(kept)
         dtype, longest = info.get("dtype"), info.get("context_length")
@@ -313,7 +314,7 @@ class Sglang:
 
 
 def _keeps_memory(info: Any, *, discard_weights: bool) -> str | None:
-    """Why the server cannot sleep; None if it can."""
+    """Returns why the server cannot sleep; None if it can."""
     if not info.get("enable_memory_saver"):
         return "it cannot release memory: start it with --enable-memory-saver"
     if not discard_weights and not info.get("enable_weights_cpu_backup"):
@@ -322,7 +323,7 @@ def _keeps_memory(info: Any, *, discard_weights: bool) -> str | None:
 
 
 def _refuse_unsupported(sampling: Sampling) -> None:
-    """Rejects settings that SGLang ignores, or whose log-probs differ from the trainer's."""
+    """Raises `ServerFailed` for settings that SGLang ignores or scores differently from the trainer."""
     if sampling.min_p:
         raise ServerFailed("SGLang does not sample with a seed and min_p: set min_p to 0")
     if sampling.repetition_penalty != 1:
@@ -332,14 +333,14 @@ def _refuse_unsupported(sampling: Sampling) -> None:
 
 
 def _scores_truncated(sampling: Sampling) -> bool:
-    """Whether log-probs are those of the truncated distribution. By default SGLang's cover the full vocabulary."""
+    """Returns whether the log-probs must be those of the truncated distribution; SGLang's default is the full one."""
     truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
     return sampling.score_truncated and truncation.active and sampling.temperature > 0
 
 
 def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) -> Ended:
     sampling = wanted.sampling
-    # SGLang may name another reason if several apply at once.
+    # If several reasons apply at once, SGLang may report a different one.
     if ids and ids[-1] in sampling.stop_ids:
         return "token"
     if kind == "stop" and matched in sampling.stop_strings:
@@ -361,7 +362,7 @@ def _ended(kind: str, matched: Any, ids: Sequence[int], wanted: WantedSample) ->
 
 
 def _one_version(meta: Any) -> str | None:
-    """All tokens of a response come from the same weights: a pause aborts running requests."""
+    """Returns the weight version of a response. All its tokens have the same one: a pause aborts running requests."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     versions = {span["version"] for span in spans}
     return str(versions.pop()) if len(versions) == 1 else " and ".join(str(span["version"]) for span in spans)
@@ -372,7 +373,7 @@ def _folder_of(weights: PushedWeights) -> Path:
     folder = folders.pop()
     others = sorted(str(file) for file in set(folder.glob("*.safetensors")) - set(weights.files))
     if folders or others:
-        raise ServerFailed(f"SGLang loads all files of a folder, and {folder} has files of another push: {others[:3]}")
+        raise ServerFailed(f"SGLang loads all files of a folder, but {folder} has files of another push: {others[:3]}")
     return folder
 
 

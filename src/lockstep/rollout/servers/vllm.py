@@ -54,16 +54,16 @@ class Vllm:
     # -- start
 
     def command(self, start: ServerStart) -> list[str]:
-        # Not the console script: it requires a distribution named vllm, and builds for other devices have other names.
+        # The console script is not used: it requires a distribution named vllm, but some builds have other names.
         words = [start.python, "-m", "vllm.entrypoints.openai.api_server", *self.flags(start.needs)]
         words += ["--model", start.model, "--host", start.host, "--port", str(start.port)]
         words += ["--dtype", _DTYPES[start.dtype], "--tensor-parallel-size", str(start.tensor_parallel)]
-        # Nobody reads these logs.
+        # Access logs and statistics are not used.
         words += ["--disable-uvicorn-access-log", "--disable-log-stats"]
         return [*words, *serving_on(start.needs.device, self.name).words, *start.args]
 
     def flags(self, needs: ServerNeeds) -> list[str]:
-        """Flags that every server needs, whether lockstep or the user starts it."""
+        """Returns the flags that every server needs, whether lockstep or the user starts it."""
         words = ["--served-model-name", MODEL, "--logprobs-mode", "processed_logprobs"]
         # Ignore the sampling defaults of the model folder.
         words += ["--generation-config", "vllm"]
@@ -77,7 +77,7 @@ class Vllm:
             # Chunked prefill rewinds the generator of a seeded request, which a CPU generator does not support.
             flags["--no-enable-chunked-prefill"] = "vLLM 0.32 crashes on a seeded request with a chunked prompt"
         elif needs.sleep:
-            flags["--enable-sleep-mode"] = "rollout.sleep: without it vLLM keeps its memory"
+            flags["--enable-sleep-mode"] = "rollout.sleep: vLLM cannot release its memory without this flag"
         if needs.lora_rank is not None:
             room = next((rank for rank in _LORA_RANKS if rank >= needs.lora_rank), needs.lora_rank)
             flags[f"--enable-lora --max-loras 1 --max-lora-rank {room}"] = "the run's adapter"
@@ -115,7 +115,7 @@ class Vllm:
             "repetition_penalty": sampling.repetition_penalty,
             "seed": wanted.seed,
             "logprobs": 0,
-            # End tokens are listed explicitly; those of the model folder are ignored.
+            # End tokens are listed explicitly; the model folder's are ignored.
             "ignore_eos": True,
             "stop_token_ids": list(sampling.stop_ids),
             "detokenize": bool(sampling.stop_strings),
@@ -172,7 +172,7 @@ class Vllm:
             raise ServerFailed(f"{client.address}: the prefix cache of the previous weights could not be reset")
 
     def version(self, client: Channel) -> str:
-        """The version in the workers, which hold the weights. It must match that of the engine, which is part of every
+        """Returns the version that the workers report. It must match the engine's version, which is part of every
         answer."""
         versions = {str(worker["version"]) for worker in _call(client, "lockstep_version")}
         if len(versions) > 1:
@@ -183,7 +183,7 @@ class Vllm:
             return version if version == engine else f"{version} (the engine reports {engine})"
         return version
 
-    # -- weights by a collective
+    # -- weights by broadcast in a process group
 
     def workers(self, client: Channel) -> int:
         return len(_call(client, "lockstep_version"))
@@ -236,13 +236,13 @@ class Vllm:
         if info["logprobs_mode"] != "processed_logprobs":
             wrong.append(f"--logprobs-mode is {info['logprobs_mode']}: set processed_logprobs")
         if info["quantization"] is not None:
-            wrong.append(f"its weights are quantized ({info['quantization']}): start it without")
+            wrong.append(f"its weights are quantized ({info['quantization']}): start it without quantization")
         if needs.sleep and not info["sleep"] and info["device"] != "cpu":
             # /sleep succeeds even without the flag.
             wrong.append("it cannot release memory (rollout.sleep): start it with --enable-sleep-mode")
         if needs.lora_rank is not None and (info["lora_rank"] or 0) < needs.lora_rank:
-            takes = f"adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no adapters"
-            wrong.append(f"it takes {takes}, and the run's has rank {needs.lora_rank}")
+            takes = f"LoRA adapters of rank {info['lora_rank']} at most" if info["lora_rank"] else "no LoRA adapters"
+            wrong.append(f"it accepts {takes}, but the run has one of rank {needs.lora_rank}")
         return ServerMetadata(f"vllm {info['version']}", info["vocabulary"], info["longest"], info["dtype"], wrong)
 
 
@@ -260,7 +260,7 @@ def _ended(reason: str | None, stop: int | str | None, ids: Sequence[int], wante
 
 @contextmanager
 def _unless_unknown() -> Iterator[None]:
-    """Older versions of vLLM have no version route; the workers still report the version."""
+    """Ignores the error of older vLLM versions that have no version route; the workers still report the version."""
     try:
         yield
     except ServerFailed as error:

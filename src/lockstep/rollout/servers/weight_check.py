@@ -1,7 +1,7 @@
-"""Weight check: the server continues fixed prompts, and the trainer scores the result with its weights.
+"""The weight check: the server continues fixed prompts, and the trainer scores the generated tokens.
 
-Names, checksums and versions can be right while the engine computes with other weights (a packed copy, a stale cache);
-the log-probs then differ.
+Even if names, checksums and versions are right, the engine may compute with different weights (a packed copy, a stale
+cache). Its log-probs then differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lockstep.rollout.servers.plugin.lockstep_group import bit_sum
 from lockstep.types import Example, Origin, Sampling
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
-# Far enough from 1 to distinguish log-probs before and after temperature scaling.
+# The temperature of a check. It differs enough from 1 to detect log-probs without temperature scaling.
 TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of the absolute difference of log-probs over the tokens of a check."""
+    """Mean and maximum of the absolute log-prob difference over the tokens of a check."""
 
     mean: float
     largest: float
 
 
-# Bounds of the rounding error for equal weights: never below LEAST, never above MOST. In between they are ROOM times
-# the difference that two pushes of the same weights show.
+# Bounds of the rounding error for equal weights: ROOM times the difference between two pushes of the same weights,
+# clamped to LEAST and MOST.
 LEAST = {
     torch.float32: Bounds(2e-5, 1e-4),
     torch.bfloat16: Bounds(0.02, 0.15),
@@ -49,7 +49,7 @@ ROOM = 4.0
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The tokens of one check, and their log-probs in engine and trainer."""
+    """The tokens of one check with their log-probs in the engine and in the trainer."""
 
     ids: Sequence[Sequence[int]]
     rollout_logprobs_K: torch.Tensor
@@ -62,13 +62,13 @@ class CheckResult:
 
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
-    """Detects changed weights: the `bit_sum` of each tensor."""
+    """Returns the `bit_sum` of each tensor, to detect changed weights."""
     with torch.no_grad():
         return tuple(torch.stack([bit_sum(tensor).cpu() for _, tensor in weights]).tolist())
 
 
 def check_requests(policy: Policy, adapter: str | None, sampling: Sampling | None = None) -> list[WantedSample]:
-    """The requests of a check, at a fixed temperature or with `sampling`."""
+    """Returns the requests of a check, with `sampling` or at a fixed temperature."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     max_length = fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or PROMPT_TOKENS + NEW_TOKENS
     prompt = min(PROMPT_TOKENS, max(1, max_length - NEW_TOKENS))
@@ -103,7 +103,7 @@ def checked(
 
 
 def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> Bounds:
-    """The bounds of later checks, from two pushes of the same weights."""
+    """Computes the bounds of later checks from two pushes of the same weights."""
     least, most = LEAST[dtype], MOST[dtype]
     mean, largest = max(first.off.mean, second.off.mean), max(first.off.largest, second.off.largest)
     return Bounds(
@@ -113,7 +113,7 @@ def calibrated(first: CheckResult, second: CheckResult, dtype: torch.dtype) -> B
 
 
 def repeat_noise(first: CheckResult, second: CheckResult) -> float:
-    """How much the engine's log-probs differ between two pushes of the same weights."""
+    """Returns how much the engine's log-probs differ between two pushes of the same weights."""
     same = _common_tokens(first, second)
     return (
         float((first.rollout_logprobs_K[same] - second.rollout_logprobs_K[same]).abs().max())
@@ -123,7 +123,7 @@ def repeat_noise(first: CheckResult, second: CheckResult) -> float:
 
 
 def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, noise: float) -> str | None:
-    """Why a check fails; None if it passes."""
+    """Returns why a check fails; None if it passes."""
     off = now.off
     if not (off.mean <= bounds.mean and off.largest <= bounds.largest):
         at = int((now.rollout_logprobs_K - now.trainer_K).abs().nan_to_num(nan=torch.inf).argmax())
@@ -133,23 +133,23 @@ def why_rejected(now: CheckResult, before: CheckResult | None, bounds: Bounds, n
             f"{now.rollout_logprobs_K[at].item():.6g} in the engine and {now.trainer_K[at].item():.6g} in the trainer"
         )
     if before is not None and _is_unchanged(now, before, noise):
-        return "its log-probs of the weight check are those of the weights before the last update"
+        return "its log-probs of the weight check match the weights before the last update"
     return None
 
 
 def _is_unchanged(now: CheckResult, before: CheckResult, noise: float) -> bool:
-    """Whether the engine still has the previous weights. A small update changes log-probs by less than the bounds; but
-    if the trainer's log-probs changed by more than noise, the engine's must have changed too."""
+    """Returns whether the engine still has the previous weights. A small update may change log-probs by less than the
+    bounds. But if the trainer's log-probs changed by more than `noise`, the engine's must have changed too."""
     same = _common_tokens(now, before)
     if len(same) < sum(map(len, now.ids)):
-        return False  # other tokens: the weights have changed
+        return False  # different tokens were sampled, so the weights have changed
     engine = float((now.rollout_logprobs_K - before.rollout_logprobs_K).abs().max())
     trainer = float((now.trainer_K - before.trainer_K).abs().max())
     return engine <= noise and trainer > 4 * max(noise, 1e-6)
 
 
 def _common_tokens(a: CheckResult, b: CheckResult) -> torch.Tensor:
-    """Indices of the tokens that have the same preceding tokens in both results."""
+    """Returns the indices of the tokens that have the same preceding tokens in both results."""
     indices: list[int] = []
     start = 0
     for one, other in zip(a.ids, b.ids, strict=True):

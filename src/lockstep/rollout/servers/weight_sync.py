@@ -51,7 +51,7 @@ class WeightSync:
         self.server_adapter, self.policy, self.settings = manager.server_adapter, manager.policy, manager.settings
         self.fleet, self.dtype, self.world = manager.fleet, manager.dtype, manager.world
         self.updates = 0
-        """The number of updates behind the weights that are sent next."""
+        """The number of updates that the weights sent next have had."""
         self.pushes = 0
         self.checked: dict[str, CheckResult] = {}
         """The last weight check of each server by its address."""
@@ -60,9 +60,9 @@ class WeightSync:
         self.by_memory = by_memory(
             self.settings, self.server_adapter, device, self.world.size, adapter=manager.lora_rank is not None
         )
-        """Whether weights go by shared memory."""
+        """Whether weights are sent by shared memory."""
         self.seconds: dict[str, float] = {}
-        """Seconds of each phase of the last sync."""
+        """Duration of each phase of the last sync in seconds."""
         self._memory = SharedMemory(device)
         self._run, self._noise = secrets.token_hex(4), 0.0
         self._links: dict[str, WeightLink] = {}
@@ -95,8 +95,8 @@ class WeightSync:
             self._wait_for_one(weights)
 
     def _targets(self) -> list[Server]:
-        """The servers to send to. A lost server gets the weights when it responds again (`bring_up`); if all are lost,
-        each is tried."""
+        """Returns the servers that get the weights now. A lost server gets them when it responds again (`bring_up`). If
+        all servers are lost, all are returned."""
         usable = [server for server in self.fleet.servers if not server.left_out]
         return [server for server in usable if not server.why] or usable
 
@@ -110,7 +110,7 @@ class WeightSync:
                 return
             if not self.manager.accept_late(server):
                 return
-            # It is a new server: the previous check does not apply.
+            # The server was restarted, so the previous check does not apply.
             self.checked.pop(server.client.address, None)
             self._sync_one(server, list(self.policy.stored.named_parameters()) if weights is None else weights)
         except ServerFailed as error:
@@ -121,14 +121,14 @@ class WeightSync:
                 self.manager.restart(server)
 
     def _lose(self, server: Server, error: ServerFailed) -> bool:
-        """Marks a server as lost. True if it is unreachable: the others generate meanwhile. A server that fails during
-        a push has undefined weights and gets no requests before the next push."""
+        """Marks a server as lost; returns whether it is unreachable, so that the run continues with the others. A
+        server that fails during a push has undefined weights and gets no requests before the next push."""
         server.up, server.why, server.since = False, str(error), time.monotonic()
         return error.status is None
 
     def _wait_for_one(self, weights: Weights) -> None:
-        """All servers are lost: restarts those that lockstep started, and sends the weights to the first that
-        responds."""
+        """Restarts the servers that lockstep started after all servers were lost, and sends the weights to the first
+        one that responds."""
         for server in self.fleet.servers:
             self.manager.restart(server)
         while not self.fleet.up():
@@ -153,8 +153,8 @@ class WeightSync:
             raise
 
     def _abandon(self, server: Server) -> None:
-        """Cleans up after a failed push: marks the weights as incomplete, closes the update and resumes the server, so
-        that its health check works (some generate for it)."""
+        """Cleans up after a failed push: marks the weights as incomplete, closes the update and resumes the server. A
+        paused server may fail its health check, because some servers generate tokens for it."""
         client = server.client
         if by_collective(self.settings):
             with suppress(ServerFailed):
@@ -167,7 +167,8 @@ class WeightSync:
                 action(client)
 
     def _push_and_check(self, server: Server, weights: Weights) -> None:
-        """The first time pushes twice: the difference of the two checks is rounding noise."""
+        """Pushes the weights and checks them. The first push is repeated, to measure the rounding noise of the
+        check."""
         self._push(server, weights)
         result = self._check(server)
         if self.bounds is None:
@@ -213,7 +214,7 @@ class WeightSync:
             reported = server_adapter.version(client)
         if reported != version:
             raise ServerFailed(
-                f"{client.address}: weights of version {version} were pushed, and it reports version {reported}"
+                f"{client.address}: weights of version {version} were pushed, but it reports version {reported}"
             )
 
     @contextmanager
@@ -238,7 +239,7 @@ class WeightSync:
                 stack.close()
 
     def _prepare_files(self, folder: Path, server: Server, weights: Weights) -> Callable[[], None]:
-        """Prepares a push by files or shared memory. Adapters always go by files."""
+        """Prepares a push by files or shared memory. LoRA adapters are always sent by files."""
         if self.adapter is not None:
             write_adapter(folder, self.policy.model)
             return partial(self.server_adapter.load_adapter, server.client, self.adapter, folder)
@@ -257,7 +258,7 @@ class WeightSync:
             self._prepare_files(folder, server, weights)()
 
     def _fall_back_to_files(self, why: str) -> None:
-        """Falls back to files with a warning; an explicit `memory` setting is an error."""
+        """Warns and sends weights by files from now on; raises if the recipe explicitly requires `memory`."""
         if self.settings.weight_sync == "memory":
             raise ServerFailed(f"{why}: {REMEDY}")
         warnings.warn(
@@ -273,10 +274,10 @@ class WeightSync:
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - begun
 
-    # -- groups of a collective
+    # -- process groups for the broadcast
 
     def _link(self, server: Server) -> WeightLink:
-        """The group with the server's workers; created on first use."""
+        """Returns the process group with the server's workers; creates it on first use."""
         link = self._links.get(server.client.address)
         if link is None:
             index, limit = self.world.local_rank, self.settings.server.request_timeout
@@ -294,16 +295,17 @@ class WeightSync:
         for server in self.fleet.servers:
             link = self._links.pop(server.client.address, None)
             if link is not None:
-                # A server that lockstep started is killed next.
+                # A server that lockstep started is not notified, because it is killed next.
                 link.close(notify=server.process is None)
 
     def _push_refusal(self, server: Server, error: ServerFailed) -> Refusal:
-        # A server that fails at its first push would fail again; one that had weights may recover.
+        # A server that fails at its first push would fail again. A server that had weights before may recover.
         lost = error.lost and self.bounds is not None
         return refusal_kind(lost=lost).at(
             f"rollout.engine {self.server_adapter.name} at {server.client.address}",
             f"it did not load the weights after {self.updates} updates: {error}",
             RESUME_REMEDY if lost else _UNTOUCHED,
+            code="weight-sync-failed",
         )
 
     # -- weight check
@@ -311,12 +313,12 @@ class WeightSync:
     def _check(self, server: Server, sampling: Sampling | None = None) -> CheckResult:
         requests = check_requests(self.policy, self.adapter, sampling)
         with self._timed("probe"):
-            # Submitted together, so that they form one HTTP request.
+            # The samples are submitted together, so that they form one HTTP request.
             answers = self.manager.clients.start(self._sampled(server, requests)).result()
         for answer in answers:
             if answer.version is not None and answer.version != self.fleet.version:
                 raise ServerFailed(
-                    f"{server.client.address}: the weight check was answered by weights of version {answer.version}"
+                    f"{server.client.address}: it answered the weight check with weights of version {answer.version}"
                 )
         with self._timed("score"):
             return checked(self.policy, self.device.torch_device(self.world.local_rank), requests, answers)
@@ -331,10 +333,11 @@ class WeightSync:
                 f"rollout.engine {self.server_adapter.name} at {server.client.address}",
                 f"it does not generate with the weights after {self.updates} updates: {why}",
                 _UNTOUCHED,
+                code="weights-differ",
             )
 
     def _refuse_other_truncation(self, server: Server) -> None:
-        """With `rollout.truncated_sampling: mask` both sides must exclude the same tokens."""
+        """Raises if engine and trainer exclude different tokens with `rollout.truncated_sampling: mask`."""
         settings = self.settings
         sampling = Sampling(
             max_tokens=1,
@@ -353,4 +356,5 @@ class WeightSync:
                 f"engine {self.server_adapter.name} truncates differently from the trainer (top_p {settings.top_p:g}, "
                 f"top_k {settings.top_k}, min_p {settings.min_p:g}): the mean difference is {result.off.mean:.3g}",
                 "remove top_p, top_k and min_p",
+                code="truncated-sampling",
             )

@@ -1,4 +1,4 @@
-"""How weights reach a server: files, a collective, or shared device memory."""
+"""The weight transports to a server: files, broadcast in a process group, or shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lockstep.rollout.servers.server_client import ServerClient
 from lockstep.rollout.servers.weight_check import fingerprint
 from lockstep.run.tensor_file import write_model
 
-# By files: safetensors in shared memory or a shared folder, written one tensor at a time.
+# Transport by files: safetensors in /dev/shm or a shared folder, written one tensor at a time.
 
 FOLDER_KEY = "rollout.server.folder"
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,7 +40,7 @@ _PREFIX = "lockstep-weights-"
 
 @contextmanager
 def transfer_folder(parent: str | None) -> Iterator[Path]:
-    """A new folder that run and server can both access; removed afterwards."""
+    """Creates a folder that run and server can both access, and removes it afterwards."""
     where = Path(parent) if parent is not None else _default_parent()
     try:
         _remove_stale(where)
@@ -56,7 +56,7 @@ def transfer_folder(parent: str | None) -> Iterator[Path]:
 
 
 def write_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> PushedWeights:
-    """Writes all weights of a model in `dtype`; at most one tensor at a time is converted on the device."""
+    """Writes all weights of a model in `dtype`. Only one tensor at a time is converted on the device."""
     shapes = {name: tensor.shape for name, tensor in weights}
     _refuse_no_room(folder, sum(shape.numel() for shape in shapes.values()) * dtype.itemsize)
     tensors = dict(weights)
@@ -75,7 +75,7 @@ def write_weights(folder: Path, weights: Sequence[tuple[str, torch.Tensor]], dty
 
 
 def write_adapter(folder: Path, model: Any) -> None:
-    """Writes the adapter as a PEFT folder."""
+    """Writes the LoRA adapter as a PEFT folder."""
     try:
         model.save_pretrained(folder, safe_serialization=True)
     except OSError as error:
@@ -92,7 +92,8 @@ def _refuse_no_room(folder: Path, size: int) -> None:
         raise Refusal.at(
             FOLDER_KEY,
             f"{folder.parent} has {free / 2**30:.1f} GiB free; the weights need {size / 2**30:.1f} GiB",
-            "name a folder with more free space that run and engine can both access",
+            "give the path of a folder with more free space that run and engine can both access",
+            code="disk-full",
         )
 
 
@@ -107,16 +108,16 @@ def _remove_stale(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-# By a collective: one process group of the run and all workers of one server.
+# Transport by broadcast: the run and all workers of one server form a process group.
 #
-# Both sides run on separate threads, because a collective cannot be interrupted. The run watches the HTTP request and
-# its side of the collective, and stops waiting when either fails or exceeds the time limit.
+# The HTTP request and the run's broadcast run on separate threads, because a broadcast cannot be interrupted. The run
+# stops waiting when either fails or exceeds the time limit.
 
 KEY = "rollout.weight_sync"
 REMEDY = f"set {KEY}=files"
-# Time limit of the rendezvous, and of one tensor.
+# Time limits of the rendezvous and of one tensor.
 MEETING_SECONDS = 600.0
-# Extra time for one side to report its error after the other has failed.
+# Extra time for one side to report its error after the other side has failed.
 _GRACE_SECONDS = 10.0
 _MARGIN_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
@@ -125,7 +126,7 @@ Weights = Sequence[tuple[str, torch.Tensor]]
 
 
 class WeightLink:
-    """The group with one server. A link that has failed cannot be reused: `close` it and create another."""
+    """The process group with one server. A link that has failed cannot be reused: `close` it and create a new one."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class WeightLink:
     def join(self) -> None:
         """Creates the group with all workers of the server."""
         meeting = self.meeting
-        # Longer than our own limit: backends react differently when a collective times out.
+        # Longer than our own limit, because backends react differently when an operation times out.
         limit = 2 * meeting.seconds + _MARGIN_SECONDS
 
         def ours() -> dist.ProcessGroup:
@@ -168,7 +169,7 @@ class WeightLink:
         )
 
     def give(self, weights: Weights, dtype: torch.dtype) -> None:
-        """Broadcasts all weights, bucket by bucket; at most one tensor is copied at a time."""
+        """Broadcasts all weights, bucket by bucket. Only one tensor at a time is copied."""
         self.server_adapter.begin(self.client)
         for bucket in _buckets(weights, dtype, self.server_adapter.bucket_bytes):
             announced = Announced(
@@ -191,11 +192,11 @@ class WeightLink:
         for _, tensor in weights:
             sent = tensor.detach().to(dtype).contiguous()
             self._group.broadcast(sent, RUN).wait()
-            # `wait` may only order the streams: do not overwrite the copy before it is sent.
+            # `wait` may only order the streams. The copy must not be overwritten before it is sent.
             self.device.synchronise()
 
     def _run_both(self, theirs: Callable[[], None], ours: Callable[[], Any], server_name: str, limit: float) -> Any:
-        """Runs the request to the server and our side of the collective concurrently."""
+        """Runs the request to the server and the run's side of the operation concurrently; returns the run's result."""
         server_side, run_side = _start_thread(theirs), _start_thread(ours)
         deadline = time.monotonic() + limit + _GRACE_SECONDS
         while True:
@@ -217,7 +218,7 @@ class WeightLink:
             self._progress(f"{self.meeting.backend} with {self.client.address}")
 
     def close(self, *, notify: bool = True) -> None:
-        """`notify`: the server is still running and must leave the group."""
+        """Destroys the group. With `notify`, the server, which still runs, is told to leave it."""
         if notify and self._group is not None:
             with suppress(ServerFailed):
                 self.server_adapter.leave(self.client, self.meeting.name)
@@ -227,7 +228,7 @@ class WeightLink:
 
 
 def _start_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Runs the work on a daemon thread: the process can exit without it."""
+    """Runs the work on a daemon thread, which does not keep the process alive."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -241,7 +242,7 @@ def _start_thread(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _buckets(weights: Weights, dtype: torch.dtype, max_bytes: int | None) -> Iterator[Weights]:
-    """Buckets of up to `max_bytes`, or of one larger tensor; a single bucket without a limit."""
+    """Yields buckets of up to `max_bytes`, or of one larger tensor; without a limit, a single bucket."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -256,7 +257,7 @@ def _buckets(weights: Weights, dtype: torch.dtype, max_bytes: int | None) -> Ite
 
 
 def own_address(server: str) -> str:
-    """The address of this machine as seen from the server."""
+    """Returns the address of this machine as seen from the server."""
     parts = urlsplit(server)
     try:
         addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
@@ -265,17 +266,17 @@ def own_address(server: str) -> str:
             probe.connect(where)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ServerFailed(f"{server}: no route from it to this machine ({error}): {REMEDY}") from error
+        raise ServerFailed(f"{server}: the server cannot reach this machine ({error}): {REMEDY}") from error
 
 
 def by_collective(settings: RolloutSettings) -> bool:
-    """Whether weights go by a collective; `auto` never selects it."""
+    """Returns whether weights are sent by broadcast in a process group; `auto` never selects it."""
     return ENGINES[settings.engine].served and settings.weight_sync == "collective"
 
 
 def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
-    """Refuses a server on the device of rank 0 if the collective cannot join two processes on one device. For servers
-    at `rollout.url` only the collective itself can detect it."""
+    """Raises `Refusal` for a server on rank 0's device if the backend cannot connect two processes on one device. With
+    `rollout.url` this cannot be checked in advance; then the broadcast itself fails."""
     if not by_collective(settings) or settings.url is not None or device.meets_itself:
         return
     run_device = first_visible(device)
@@ -285,22 +286,23 @@ def refuse_shared_device(settings: RolloutSettings, device: Device) -> None:
             KEY,
             f"{device.collective} cannot connect two processes on one {device.name} device; run and engine share "
             f"device {run_device}",
-            f"{REMEDY}, or name other devices by rollout.server.devices",
+            f"{REMEDY}, or choose other devices with rollout.server.devices",
+            code="device-in-use",
         )
 
 
 def first_visible(device: Device) -> int | None:
-    """The index of rank 0's device on this machine; None if the variable does not hold indices."""
+    """Returns the index of rank 0's device on this machine; None if the visible-devices variable has no indices."""
     visible = os.environ.get(device.visible_variable or "", "")
     first = visible.partition(",")[0].strip()
     return 0 if not visible else int(first) if first.isdigit() else None
 
 
-# By shared memory, for a server on the same machine (`plugin/lockstep_shared.py`).
+# Transport by shared memory, for a server on the same machine (`plugin/lockstep_shared.py`).
 
 
 class Unopened(ServerFailed):
-    """The server cannot map the run's memory, and its weights are unchanged."""
+    """Raised if the server cannot map the run's memory; its weights are then unchanged."""
 
 
 @dataclass
@@ -311,7 +313,8 @@ class SharedMemory:
     _places: dict[str, tuple[int, TensorPlace]] = field(default_factory=dict)
 
     def placed(self, weights: Weights, dtype: torch.dtype, folder: Path) -> Placed:
-        """The locations of the weights. `folder`: host tensors are copied to a file that the server maps."""
+        """Returns the locations of the weights. Host tensors are copied to a file in `folder`, which the server
+        maps."""
         for name, tensor in weights:
             if why := _why_not_shared(tensor, dtype):
                 raise Unopened(f"{name} {why}")
@@ -340,7 +343,7 @@ class SharedMemory:
 
 
 def _why_not_shared(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Why a tensor cannot be shared without a copy, for which the device may lack memory."""
+    """Returns why a tensor cannot be shared without a copy, for which the device may lack memory; None if it can."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):
@@ -353,8 +356,8 @@ def _why_not_shared(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
 def by_memory(
     settings: RolloutSettings, server_adapter: ServerAdapter, device: Device, processes: int, *, adapter: bool
 ) -> bool:
-    """Whether weights go by shared memory. `auto` selects it if a single-process run starts the server on the device
-    of the run: same machine, and no copy needed."""
+    """Returns whether weights are sent by shared memory. `auto` selects it if a single-process run starts the server on
+    its own device, because then no copy is needed."""
     if not ENGINES[settings.engine].served or adapter:
         return False
     if settings.weight_sync != "auto":

@@ -1,1 +1,1 @@
-"""A worker process that generates with a copy of the weights while the run trains. For `rollout` and its importers."""
+"""A worker process that generates with a copy of the weights while the run trains. Imported by `rollout` and above."""

@@ -42,22 +42,22 @@ from lockstep.rollout.worker.worker_protocol import (
 from lockstep.types import Completion, Request, Sampling
 
 KEY = "rollout.max_staleness"
-# A worker without a message for so long has hung. It sends heartbeats, except while it loads a model.
+# A worker that sends no message for this time counts as hung. It sends heartbeats, except while it loads a model.
 SILENT_SECONDS = 900.0
-# Time to detect the end of the worker after a collective has failed.
+# Time to wait for the end of the worker after a broadcast has failed.
 ENDED_SECONDS = 10.0
-# Log lines in the error message of a dead worker.
+# Number of log lines in the error message about a dead worker.
 LAST_LINES = 15
 
 _RequestKey = tuple[Sampling, int, int]
 
 
 class WorkerEngine:
-    """Starts the worker without waiting for it. Use it from one thread.
+    """An engine that generates in a worker process, which it starts without waiting. Use it from one thread.
 
-    `policy` is the trained policy on `device`; `own` is the index of the worker's device. `log` keeps the last output
-    of the worker. Weights go through the named collective, or through shared memory without one. Every rank has a
-    worker, and `hand_over` is a collective operation."""
+    `policy` is the trained policy on `device`; `own` is the index of the worker's device. `log` has the last output of
+    the worker. `collective` is the backend that sends the weights; without one they are sent by shared memory. Every
+    rank has a worker, and all ranks must call `hand_over` together."""
 
     instead = "remove rollout.max_staleness: generation and training then take turns"
 
@@ -73,7 +73,7 @@ class WorkerEngine:
     ):
         self.policy, self.device, self.log, self.collective = policy, device, log, collective
         self.waited = 0.0
-        """Seconds of waiting for responses and weight syncs."""
+        """Seconds spent waiting for responses and weight syncs."""
         self._numbers = count()
         self._sent: dict[_RequestKey, tuple[int, Request]] = {}
         self._changed = threading.Condition()
@@ -125,7 +125,7 @@ class WorkerEngine:
         index = {}
         for place, request in enumerate(requests):
             number, before = self._sent.pop(_request_key(request, sampling))
-            assert list(before.ids) == list(request.ids), "a prompt's key stands for the prompt"
+            assert list(before.ids) == list(request.ids), "requests with the same key must have the same prompt"
             index[number] = place
         received = dict.fromkeys(index, 0)
         wanted = {number: requests[place].n for number, place in index.items()}
@@ -141,7 +141,7 @@ class WorkerEngine:
                     del received[number]
 
     def busy(self) -> float:
-        """Seconds in which the worker was busy."""
+        """Returns the seconds in which the worker was busy."""
         with self._changed:
             running = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
             return self._busy + running
@@ -158,7 +158,7 @@ class WorkerEngine:
         self.channel.close()
 
     def _full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The trained weights one by one, gathered from shards; never all at once."""
+        """Yields the trained weights one by one, gathered from shards; never all at once."""
         reshard(self.policy)
         for name, parameter in self.policy.trainable():
             yield name, whole_on(parameter.detach(), self.device)
@@ -231,14 +231,14 @@ class WorkerEngine:
             yield
         except BroadcastFailed as error:
             with self._changed:
-                # A collective often detects the end of the worker before the connection does.
+                # A broadcast often detects the end of the worker before the connection does.
                 if self._changed.wait_for(lambda: self._ended, ENDED_SECONDS):
                     raise self._refusal() from error
             why = f"the weights were not transferred to the rollout worker by {self.collective}: {error}"
             remedy = "set rollout.weight_sync=memory; the last checkpoint is untouched"
             # A transport that has worked before may work again.
             kind = Refusal if self._previous_logprobs is None else LostProcess
-            raise kind.at("rollout.weight_sync", why, remedy) from error
+            raise kind.at("rollout.weight_sync", why, remedy, code="weight-sync-failed") from error
         finally:
             if self.collective is not None:
                 self.waited += time.monotonic() - begun
@@ -248,17 +248,19 @@ class WorkerEngine:
             KEY,
             f"the rollout worker has not responded for {SILENT_SECONDS:g} s{self._last_lines()}",
             "it hangs: run the same command again to resume from the last checkpoint",
+            code="worker-lost",
         )
 
     def _refusal(self) -> Refusal:
         how = self.process.ended()
         if self._failed is not None:
             kind = Refusal if self._failed.refused else LostProcess
-            return kind.at("rollout worker", self._failed.why, self._failed.remedy)
+            return kind.at("rollout worker", self._failed.why, self._failed.remedy, code=self._failed.code)
         return LostProcess.at(
             "rollout worker",
             f"the rollout process {how}{self._last_lines()}",
             "run the same command again to resume from the last checkpoint; if memory ran out, lower rollout.cache_gb",
+            code="worker-lost",
         )
 
     def _last_lines(self) -> str:
@@ -275,7 +277,7 @@ def _request_key(request: Request, sampling: Sampling) -> _RequestKey:
 def _channel(
     policy: Policy, collective: str | None
 ) -> tuple[WeightMemory | WeightGroup, Sequence[Place] | Meeting, list[int]]:
-    """The weight transport, its description for the worker, and the file descriptors to pass."""
+    """Returns the weight transport, its description for the worker, and the file descriptors to pass to it."""
     if collective is None:
         memory = WeightMemory.of(policy.trainable())
         return memory, memory.places, [memory.file]
@@ -284,7 +286,7 @@ def _channel(
 
 
 def _connection(ours: socket.socket, memory: Sequence[int]) -> Connection:
-    """The connection to the worker, after sending the descriptor of the shared memory, if any."""
+    """Sends the descriptor of the shared memory, if any, to the worker; returns the connection to it."""
     socket.send_fds(ours, [b"."], memory)
     # A worker that does not read must not block the run.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SILENT_SECONDS), 0))

@@ -1,7 +1,7 @@
 """The loop of the rollout worker process: receives weights and requests, and generates.
 
 A message pauses the engine after the current round. Unfinished responses then continue with the new weights: prompt and
-tokens are prefilled again, and the noise of a token depends on its position only. An engine that cannot pause (`hf`)
+tokens are prefilled again, and the noise of a token depends only on its position. An engine that cannot pause (`hf`)
 finishes them with the old weights.
 """
 
@@ -54,7 +54,7 @@ def work(connection: int) -> None:
         return  # the run is over
     except Refusal as refusal:
         first = refusal.problems[0]
-        pipe.send(Failed(f"{first.where}: {first.why}", first.remedy))
+        pipe.send(Failed(f"{first.where}: {first.why}", first.remedy, first.code))
         raise
     except Exception as error:
         pipe.send(Failed(f"{type(error).__name__}: {error}", refused=False))
@@ -62,7 +62,7 @@ def work(connection: int) -> None:
 
 
 def _accept(connection: int) -> tuple[Connection, list[int]]:
-    """The connection, and the descriptor of the shared memory, if any."""
+    """Returns the connection to the run, and the descriptor of the shared memory, if any."""
     with socket.socket(fileno=connection) as sock:
         _, memory, _, _ = socket.recv_fds(sock, 1, 1)
         return Connection(sock.detach()), memory
@@ -136,11 +136,11 @@ class _Worker:
 
     def _take(self, ask: Ask) -> None:
         jobs = [_Unfinished.of(number, request, ask) for number, request in ask.requests.items()]
-        # A stable sort: first come, first served, with the `first` requests before the others.
+        # The sort is stable: requests stay in order of arrival, with the `first` requests before the others.
         self.jobs = sorted([*self.jobs, *jobs], key=lambda job: not job.first)
 
     def _same_sampling(self) -> list[_Unfinished]:
-        """The jobs with the same sampling as the first one."""
+        """Returns the jobs with the same sampling as the first job."""
         return [job for job in self.jobs if job.sampling == self.jobs[0].sampling]
 
     def _generate(self, jobs: list[_Unfinished]) -> None:

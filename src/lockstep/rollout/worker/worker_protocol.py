@@ -1,4 +1,4 @@
-"""What the run and its rollout worker exchange: messages and weights."""
+"""The messages and weights that the run and its rollout worker exchange."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _LOOK_SECONDS = 0.5
 
 
 class BroadcastFailed(RuntimeError):
-    """The other side has ended or does not respond."""
+    """Raised if the other process of a broadcast has ended or does not respond."""
 
 
 class WeightGroup:
-    """Broadcast transport: a group of two ranks, run and worker. It is created at the first sync; `seconds` is the
-    limit of every wait."""
+    """Weight transport by broadcast in a process group of two ranks, run and worker. The group is created at the first
+    sync; `seconds` is the limit of every wait."""
 
     def __init__(self, rank: int, backend: str, store: dist.TCPStore, seconds: float):
         self.rank, self.backend, self.store = rank, backend, store
         self._seconds = seconds
         self._joined: dist.ProcessGroup | None = None
         self.ended: Callable[[], bool] = lambda: False
-        """Whether the worker has ended, as the run sees it."""
+        """A function that returns whether the worker has ended; the run sets it."""
 
     @classmethod
     def opened(cls, backend: str, seconds: float) -> WeightGroup:
-        """The run's side, with the store."""
+        """Creates the run's side, which has the store."""
         return cls(RUN, backend, dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False), seconds)
 
     @classmethod
     def met(cls, backend: str, port: int, seconds: float) -> WeightGroup:
-        """The worker's side."""
+        """Creates the worker's side, which connects to the store."""
         return cls(WORKER, backend, dist.TCPStore(HERE, port, is_master=False), seconds)
 
     @property
@@ -81,7 +81,7 @@ class WeightGroup:
         return tensor
 
     def _meet(self) -> None:
-        """Joins the group on a thread, because the store also waits for a worker that has ended."""
+        """Joins the group on a thread, because the store would keep waiting for a worker that has ended."""
         failed: list[BaseException] = []
 
         def join() -> None:
@@ -127,17 +127,17 @@ class Place:
 
 
 def places_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
-    """Consecutive locations of the parameters."""
+    """Returns consecutive locations for the parameters."""
     places, start = [], 0
     for name, parameter in parameters:
         places.append(Place(name, start, tuple(parameter.shape), parameter.dtype))
-        size = math.prod(parameter.shape) * parameter.dtype.itemsize  # the full size, also of a sharded parameter
+        size = math.prod(parameter.shape) * parameter.dtype.itemsize  # full size, also if the parameter is sharded
         start += -(-size // ALIGNED) * ALIGNED
     return places
 
 
 class WeightMemory:
-    """Shared-memory transport; `file` is the descriptor, which this object closes."""
+    """Weight transport by shared memory. `file` is its descriptor, which this object closes."""
 
     def __init__(self, file: int, places: Sequence[Place]):
         self.file, self.places = file, places
@@ -173,7 +173,7 @@ class WeightMemory:
             parameter.copy_(self.weights[name])
 
     def close(self) -> None:
-        """Closes the descriptor; the kernel frees the memory after the last process."""
+        """Closes the descriptor. The kernel frees the memory when the last process has closed it."""
         self.weights.clear()
         os.close(self.file)
 
@@ -184,7 +184,7 @@ def _size(places: Sequence[Place]) -> int:
 
 
 def _nameless() -> int:
-    """An anonymous memory file: nothing remains after the processes end."""
+    """Creates an anonymous memory file, which disappears when the processes end."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("lockstep-weights")
     with tempfile.TemporaryFile() as file:
@@ -193,13 +193,13 @@ def _nameless() -> int:
 
 # Weight check: both sides score the same tokens after each sync.
 ROWS, LENGTH = 3, 16
-# Small, because both sides run the same kernels on the same shapes.
+# Bounds of the difference. They are small, because both sides run the same kernels on the same shapes.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
 
 
 @torch.no_grad()
 def probe(policy: Policy, device: torch.device) -> torch.Tensor:
-    """Log-probs of fixed token ids."""
+    """Returns the policy's log-probs of fixed token ids."""
     vocabulary = policy.causal_lm.get_input_embeddings().weight.shape[0]
     length = min(LENGTH, fixed_length(policy.causal_lm.config.get_text_config(decoder=True)) or LENGTH)
     rows = [[(7 * row + 5 * i + 2) % vocabulary for i in range(length)] for row in range(ROWS)]
@@ -215,8 +215,8 @@ def probe(policy: Policy, device: torch.device) -> torch.Tensor:
 def refuse_other_weights(
     version: int, worker_K: torch.Tensor, trainer_K: torch.Tensor, before_K: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Raises if the worker's log-probs differ from the trainer's. `before_K` are the trainer's at the previous sync: an
-    update may change log-probs by less than the bound, so the worker must be closer to the current ones."""
+    """Raises if the worker's log-probs differ from the trainer's. `before_K` are the trainer's at the previous sync. An
+    update may change log-probs by less than the bound, so the worker's must also be closer to the current ones."""
     off_K = (worker_K - trainer_K).abs()
     bound = TOLERANCE[dtype]
     if not bool((off_K <= bound).all()):
@@ -226,13 +226,14 @@ def refuse_other_weights(
             f"the worker, {trainer_K[at].item():.6g} in the trainer"
         )
     elif before_K is not None and off_K.sum() > (worker_K - before_K).abs().sum():
-        why = "is that of the weights before the last update"
+        why = "matches the weights before the last update"
     else:
         return
     raise Refusal.at(
         "rollout.max_staleness",
         f"the rollout worker does not have the weights after {version} updates: its result of the weight check {why}",
-        "the last checkpoint is untouched; without the key, generation and training share one model",
+        "the last checkpoint is untouched; remove the key to generate with the trained model itself",
+        code="weights-differ",
     )
 
 
@@ -250,8 +251,8 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Opening:
-    """The first message. `end_tokens` as in `Generator`; `device` is the worker's device index; both processes use the
-    same number of `threads`, so that sums have the same order."""
+    """The first message. `end_tokens` are those of `Generator`; `device` is the worker's device index. Both processes
+    use the same number of `threads`, so that sums have the same order."""
 
     recipe: Recipe
     end_tokens: Sequence[int]
@@ -263,7 +264,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Ask:
-    """Requests by number. Those with `first` are processed before the others."""
+    """Sends requests, by number. If `first`, they are processed before all others."""
 
     requests: dict[int, Request]
     sampling: Sampling
@@ -272,8 +273,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class HandOver:
-    """Weights of `version` are in the shared memory or follow through the group. The requests of `ask` use these
-    weights or later ones."""
+    """Announces weights of `version`, which are in the shared memory or follow by broadcast. The requests of `ask` use
+    these weights or later ones."""
 
     version: int
     ask: Ask | None
@@ -297,7 +298,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Idle:
-    """All requests are finished."""
+    """Reports that all requests are finished."""
 
 
 @dataclass(frozen=True)
@@ -307,9 +308,10 @@ class Working:
 
 @dataclass(frozen=True)
 class Failed:
-    """The reason why the worker ends."""
+    """Reports why the worker ends."""
 
     why: str
     remedy: str = field(default="")
+    code: str = "worker-lost"
     refused: bool = True
-    """True: the settings are invalid. False: an internal error that may not occur again."""
+    """True if the settings are invalid; False for an internal error that may not occur again."""

@@ -1,1 +1,1 @@
-"""One file an outside tracker; each imports its package inside itself only. For `run` alone."""
+"""The trackers, one per file. Only that file imports the tracker's package. May be imported only by `run`."""

@@ -1,4 +1,4 @@
-"""The MLflow sink."""
+"""The tracker for MLflow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.run.trackers.tracker import import_tracker, remember_id, tracker_i
 
 
 class MlflowSink:
-    """MLflow. MLFLOW_TRACKING_URI sets the server; without it, files in `mlflow/`."""
+    """Sends metrics to the MLflow server of MLFLOW_TRACKING_URI; without it, writes files in `mlflow/`."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         self._mlflow = import_tracker("mlflow")
@@ -22,7 +22,7 @@ class MlflowSink:
         self._notes: list[str] = []
 
     def start(self, name: str, recipe: dict[str, Any], resumed_at: int) -> None:
-        # By default mlflow blocks for four minutes before it reports a lost server.
+        # By default mlflow blocks for four minutes before it reports an unreachable server.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri())
         run_id, resumed = tracker_id(self._folder, "mlflow", resumed_at)
@@ -56,11 +56,11 @@ class MlflowSink:
     def _uri(self) -> str:
         if uri := os.environ.get("MLFLOW_TRACKING_URI"):
             return uri
-        # The small mlflow package has no database, and mlflow 3 requires an explicit choice of files.
+        # The mlflow-skinny package has no database, and mlflow 3 uses files only if that is requested explicitly.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         store = (self._folder.path / "mlflow").resolve()
         self._console.say(
-            "mlflow: no MLFLOW_TRACKING_URI, so the run is kept in files; see it with "
+            "mlflow: MLFLOW_TRACKING_URI is not set, so metrics are written to files; view them with "
             f"`MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}`"
         )
         return store.as_uri()

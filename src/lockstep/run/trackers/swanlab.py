@@ -1,4 +1,4 @@
-"""The SwanLab sink."""
+"""The tracker for SwanLab."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from lockstep.run.trackers.tracker import earlier_steps, import_tracker, remembe
 
 
 class SwanlabSink:
-    """SwanLab. Its mode setting decides; without one, online if there is an API key, otherwise local."""
+    """Sends metrics to SwanLab in its configured mode; without one, online if there is an API key, otherwise
+    locally."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         self._swanlab = import_tracker("swanlab")
@@ -22,7 +23,8 @@ class SwanlabSink:
         swanlab = self._swanlab
         run_id, resumed = tracker_id(self._folder, "swanlab", resumed_at)
         mode = self._mode()
-        # Not interactive: a missing key is an error. Its terminal capture conflicts with the progress bar.
+        # Interactive prompts are off, so a missing key is an error. SwanLab's terminal capture is off too, because it
+        # conflicts with the progress bar.
         settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         self._run = swanlab.init(
             project=self._project,
@@ -36,7 +38,7 @@ class SwanlabSink:
         )
         remember_id(self._folder, "swanlab", run_id)
         self._step = resumed_at
-        if mode in ("local", "offline"):  # a new file for each process; their server keeps what it has
+        if mode in ("local", "offline"):  # each process writes a new file; the server keeps earlier steps
             for step, metrics in earlier_steps(self._folder, resumed_at):
                 self.log(step, metrics)
 
@@ -57,10 +59,10 @@ class SwanlabSink:
             return mode
         where = self._folder.path / "swanlab"
         if find_spec("swanboard") is not None:
-            self._console.say(f"swanlab: no API key and no SWANLAB_MODE; see the run with `swanlab watch {where}`")
+            self._console.say(f"swanlab: no API key and no SWANLAB_MODE; view the run with `swanlab watch {where}`")
             return "local"
         self._console.say(
-            "swanlab: no API key and no SWANLAB_MODE, so the run is kept offline; upload it with "
+            "swanlab: no API key and no SWANLAB_MODE, so the run is logged offline; upload it with "
             f"`swanlab sync {where / 'run-*'}`"
         )
         return "offline"

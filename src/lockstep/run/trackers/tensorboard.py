@@ -1,4 +1,4 @@
-"""The tensorboard sink."""
+"""The tracker for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.run.trackers.tracker import import_tracker
 
 
 class TensorboardSink:
-    """Event files in `tensorboard/`, written by the tensorboard package without torch or tensorflow."""
+    """Writes event files in `tensorboard/` with the tensorboard package, without torch or tensorflow."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         import_tracker("tensorboard")
@@ -24,11 +24,11 @@ class TensorboardSink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(self._folder.path / "tensorboard"))
-        # Readers drop earlier events from this step on; a resumed run writes them again.
+        # Readers drop earlier events from this step on, because a resumed run writes them again.
         self._step = resumed_at + 1 if resumed_at else 0
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=self._step, session_log=start))
-        # Four spaces mark a code block in the text page of tensorboard.
+        # Four spaces mark a code block on tensorboard's text page.
         self._text(
             "recipe", "\n".join("    " + line for line in json.dumps(recipe, indent=2, default=str).splitlines())
         )
@@ -62,4 +62,4 @@ class TensorboardSink:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=time.time(), step=self._step, summary=summary))
-        self._writer.flush()  # otherwise a kill would lose two minutes that a resume does not write again
+        self._writer.flush()  # otherwise a kill could lose the last two minutes, which a resumed run does not repeat

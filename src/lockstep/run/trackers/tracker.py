@@ -1,7 +1,7 @@
-"""Opens the trackers of a recipe, and code that they share.
+"""Opens the trackers of a recipe, and has the code that they share.
 
-A tracker that cannot start stops the run before training. A later failure only gives a warning, because metrics.jsonl
-has every number.
+If a tracker cannot start, the run stops before training. A later failure only gives a warning, because metrics.jsonl
+has all metrics.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def import_tracker(package: str) -> ModuleType:
 
 
 def tracker_id(folder: RunFolder, tracker: str, resumed_at: int) -> tuple[str, bool]:
-    """The id of the run in a tracker, and whether it is the id of a resumed run."""
+    """Returns the id of the run in a tracker, and whether it is the id of a resumed run."""
     stored = _stored_ids(folder).get(tracker) if resumed_at else None
     return stored or uuid.uuid4().hex[:12], stored is not None
 
 
 def remember_id(folder: RunFolder, tracker: str, run_id: str) -> None:
-    """Stores the id in the run folder for a resume."""
+    """Stores the id in the run folder, for a resumed run."""
     ids = _stored_ids(folder) | {tracker: run_id}
     atomic_write_text(folder.trackers, json.dumps(ids, indent=2) + "\n", private=True)
 
 
 def earlier_steps(folder: RunFolder, resumed_at: int) -> Iterator[tuple[int, dict[str, float]]]:
-    """Metrics before the resume, because a killed tracker may have lost its buffered steps."""
+    """Yields the metrics before the resume, because a killed tracker may have lost its buffered steps."""
     if resumed_at and folder.metrics.exists():
         yield from ((step, metrics) for step, metrics in read_metrics(folder.metrics) if step <= resumed_at)
 
@@ -74,7 +74,8 @@ class Sink(Protocol):
 
 
 def open_sinks(names: list[str], folder: RunFolder, project: str, console: Console) -> list[Sink]:
-    """The named sinks, not started. All undefined names and missing packages are reported together."""
+    """Creates the named trackers without starting them. All unknown names and missing packages are reported
+    together."""
     problems: list[Problem] = []
     sinks: list[Sink] = []
     for name in names:
@@ -89,9 +90,9 @@ def open_sinks(names: list[str], folder: RunFolder, project: str, console: Conso
 
 
 class GuardedSink:
-    """A sink whose failures are reported once and counted, and which cannot slow or change the run."""
+    """Wraps a tracker so that its failures are reported once and counted, and cannot slow down or change the run."""
 
-    # A lost tracker may block for minutes at each call: it gets at most a tenth of the time.
+    # An unreachable tracker may block for minutes at each call, so it gets at most a tenth of the time.
     REST = 10.0
 
     def __init__(self, name: str, sink: Sink, console: Console):
@@ -108,7 +109,9 @@ class GuardedSink:
             raise
         except Exception as error:
             remedy = f"check its settings and the network, or remove {self._name} from log.track"
-            raise Refusal.at(f"sink {self._name}", f"could not start: {_brief(error)}", remedy) from error
+            raise Refusal.at(
+                f"sink {self._name}", f"could not start: {_brief(error)}", remedy, code="tracker-failed"
+            ) from error
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if time.monotonic() < self._rest_until:
@@ -147,12 +150,12 @@ class GuardedSink:
 def _unknown(name: str) -> Refusal:
     near = difflib.get_close_matches(name, TRACKERS, n=1)
     remedy = (f"did you mean {near[0]}? " if near else "") + f"the sinks are {', '.join(TRACKERS)}"
-    return Refusal.at(f"sink {name}", "no such sink", remedy)
+    return Refusal.at(f"sink {name}", "no such sink", remedy, code="unknown-name")
 
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    # swanlab uses the global Python generator when it starts: a tracker must not change the run.
+    # swanlab uses the global Python generator when it starts, but a tracker must not change the run.
     state = random.getstate()
     try:
         yield

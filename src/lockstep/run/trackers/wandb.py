@@ -1,4 +1,4 @@
-"""The Weights & Biases sink."""
+"""The tracker for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.run.trackers.tracker import earlier_steps, import_tracker, remembe
 
 
 class WandbSink:
-    """Weights & Biases. WANDB_MODE decides; without it, online when there is an API key, offline otherwise."""
+    """Sends metrics to Weights & Biases as WANDB_MODE says; without it, online if there is an API key, else offline."""
 
     def __init__(self, folder: RunFolder, project: str, console: Console):
         self._wandb = import_tracker("wandb")
@@ -21,7 +21,7 @@ class WandbSink:
         wandb = self._wandb
         run_id, resumed = tracker_id(self._folder, "wandb", resumed_at)
         mode = self._mode()
-        # Its console capture conflicts with the progress bar, and its summary repeats ours.
+        # wandb's console capture conflicts with the progress bar, and its summary repeats ours.
         settings = wandb.Settings(console="off", silent=mode == "offline")
         self._run = wandb.init(
             project=self._project,
@@ -34,7 +34,7 @@ class WandbSink:
             settings=settings,
         )
         remember_id(self._folder, "wandb", run_id)
-        # The server keeps steps after the resumed one; the repeated steps have the same values.
+        # The server keeps steps after the resumed one. The repeated steps have the same values.
         self._next = self._run.step
         for step, metrics in earlier_steps(self._folder, resumed_at):
             self.log(step, metrics)
@@ -57,11 +57,12 @@ class WandbSink:
         if "mode" in settings.model_fields_set:
             raise Refusal.at(
                 "sink wandb",
-                f"the mode is {mode!r} and there is no API key",
+                f"the mode is {mode!r}, but there is no API key",
                 "set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline",
+                code="missing-secret",
             )
         self._console.say(
-            "wandb: no API key and no WANDB_MODE, so the run is kept offline; upload it with "
+            "wandb: no API key and no WANDB_MODE, so the run is logged offline; upload it with "
             f"`wandb sync {self._folder.path / 'wandb' / 'offline-run-*'}`"
         )
         return "offline"

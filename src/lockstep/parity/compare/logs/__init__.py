@@ -1,4 +1,4 @@
-"""Readers of training logs of lockstep and other frameworks (docs/foreign-logs.md lists them). For `parity`."""
+"""Readers of training logs of lockstep and other frameworks (listed in docs/foreign-logs.md). Used by `parity`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["read_log", "read_names"]
 
 
 def read_log(source: str, names: Mapping[str, str] | None = None) -> Log:
-    """The curves of a run folder or log file. `names` (name in the log -> name here) override the built-in tables."""
+    """Reads the curves of a run folder or log file. `names` (name in the log -> lockstep's) override the tables."""
     found = find_log(source)
     points = found.read()
     if not points:
         why = f"was read as {found.kind} and contains no metric"
-        raise Refusal.at(found.path, why, "did the run stop before its first step?")
+        raise Refusal.at(found.path, why, "did the run stop before its first step?", code="no-steps")
     given = names or {}
     if found.kind == TENSORBOARD_CSV:
         given = tensorboard_csv_names(found.path, given)

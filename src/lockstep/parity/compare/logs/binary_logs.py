@@ -1,4 +1,4 @@
-"""Readers of binary logs: wandb's and SwanLab's files of an offline run, and tensorboard's event files.
+"""Readers of binary logs: wandb's and SwanLab's files of offline runs, and tensorboard's event files.
 
 wandb and SwanLab write LevelDB log blocks of 32 KiB that contain records. Neither package has a public reader.
 """
@@ -24,7 +24,7 @@ _EXPORT = "export its metrics as csv"
 
 
 def _records(file: str, content: bytes) -> Iterator[bytes]:
-    """The records of LevelDB's log blocks. A last record that is cut short is left out."""
+    """Yields the records of LevelDB's log blocks. An incomplete last record is left out."""
     offset, parts = _FILE_HEADER, b""
     while offset + _HEADER.size <= len(content):
         left = _BLOCK - offset % _BLOCK
@@ -39,7 +39,7 @@ def _records(file: str, content: bytes) -> Iterator[bytes]:
         if start + length > len(content):
             return
         if kind not in (_FULL, _FIRST, _MIDDLE, _LAST):
-            raise Refusal.at(f"{file} byte {offset}", "no record starts there", _EXPORT)
+            raise Refusal.at(f"{file} byte {offset}", "no record starts there", _EXPORT, code="damaged-file")
         data, offset = content[start : start + length], start + length
         parts = data if kind in (_FULL, _FIRST) else parts + data
         if kind in (_FULL, _LAST):
@@ -47,7 +47,7 @@ def _records(file: str, content: bytes) -> Iterator[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes | int | float]]:
-    """The fields of a protobuf message: number and value."""
+    """Yields number and value of each field of a protobuf message."""
     offset = 0
     while offset < len(message):
         tag, offset = _varint(message, offset)
@@ -80,7 +80,7 @@ def _varint(message: bytes, offset: int) -> tuple[int, int]:
 
 
 def _damaged(file: str, record: int) -> Refusal:
-    return Refusal.at(f"{file} record {record}", "not a record of this kind of file", _EXPORT)
+    return Refusal.at(f"{file} record {record}", "not a record of this kind of file", _EXPORT, code="damaged-file")
 
 
 # wandb ---------------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ _ITEM_KEY, _ITEM_NESTED_KEY, _ITEM_INTEGER, _ITEM_NUMBER, _ITEM_JSON = 1, 2, 5, 
 
 
 def wandb_rows(file: str, content: bytes) -> Iterator[LogRow]:
-    """The rows of the run's history; other records are skipped."""
+    """Yields the rows of the run's history; other records are skipped."""
     for index, record in enumerate(_records(file, content), start=1):
         try:
             for number, history in _fields(record):
@@ -134,14 +134,17 @@ Scalar = tuple[str, int, float]
 
 
 def swanlab_points(file: str, content: bytes) -> Points:
-    """Every scalar of `run-ID.swanlab` (before 0.7 `backup.swanlab`); media, texts and machine metrics are skipped.
+    """Reads every scalar of `run-ID.swanlab` (before 0.7 `backup.swanlab`); media, texts and machine metrics are
+    skipped.
 
-    Format 1 contains JSON records, format 2 protobuf records. Steps are those of the user; SwanLab counts from 0.
+    Format 1 contains JSON records, format 2 protobuf records. Steps are the user's; SwanLab counts from 0.
     """
     version = content[_SWANLAB_VERSION] if len(content) > _SWANLAB_VERSION else 0
     readers = {1: _json_scalar, 2: _protobuf_scalar}
     if version not in readers:
-        raise Refusal.at(file, f"has SwanLab's format {version}; supported are 1 and 2", _EXPORT)
+        raise Refusal.at(
+            file, f"has SwanLab's format {version}; supported are 1 and 2", _EXPORT, code="unsupported-version"
+        )
     found = Points()
     for index, record in enumerate(_records(file, content), start=1):
         try:
@@ -165,7 +168,7 @@ def _json_scalar(record: bytes) -> Scalar | None:
 def _protobuf_scalar(record: bytes) -> Scalar | None:
     for number, scalar in _fields(record):
         if number == _RECORD_SCALAR and isinstance(scalar, bytes):
-            # A field with the value 0 is not written.
+            # Protobuf omits a field with the value 0.
             fields: dict[int, Any] = dict(_fields(scalar))
             value = dict(_fields(fields.get(_VALUE, b""))).get(_NUMBER, 0.0)
             return fields[_KEY].decode(), int(fields.get(_STEP, 0)), float(value)
@@ -176,22 +179,22 @@ def _protobuf_scalar(record: bytes) -> Scalar | None:
 
 
 def tensorboard_points(path: Path) -> Points:
-    """Every scalar of an event file or of all event files in a folder: a resumed run has several."""
+    """Reads every scalar of an event file, or of all event files in a folder: a resumed run has several."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise missing_extra("tensorboard", "track", f"reading {path}") from None
-    # 0 keeps every event; the default keeps a sample.
+    # 0 keeps every event; by default the package keeps only a sample.
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
-    # It warns about repeated steps, which are normal in a resumed run.
+    # The package warns about repeated steps, which are normal in a resumed run.
     logger = logging.getLogger("tensorboard")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         events.Reload()
-    except Exception as error:  # on a damaged file the package raises whatever its parser raised
-        raise Refusal.at(path, f"tensorboard cannot read it: {error}", "restore the file") from error
+    except Exception as error:  # on a damaged file the package raises arbitrary parser errors
+        raise Refusal.at(path, f"tensorboard cannot read it: {error}", "restore the file", code="unreadable") from error
     finally:
         logger.setLevel(level)
     found = Points()

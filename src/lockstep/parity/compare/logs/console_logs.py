@@ -1,4 +1,4 @@
-"""Readers of console output: verl, OpenRLHF, Megatron and MindSpeed, MindSpeed-RL, DeepSpeed. First update: step 1."""
+"""Readers of console output: verl, OpenRLHF, Megatron, MindSpeed(-RL), DeepSpeed. The first update is step 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# Ray writes the name and process id of the worker before each line, and marks lines that several workers printed.
+# Ray prefixes each line with the worker's name and process id, and marks lines that several workers printed.
 _RAY = re.compile(r"^\((?:[\w.:<>-]+ )?pid=\d+(?:, ip=[^)]*)?\)\s?")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _BAR_END = re.compile(r"\[[^\[\]]*(?:it/s|s/it)[^\[\]]*\]\s*$")
@@ -21,7 +21,7 @@ _WRAPPED = re.compile(rf"(?:(?:np|numpy|torch)\.)?\w*\(?\s*({_NUMBER})\s*(?:,[^)
 
 
 def decoded(content: bytes) -> str | None:
-    """UTF-8, or UTF-16 with a byte order mark as Windows shells write it; None for binary content."""
+    """Decodes UTF-8, or UTF-16 with a byte order mark as Windows shells write it; None for binary content."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         text = content.decode("utf-16", errors="replace")
         return None if "\0" in text[:4096] else text
@@ -31,7 +31,7 @@ def decoded(content: bytes) -> str | None:
 
 
 def parse_number(text: str) -> float | None:
-    """`1e-05`, `nan`, `np.float64(0.25)`, `tensor(0.25)` as a number; None for anything else."""
+    """Parses `1e-05`, `nan`, `np.float64(0.25)`, `tensor(0.25)` as a number; None for anything else."""
     try:
         return float(text)
     except ValueError:
@@ -40,15 +40,20 @@ def parse_number(text: str) -> float | None:
 
 
 def damaged(file: str, line: int, text: str, expected: str) -> Refusal:
-    return Refusal.at(f"{file} line {line}", f"not a {expected}: {text[:60]!r}", "restore the file, or remove the line")
+    return Refusal.at(
+        f"{file} line {line}",
+        f"not a {expected}: {text[:60]!r}",
+        "restore the file, or remove the line",
+        code="damaged-file",
+    )
 
 
 def _lines(text: str) -> Iterator[str]:
-    """The lines without colours and process names. A last line without its line break is incomplete and left out."""
+    """Yields the lines without colours and process names. A last line without its line break is left out."""
     if "\x1b" in text:
         text = _COLOUR.sub("", text)
     *complete, rest = _BREAK.split(text)
-    # A progress bar is complete once its bracket is closed; no line break follows the newest one.
+    # A progress bar is complete once its bracket is closed, because no line break follows the newest bar.
     if _BAR_END.search(rest):
         complete.append(rest)
     for line in complete:
@@ -58,7 +63,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines with the numbers that an editor shows; an incomplete last line is left out."""
+    """Yields the lines with the numbers that an editor shows; an incomplete last line is left out."""
     for row, raw in enumerate(text.split("\n")[:-1], start=1):
         for line in _lines(raw + "\n"):
             yield row, line
@@ -69,16 +74,16 @@ def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class PairLine:
-    """A line of a step number followed by name and value pairs."""
+    """The format of a line that contains a step number and name-value pairs."""
 
     marker: str
-    """A text that every line contains: quicker to test than the pattern."""
+    """A text that every such line contains; it is tested before the slower pattern."""
     pattern: re.Pattern[str]
-    """Groups: step, pairs."""
+    """A pattern with two groups: the step and the pairs."""
     between: str
     colon: str
     strict: bool
-    """Whether a pair without a number is damage; otherwise it is skipped."""
+    """Whether a value that is not a number means a damaged line; otherwise the pair is skipped."""
 
 
 # step:7 - critic/rewards/mean:0.25 - ...; a validation before the first update has step 0.
@@ -90,7 +95,7 @@ MINDSPEED_RL_LINE = PairLine(
 
 
 def pair_line_points(file: str, text: str, form: PairLine) -> Points:
-    """Every metric of the matching lines; other output is skipped."""
+    """Reads every metric of the matching lines; other output is skipped."""
     found = Points()
     for row, line in _numbered_lines(text):
         parts = form.pattern.search(line) if form.marker in line else None
@@ -121,7 +126,7 @@ _FIGURE = re.compile(rf"([A-Za-z_][\w ./-]*)=({_NUMBER})\s*(?:,|$)", re.IGNORECA
 
 
 def openrlhf_points(text: str) -> Points:
-    """The most exact source in the log: `Global step 3: {...}`, statuses in order, bars of steps, bars of epochs.
+    """Reads the most exact source in the log: `Global step 3: {...}`, statuses in order, bars of steps, bars of epochs.
 
     A progress bar shows three digits, and counts micro-batches when gradients are accumulated.
     """
@@ -151,7 +156,7 @@ def _items(text: str) -> dict[str, float]:
 
 @dataclass
 class _Shown:
-    """New figures of a bar, its position, and how many bars of this title were complete before."""
+    """New values of a progress bar, its position, and how many bars with this title were complete before."""
 
     round: int
     at: int
@@ -168,7 +173,7 @@ class _Title:
 
 
 class _Bars:
-    """The progress bars of one log. New figures appear while the bar still shows the step before."""
+    """The progress bars of one log. A bar shows the values of a step before it advances to that step."""
 
     def __init__(self) -> None:
         self._titles: dict[str, _Title] = {}
@@ -177,7 +182,7 @@ class _Bars:
         title, bracket, epoch, at, total, tail = bar.groups()
         state = self._titles.setdefault(title, _Title())
         name, position = bracket or epoch or "", int(at)
-        # A bar of a later epoch, or one that moved back, is a new bar.
+        # A bar of a later epoch, or one whose count decreased, is a new bar.
         if state.last != ("", 0) and (name != state.last[0] or position < state.last[1]):
             if title != "Train epoch" or name in ("", "1"):
                 state.round += 1
@@ -214,26 +219,26 @@ def _mean(values: list[float]) -> float:
 
 # Megatron, MindSpeed-LLM, MindSpeed-MM -------------------------------------------------------------------------------
 
-# Rank prefixes of torchrun --tee, torch, srun --label and mpirun --tag-output.
+# The rank prefixes of torchrun --tee, torch, srun --label and mpirun --tag-output.
 _LABEL = r"(?:\[(?:default|rank) ?(\d{1,6})\]:?|\[\d+,(\d{1,6})\]<std\w+>:?|(?<!\S)(\d{1,6}):(?= ))"
 _RANK = re.compile(_LABEL, re.I)
-# The start of a process's line, which may follow another process's line.
+# The start of a process's output, which may follow another process's output on the same line.
 _BEGINS = re.compile(
     rf"(?:{_LABEL}\s*)?\b(?:iteration +\d{{1,18}}/ *\d{{1,18}} *\||validation loss at iteration \d)", re.I
 )
-# Megatron's last field. Text after it comes from another process.
+# Megatron's last field. Any text after it was printed by another process.
 _LAST_FIELD = "number of nan iterations"
 _TRAINED = re.compile(r"(?:^|[\s|\]])iteration +(\d{1,18})/ *(\d{1,18}) *\|(.*)$")
 _VALIDATED = re.compile(r"(?:^|\s)validation loss at iteration (\d{1,18})( on (validation|test) set)? *\|(.*)$")
-# Fields that every iteration has: without a number there, the line is damaged.
+# Every iteration has these fields; if one has no number, the line is damaged.
 _REQUIRED = ("loss", "norm", "learning rate")
 
 
 def megatron_points(file: str, text: str) -> Points:
-    """` iteration  10/ 100 | lm loss: 1.234000E+00 | ... |`: every field with a number; other output is skipped.
+    """Reads ` iteration  10/ 100 | lm loss: 1.234000E+00 | ... |`: every field with a number; other output is skipped.
 
-    Losses are means over the iterations since the previous line. Lines of several ranks may share one line of text.
-    Ranks that print the same values are one log; ranks that differ are refused.
+    Losses are means over the iterations since the previous line. Several ranks may print on one line of text. Ranks
+    that print the same values are read as one log; different values are refused.
     """
     found, ranks = Points(), _Ranks(file)
     for row, line in _one_process_lines(text):
@@ -277,12 +282,13 @@ class _Ranks:
                     f"{self.file} line {row}",
                     f"ranks {first} and {rank} differ at iteration {step}: {name} {before[name]:g} and {value:g}",
                     f"give the lines of one rank: grep '{label.group().strip()}' {self.file}",
+                    code="ambiguous-steps",
                 )
         return False
 
 
 def _one_process_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines; a line that several processes share is split."""
+    """Yields numbered lines; a line that several processes share is split."""
     for row, line in _numbered_lines(text):
         starts = [match.start() for match in _BEGINS.finditer(line)] if line.count("iteration") > 1 else []
         if len(starts) < 2:
@@ -321,9 +327,9 @@ _RATE = re.compile(rf"(\w+)=({_NUMBER})(?:GB)?", re.IGNORECASE)
 
 
 def deepspeed_points(text: str) -> Points:
-    """The progress report, the throughput timer and the wall clock breakdown.
+    """Reads the progress report, the throughput timer and the wall clock breakdown.
 
-    Times have no step: optimizer times precede the report of their step, other times follow it.
+    Times have no step number: optimizer times precede the report of their step, other times follow it.
     """
     found, step = Points(), 0
     timed: set[str] = set()
@@ -340,7 +346,7 @@ def deepspeed_points(text: str) -> Points:
             values = {f"time_ms/{name}": value for name, value in _pairs(_TIME, times.group(1)).items()}
             early |= {name: value for name, value in values.items() if name.startswith(_OPTIMIZER)}
             if step:
-                # Steps without a report follow; their times belong to no reported step.
+                # Unreported steps follow; their times belong to no reported step.
                 new = {name for name in values if not name.startswith(_OPTIMIZER)} - timed
                 found.add(step, {name: values[name] for name in values if name in new})
                 timed |= new

@@ -1,4 +1,4 @@
-"""The contents of a training log: metric curves, the evidence of a run folder, and the points a reader collects."""
+"""The contents of a training log: metric curves, a run folder's evidence, and the points that a reader collects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# How JSON files spell the numbers that JSON lacks.
+# How JSON files write NaN and infinity, which JSON does not have.
 NON_FINITE = {
     "NaN": math.nan,
     "nan": math.nan,
@@ -20,12 +20,12 @@ NON_FINITE = {
 }
 LARGEST_STEP = 2**62
 MAX_REPEATED_STEPS = 2
-"""A resumed run may log this many steps twice in a row: the step it had just logged when it stopped."""
+"""A resumed run may repeat this many steps, because it had logged a step but not saved it when it stopped."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric by step. Steps are strictly increasing. Values may be NaN or infinite."""
+    """The values of one metric by step. Steps are strictly increasing. Values may be NaN or infinite."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -33,23 +33,23 @@ class Series:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What only a run folder of lockstep contains: recipe, environment and samples."""
+    """The contents that only lockstep's run folders have: recipe, environment and samples."""
 
     recipe: dict[str, Any]
     env: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
     """The first training lines of samples.jsonl."""
     earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Recipes used before a resume, by the last step that each one trained. `recipe` is the newest."""
+    """Recipes used before a resume, by the last step trained with each. `recipe` is the newest."""
 
     @property
     def planned(self) -> int | None:
-        """The last step in the recipe; None if the run is counted in epochs or may stop early."""
+        """The last step according to the recipe; None if the run is counted in epochs or may stop early."""
         run = self.recipe.get("run", {})
         return None if run.get("early_stopping") else run.get("steps")
 
     def recipe_at(self, step: int) -> dict[str, Any]:
-        """The recipe that trained this step."""
+        """Returns the recipe that trained this step."""
         return next((self.earlier[last] for last in sorted(self.earlier) if step <= last), self.recipe)
 
 
@@ -63,11 +63,11 @@ class Log:
     written: dict[str, str]
     evidence: Evidence | None = None
     means: frozenset[str] | None = None
-    """Metrics whose values are means over the steps since the previous value; None if the format does not say."""
+    """Metrics whose values are means over the steps since the previous value; None if unspecified."""
     planned: int | None = None
     """The last planned step; None if the log does not contain it."""
     ambiguous: dict[str, str] = field(default_factory=dict)
-    """Metrics with several values for one step that no resumed run explains, with an example."""
+    """Metrics with several values for one step that a resume does not explain, each with an example."""
 
     def is_mean(self, metric: str) -> bool | None:
         return None if self.means is None else metric in self.means
@@ -75,7 +75,7 @@ class Log:
 
 class Points:
     """The points of each metric in file order. A resumed run logs some steps twice. `source` is the rank that wrote a
-    point, if the log names it."""
+    point, if the log contains it."""
 
     def __init__(self) -> None:
         self._points: dict[str, tuple[list[int], list[float]]] = {}
@@ -109,20 +109,20 @@ class Points:
             self._differing.setdefault(name, example)
 
     def ambiguity(self, name: str) -> str:
-        """An example of a step with two values that no resumed run explains; "" if there is none."""
+        """Returns an example of a step with two values that a resume does not explain; "" if there is none."""
         return self._differing.get(name) or _unexplained_repeat(*self._points[name])
 
     def series(self) -> dict[str, Series]:
-        """Each metric sorted by step. The last value of a repeated step counts."""
+        """Returns each metric sorted by step. Of a repeated step the last value counts."""
         return {name: _series(steps, values) for name, (steps, values) in self._points.items()}
 
 
 def numbers(row: Mapping[str, Any], without: frozenset[str] = frozenset(), prefix: str = "") -> Mapping[str, float]:
-    """The numbers of a JSON object; a nested object gives `outer/inner`. Strings, lists and booleans are skipped."""
+    """Returns the numbers of a JSON object; a nested object gives `outer/inner`. Other values are skipped."""
     if without and not without.isdisjoint(row):
         row = {name: value for name, value in row.items() if name not in without}
     if not prefix and set(map(type, row.values())) == {float}:
-        return row  # nearly every row of a long log
+        return row  # the common case
     found: dict[str, float] = {}
     for name, value in row.items():
         kind = type(value)
@@ -138,7 +138,7 @@ def numbers(row: Mapping[str, Any], without: frozenset[str] = frozenset(), prefi
 
 
 def as_step(value: Any) -> int | None:
-    """A step as an integer; None if the value is not a whole number."""
+    """Returns a step as an integer; None if the value is not a whole number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if abs(value) > LARGEST_STEP or value != value or value != int(value):
@@ -158,8 +158,9 @@ def _same(one: float, other: float) -> bool:
 
 
 def _unexplained_repeat(steps: list[int], values: list[float]) -> str:
-    """A resumed run returns to a step after its first one and continues, or restarts and gets further than before.
-    Rows of several ranks or runs in one file do neither: each step repeats at once, or all steps repeat."""
+    """Returns an example of a repeated step that a resume does not explain. A resumed run returns to an earlier step
+    and continues, or restarts and gets further than before. If several ranks or runs write to one file, each step
+    repeats at once, or all steps repeat."""
     step = np.asarray(steps, dtype=np.int64)
     back = np.flatnonzero(step[1:] <= step[:-1]) + 1
     if not len(back):

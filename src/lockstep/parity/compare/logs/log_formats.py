@@ -1,4 +1,4 @@
-"""The table of log formats: how each one is recognised by its content, its reader, and which values are means."""
+"""The table of log formats: how each one is recognised, its reader, and which of its values are means."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TENSORBOARD, TENSORBOARD_CSV = "tensorboard", "tensorboard csv"
 WANDB, SWANLAB, MSPROBE = "wandb", "SwanLab", "msprobe"
 
 Averaging = Literal["none", "trainer", "megatron"]
-"""Which values are means over the steps since the previous value."""
+"""Values that are means over the steps since the previous value."""
 
 
 @dataclass(frozen=True)
 class LogFormat:
-    """Properties of a format. Formats without an entry have other names, and do not say which values are means."""
+    """The properties of a format. Formats without an entry use other metric names and do not specify means."""
 
     averaging: Averaging
     verl_names: bool = False
@@ -65,8 +65,8 @@ BINARY_FORMATS: dict[bytes, tuple[str, Callable[[str, bytes], Points]]] = {
     ),
     binary_logs.SWANLAB_MAGIC: (SWANLAB, binary_logs.swanlab_points),
 }
-# Recognised if the reader finds points. The order matters: Megatron prints its lines between those of DeepSpeed, which
-# contain no loss.
+# Recognised if the reader finds points. The order matters: Megatron's lines appear between DeepSpeed's, which contain
+# no loss.
 CONSOLE_FORMATS: dict[str, Callable[[str, str], Points]] = {
     VERL_CONSOLE: lambda file, text: console_logs.pair_line_points(file, text, console_logs.VERL_LINE),
     OPENRLHF: lambda file, text: console_logs.openrlhf_points(text),
@@ -84,19 +84,19 @@ SUPPORTED = (
 )
 _TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".log", ".txt", ".out")
 _EVENTS = "tfevents"
-# JSON lines may begin with some that are not steps, such as the settings of the run.
+# JSON lines may begin with lines that are not steps, such as the settings of the run.
 _HEAD_LINES = 20
 
-# transformers' Trainer logs means since the previous log, except for these.
+# transformers' Trainer logs means since the previous log, except for these metrics.
 _TRAINER_OF_STEP = {"grad_norm", "learning_rate", "lr", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}
 _TRAINER_OF_STEP |= {"throughput", "total_tokens", "vram_allocated", "vram_reserved", "memory(GiB)", "MFU"}
 _TRAINER_OTHER_GROUPS = ("eval_", "predict_", "train_")
-# Megatron logs means of the losses and of these.
+# Megatron logs means of the losses and of these metrics.
 _MEGATRON_TIMES = ("elapsed time per iteration", "throughput per GPU")
 
 
 def interval_means(kind: str, written: Mapping[str, str]) -> frozenset[str] | None:
-    """The metrics (names here) whose values are means since the previous value; None if the format does not say."""
+    """Returns the metrics (lockstep's names) whose values are means since the previous value; None if unspecified."""
     if kind not in FORMATS:
         return None
     averaging = FORMATS[kind].averaging
@@ -125,13 +125,17 @@ class FoundLog:
 def find_log(source: str) -> FoundLog:
     path = Path(source)
     if not path.exists():
-        raise Refusal.at(source, "no such file or folder", "name a run folder, or a log file")
+        raise Refusal.at(
+            source, "no such file or folder", "give the path of a run folder or log file", code="no-such-file"
+        )
     try:
         found = _in_folder(path) if path.is_dir() else _file(path)
     except OSError as error:
-        raise Refusal.at(source, f"cannot be read: {error.strerror}", "check its permissions") from None
+        raise Refusal.at(
+            source, f"cannot be read: {error.strerror}", "check its permissions", code="unreadable"
+        ) from None
     if found is None:
-        raise Refusal.at(source, "not a log of a supported format", SUPPORTED)
+        raise Refusal.at(source, "not a log of a supported format", SUPPORTED, code="unsupported-format")
     return found
 
 
@@ -146,13 +150,16 @@ def _in_folder(path: Path) -> FoundLog | None:
     candidates = _one_run(path, _candidates(path))
     if len(candidates) > 1:
         names = ", ".join(str(found.path.relative_to(path)) for found in candidates)
-        raise Refusal.at(path, f"contains {len(candidates)} logs: {names}", "name one of them")
+        raise Refusal.at(
+            path, f"contains {len(candidates)} logs: {names}", "give the path of one of them", code="several-candidates"
+        )
     return candidates[0] if candidates else None
 
 
 def _one_run(path: Path, candidates: list[FoundLog]) -> list[FoundLog]:
-    """A trainer's states and its log lines are one log. The state outside the checkpoints has the complete run; without
-    it the lines are used, which continue after the last checkpoint; without these the last checkpoint's state."""
+    """Selects the log of a trainer's states and log lines, which belong together. The state outside the checkpoints has
+    the complete run; without it the lines are used, which continue after the last checkpoint; without these the last
+    checkpoint's state."""
     lines = [found for found in candidates if found.kind in (LLAMA_FACTORY, SWIFT) and found.path.parent == path]
     states = [found for found in candidates if found.path.name == table_logs.STATE_FILE]
     if len(lines) > 1 or len(lines) + len(states) != len(candidates):
@@ -164,7 +171,7 @@ def _one_run(path: Path, candidates: list[FoundLog]) -> list[FoundLog]:
 
 
 def _candidates(path: Path) -> list[FoundLog]:
-    """The logs in a folder and in its direct subfolders. A link to a log in the folder counts once."""
+    """Returns the logs in a folder and in its direct subfolders. A link to a log in the folder is not counted again."""
     seen: set[Path] = set()
     candidates = []
     for folder in (path, *sorted(inner for inner in path.iterdir() if inner.is_dir())):
@@ -200,7 +207,7 @@ def _file(path: Path) -> FoundLog | None:
 
 
 def matching_formats(path: Path, text: str) -> Iterator[FoundLog]:
-    """Every text format that matches, lazily: the first one is used."""
+    """Yields every text format that matches, lazily: the first one is used."""
     yield from _json_formats(path, text)
     yield from _csv_formats(path, text)
     for kind, read in CONSOLE_FORMATS.items():
@@ -217,7 +224,7 @@ def _json_formats(path: Path, text: str) -> Iterator[FoundLog]:
     if text.lstrip()[:1] not in ("{", "["):
         return
     first = [row for line in islice(io.StringIO(text), _HEAD_LINES) if isinstance(row := _parsed(line), dict)]
-    # A line with a complete history is a trainer state, or the last line of a log that has the history already.
+    # A complete history is a trainer state, or the last line of a log that already contains the history.
     rows = [row for row in first if table_logs.HISTORY not in row]
     found = [
         FoundLog(path, kind, partial(table_logs.row_points, file, text, form))
@@ -231,7 +238,7 @@ def _json_formats(path: Path, text: str) -> Iterator[FoundLog]:
 
 
 def _json_values(path: Path, text: str) -> Iterator[FoundLog]:
-    """Formats that are one JSON value, on one line or on many."""
+    """Yields formats that are a single JSON value, on one line or on many."""
     file = str(path)
     try:
         value = json.loads(text)

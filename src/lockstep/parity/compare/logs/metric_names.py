@@ -1,4 +1,4 @@
-"""Metric names of other frameworks mapped to verl's, which lockstep uses."""
+"""Maps metric names of other frameworks to verl's names, which lockstep uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from lockstep.errors import Problem, Refusal
 from lockstep.parity.compare.logs.table_logs import VALUE
 
-# Name in the log, without a leading `train/` -> name here. `eval_` and `eval/` before a name become `val/`.
+# Name in the log, without a leading `train/` -> lockstep's name. `eval_` and `eval/` before a name become `val/`.
 NAMES: dict[str, str] = {
     # transformers, TRL
     "loss": "train/loss",
@@ -58,7 +58,7 @@ _MINDSPEED_RL = {
 _MINDSPEED_RL_MARKS = ("timing/all", *(f"{method}/{what}/mean" for method in _METHODS for what in ("rewards", "score")))
 
 
-# If a log contains the key, it comes from this kind of training, and these names replace those of NAMES.
+# A log that contains the key comes from this kind of training, and these names replace those of NAMES.
 KINDS: dict[str, dict[str, str]] = {
     # TRL's GRPO, RLOO and the like; OpenRLHF's PPO family
     "reward": {
@@ -70,8 +70,8 @@ KINDS: dict[str, dict[str, str]] = {
         "learning_rate": "actor/lr",
         "actor_lr": "actor/lr",
         "actor_grad_norm": "actor/grad_norm",
-        # Per token, against the reference. If the KL penalty is part of the reward, the name is
-        # `actor/reward_kl_penalty`: use --names.
+        # Per token, against the reference. If the KL penalty is part of the reward, map it to
+        # `actor/reward_kl_penalty` with --names.
         "kl": "actor/kl",
         "entropy": "actor/entropy",
         # OpenRLHF's name for the mean entropy, before its coefficient.
@@ -122,7 +122,7 @@ _TAG = re.compile(r"-tag-(.+?)(?: ?\(\d+\))?$")
 
 
 def map_names(written: Iterable[str], verl_names: bool, names: Mapping[str, str]) -> dict[str, str]:
-    """Name here -> name in the log, for each metric. `names` override the tables, which a log with verl's names skips.
+    """Returns lockstep's name -> name in the log, for each metric. `names` override the tables; verl's names need none.
 
     If two metrics map to one name, the first gets it and the other keeps its name in the log.
     """
@@ -130,7 +130,7 @@ def map_names(written: Iterable[str], verl_names: bool, names: Mapping[str, str]
     table = {} if verl_names else _table(listed)
     mapped = {name: names.get(name) or _translated(name, table) for name in listed}
     found: dict[str, str] = {}
-    # Names that do not change come first: no other metric may take them.
+    # Names that do not change come first, so that no other metric takes them.
     for name in sorted(listed, key=lambda name: mapped[name] != name):
         target = mapped[name] if mapped[name] not in found else name
         while target in found:
@@ -140,19 +140,26 @@ def map_names(written: Iterable[str], verl_names: bool, names: Mapping[str, str]
 
 
 def read_names(path: str | Path) -> dict[str, str]:
-    """A YAML file of names for --names: one line `name in the log: name here` per metric."""
+    """Reads a YAML file of names for --names: one line `name in the log: lockstep's name` per metric."""
     where = str(path)
     try:
         table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refusal.at(where, f"cannot be read: {error.strerror}", "name a YAML file of names") from None
+        raise Refusal.at(
+            where, f"cannot be read: {error.strerror}", "give the path of a YAML file of names", code="unreadable"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         why = f"not YAML: {' '.join(str(error).split())}"
-        raise Refusal.at(where, why, "write lines like `their_name: train/loss`") from None
+        raise Refusal.at(where, why, "write lines like `their_name: train/loss`", code="invalid-yaml") from None
     if not isinstance(table, dict) or not table:
-        raise Refusal.at(where, "contains no names", "write lines like `their_name: train/loss`")
+        raise Refusal.at(where, "contains no names", "write lines like `their_name: train/loss`", code="empty-value")
     problems = [
-        Problem(f"{where}, {name!r}", f"has the value {target!r}", "both sides must be names; put them in quotes")
+        Problem(
+            f"{where}, {name!r}",
+            f"has the value {target!r}",
+            "both sides must be names; put them in quotes",
+            code="wrong-type",
+        )
         for name, target in table.items()
         if not (isinstance(name, str) and isinstance(target, str) and name and target)
     ]
@@ -162,7 +169,7 @@ def read_names(path: str | Path) -> dict[str, str]:
 
 
 def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """`names` plus the metric of the column `Value`: from `names`, otherwise from the file name."""
+    """Returns `names` plus the metric of the column `Value`: from `names`, otherwise from the file name."""
     if VALUE in names:
         return dict(names)
     tag = _TAG.search(path.stem)
@@ -170,15 +177,16 @@ def tensorboard_csv_names(path: Path, names: Mapping[str, str]) -> dict[str, str
     if metric is None:
         raise Refusal.at(
             path,
-            f"a csv export of tensorboard, which does not name the metric of its column {VALUE}",
-            "name it with --value (for example --value train/loss), or name the file as tensorboard does: "
+            f"a csv export of tensorboard, which does not contain the metric name of its column {VALUE}",
+            "set it with --value (for example --value train/loss), or name the file as tensorboard does: "
             "run-X-tag-NAME.csv",
+            code="unnamed-metric",
         )
     return {**names, VALUE: metric}
 
 
 def name_of_file(flat: str) -> str | None:
-    """The metric whose name has `_` in place of `/`, as in a file name; None if no table contains it."""
+    """Returns the metric whose name is `flat` with `/` in place of some `_`; None if no table contains it."""
     tables = (NAMES, *KINDS.values())
     here = {name.replace("/", "_"): name for table in tables for name in table.values()}
     theirs = {name.replace("/", "_"): name for table in tables for name in table}

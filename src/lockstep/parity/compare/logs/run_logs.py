@@ -27,17 +27,19 @@ def is_run_folder(path: Path) -> bool:
 
 
 def refuse_lost_metrics(path: Path) -> None:
-    """Refuse a run folder without its metrics: otherwise another file in it would be read as the log."""
+    """Refuses a run folder without its metrics; otherwise another file in it would be read as the log."""
     folder = RunFolder(path)
     if folder.recipe.is_file() and folder.checkpoints.is_dir() and not folder.metrics.exists():
-        raise Refusal.at(folder.metrics, "is missing; it contains the curves of the run", "restore the file")
+        raise Refusal.at(
+            folder.metrics, "is missing; it contains the curves of the run", "restore the file", code="missing-file"
+        )
 
 
 def run_points(path: Path) -> Points:
     file = RunFolder(path).metrics
     steps = read_metrics(file)
     if not steps:
-        raise Refusal.at(file, "contains no step", "did the run stop before its first step?")
+        raise Refusal.at(file, "contains no step", "did the run stop before its first step?", code="no-steps")
     found = Points()
     for step, values in steps:
         found.add(step, values)
@@ -45,7 +47,7 @@ def run_points(path: Path) -> Points:
 
 
 def recording_ranks(folder: Path) -> dict[int, Path]:
-    """The folders of a recording by rank; empty if the folder is not a recording."""
+    """Returns the folders of a recording by rank; empty if the folder is not a recording."""
     if _is_recording(folder):
         return {0: folder}
     inner = {path.name[5:]: path for path in folder.glob("rank_*")} if folder.is_dir() else {}
@@ -61,12 +63,14 @@ def _is_recording(folder: Path) -> bool:
 
 
 def recording_points(path: Path) -> Points:
-    """The curves of a recording: the mean over the ranks, at the steps that all ranks have."""
+    """Returns the curves of a recording: the mean over the ranks, at the steps that all ranks have."""
     sides = []
     for folder in recording_ranks(path).values():
         file = folder / _CURVES
         if not file.is_file():
-            raise Refusal.at(file, "is missing: no update was recorded", "did the run stop before its first update?")
+            raise Refusal.at(
+                file, "is missing: no update was recorded", "did the run stop before its first update?", code="no-steps"
+            )
         rows = json_lines(str(file), file.read_text(encoding="utf-8"))
         sides.append(table_points(str(file), rows).series())
     found = Points()
@@ -79,26 +83,26 @@ def recording_points(path: Path) -> Points:
 
 
 def read_evidence(path: Path) -> Evidence:
-    """Recipe, environment and first training samples of a run folder. Only the recipe is required."""
+    """Reads recipe, environment and first training samples of a run folder. Only the recipe is required."""
     folder = RunFolder(path)
     files = {folder.recipe: None, **{path: last for last, path in folder.earlier_recipes().items()}}
     try:
         recipes = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
     except (yaml.YAMLError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise Refusal.at(folder.recipe, f"is damaged: {why}", "restore the file") from None
+        raise Refusal.at(folder.recipe, f"is damaged: {why}", "restore the file", code="damaged-file") from None
     for file, content in recipes.items():
         if not isinstance(content, dict):
-            raise Refusal.at(file, "contains no keys", "restore the file")
+            raise Refusal.at(file, "contains no keys", "restore the file", code="damaged-file")
     env = read_object(folder.env) if folder.env.is_file() else {}
-    # An earlier version may have stored secrets; they must not reach a report.
+    # An earlier version may have stored secrets; they must not appear in a report.
     recipes, env = {path: stored_recipe(masked_tree(recipe)) for path, recipe in recipes.items()}, masked_tree(env)
     earlier = {last: recipes[path] for path, last in files.items() if last is not None}
     return Evidence(recipes[folder.recipe], env, _samples(folder.samples), earlier)
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
-    """The first training lines. A last line that is cut short is left out; other damage is refused."""
+    """Reads the first training lines. An incomplete last line is left out; other damage is refused."""
     if not file.is_file():
         return []
     found: list[dict[str, Any]] = []
@@ -109,8 +113,10 @@ def _samples(file: Path) -> list[dict[str, Any]]:
             except ValueError:
                 sample = None
             if not isinstance(sample, dict) and line.endswith("\n"):
-                why = f"not a line of this log: {line[:60]!r}"
-                raise Refusal.at(f"{file} line {number}", why, "restore the file, or remove the line")
+                why = f"cannot parse this line of the samples log: {line[:60]!r}"
+                raise Refusal.at(
+                    f"{file} line {number}", why, "restore the file, or remove the line", code="damaged-file"
+                )
             if isinstance(sample, dict) and sample.get("kind") == "train":
                 sample.pop("token_details", None)  # the page and the support table show responses, not tokens
                 found.append(sample)

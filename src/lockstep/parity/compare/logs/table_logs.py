@@ -1,7 +1,7 @@
 """Readers of tables with a step column: JSON lines, JSON, csv, msprobe's dumps.
 
-The step is a column (`global_step`), or a text such as `10/93`. The first update is step 1; wandb's `_step` and msprobe
-count from 0.
+The step is a column (`global_step`), or a text such as `10/93`. The first update is step 1, except in wandb's `_step`
+and msprobe, which count from 0.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lockstep.errors import Refusal
 from lockstep.parity.compare.logs.console_logs import damaged, parse_number
 from lockstep.parity.compare.logs.log_curves import LARGEST_STEP, Points, as_step, numbers
 
-# The first of these columns in a row is its step. `_step` is wandb's count of log calls, so it comes last.
+# The first of these columns in a row is its step. `_step` comes last, because wandb increments it at each log call.
 STEP_COLUMNS = ("training/global_step", "train/global_step", "eval/global_step", "global_step", "step", "Step")
 WANDB_COUNT = "_step"
-# Columns that name the process that wrote the row.
+# Columns that identify the process that wrote the row.
 _RANK_COLUMNS = ("rank", "global_rank", "local_rank", "process_index", "process", "worker", "node", "host", "device")
 _NO_METRICS = frozenset({*STEP_COLUMNS, *_RANK_COLUMNS, WANDB_COUNT, "_runtime", "_timestamp", "_wandb"})
 _RANGE_COLUMNS = ("__MIN", "__MAX")
 
 Row = Mapping[str, Any]
 LogRow = tuple[int, dict[str, Any]]
-"""Line number, for messages, and values."""
+"""A line number, for messages, and the values of the line."""
 
 
 def has_step(names: Collection[str]) -> bool:
@@ -38,7 +38,7 @@ def has_step(names: Collection[str]) -> bool:
 
 
 def json_lines(file: str, text: str) -> Iterator[LogRow]:
-    """The objects of JSON lines. A last line that is cut short is left out; other damage is refused."""
+    """Yields the objects of JSON lines. An incomplete last line is left out; other damage is refused."""
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -54,7 +54,7 @@ def json_lines(file: str, text: str) -> Iterator[LogRow]:
 
 
 def csv_rows(file: str, text: str) -> Iterator[LogRow]:
-    """The rows of a csv file by column name. A last line without its line break is incomplete and left out."""
+    """Yields the rows of a csv file by column name. A last line without its line break is incomplete and left out."""
     reader = csv.reader(io.StringIO(text[: text.rfind("\n") + 1]), delimiter=delimiter(text))
     try:
         header = _without_run_name(next(reader, []))
@@ -66,7 +66,9 @@ def csv_rows(file: str, text: str) -> Iterator[LogRow]:
             pairs = zip(header, cells, strict=True)
             yield reader.line_num, {name: value for name, cell in pairs if (value := parse_number(cell)) is not None}
     except csv.Error as error:
-        raise Refusal.at(f"{file} line {reader.line_num}", f"not a line of csv: {error}", "remove it") from None
+        raise Refusal.at(
+            f"{file} line {reader.line_num}", f"not a valid csv line: {error}", "remove it", code="damaged-file"
+        ) from None
 
 
 def delimiter(text: str) -> str:
@@ -75,7 +77,8 @@ def delimiter(text: str) -> str:
 
 
 def _without_run_name(header: list[str]) -> list[str]:
-    """A chart exported from wandb names its columns `run - metric`, with columns for the range."""
+    """Removes the run name from columns `run - metric` of a chart exported from wandb, and the columns for the
+    range."""
     header = [name.strip() for name in header]
     runs = {name.partition(" - ")[0] for name in header if " - " in name}
     if len(runs) != 1:
@@ -88,7 +91,7 @@ def _without_run_name(header: list[str]) -> list[str]:
 
 
 def table_points(file: str, rows: Iterator[LogRow]) -> Points:
-    """The metrics of the rows. If wandb's count of log calls is the only step, its first call becomes step 1."""
+    """Reads the metrics of the rows. If wandb's count of log calls is the only step, its first call becomes step 1."""
     rows_, found = list(rows), Points()
     counted = not any(name in row for _, row in rows_ for name in STEP_COLUMNS)
     columns = (WANDB_COUNT,) if counted else STEP_COLUMNS
@@ -100,14 +103,17 @@ def table_points(file: str, rows: Iterator[LogRow]) -> Points:
         step = as_step(written)
         if step is None:
             raise Refusal.at(
-                f"{file} line {line}", f"its step is {written!r}", "a step is a whole number; remove the row"
+                f"{file} line {line}",
+                f"its step is {written!r}",
+                "a step is a whole number; remove the row",
+                code="not-a-number",
             )
         found.add(step + first, numbers(row, _NO_METRICS), _rank_of(row))
     return found
 
 
 def _rank_of(row: Row) -> str:
-    """The rank that wrote the row, if a column names it."""
+    """Returns the rank that wrote the row, if a column contains it."""
     parts = [
         f"{name} {row[name]:g}" if isinstance(row[name], float) else f"{name} {row[name]}"
         for name in _RANK_COLUMNS
@@ -117,7 +123,7 @@ def _rank_of(row: Row) -> str:
 
 
 def _counts_from_zero(rows: Sequence[Row]) -> bool:
-    """Whether wandb's step 0 is an update: it has at least half of the next step's metrics. A validation has not."""
+    """Returns whether wandb's step 0 is an update, not a validation: it has half of the next step's metrics or more."""
     counted = list(islice((row for row in rows if WANDB_COUNT in row), 2))
     if not counted or as_step(counted[0][WANDB_COUNT]) != 0:
         return False
@@ -128,19 +134,19 @@ def _counts_from_zero(rows: Sequence[Row]) -> bool:
 # JSON lines of specific trainers --------------------------------------------------------------------------------------
 
 HISTORY = "log_history"
-"""A row with this key repeats all rows before it."""
+"""A row with this key repeats the contents of all rows before it."""
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The JSON lines of one trainer."""
+    """The format of one trainer's JSON lines."""
 
     is_row: Callable[[Row], bool]
     step: Callable[[Row], tuple[int | None, int | None]]
-    """The step of a row and the last planned step; None for what is missing."""
+    """Returns the step of a row and the last planned step; None for a missing one."""
     metrics: Callable[[Row], Mapping[str, float]]
     expected: str
-    """The name of a correct line, for messages."""
+    """A description of a correct line, for messages."""
 
 
 def row_points(file: str, text: str, form: RowFormat) -> Points:
@@ -169,7 +175,7 @@ def _swift_step(row: Row) -> tuple[int | None, int | None]:
 
 
 def _swift_metrics(row: Row) -> Mapping[str, float]:
-    """Numbers may be written as strings."""
+    """Returns the metrics; numbers may be written as strings."""
     plain = {
         name: parsed if isinstance(value, str) and (parsed := parse_number(value)) is not None else value
         for name, value in row.items()
@@ -213,20 +219,22 @@ def trainer_state_points(file: str, state: dict[str, Any]) -> Points:
     for index, row in enumerate(history if isinstance(history, list) else []):
         step = as_step(row.get("step")) if isinstance(row, dict) else None
         if step is None:
-            raise Refusal.at(f"{file}, {HISTORY}[{index}]", "has no step", "restore the file")
+            raise Refusal.at(f"{file}, {HISTORY}[{index}]", "has no step", "restore the file", code="damaged-file")
         found.add(step, numbers(row, frozenset({"step"})))
     found.planned = as_step(state.get("max_steps"))
     return found
 
 
 def refuse_cut_state(file: str, error: ValueError) -> Points:
-    """Refuse a trainer state that is not valid JSON, with the position of the damage."""
+    """Refuses a trainer state that is not valid JSON, and gives the position of the damage."""
     where = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-    raise Refusal.at(f"{file}{where}", "a trainer state that is cut short or damaged", "restore the file")
+    raise Refusal.at(
+        f"{file}{where}", "a trainer state that is cut short or damaged", "restore the file", code="damaged-file"
+    )
 
 
 def newest_state(files: Sequence[Path]) -> Path | None:
-    """Of the states of one run: the one outside the checkpoints, otherwise that of the last checkpoint."""
+    """Returns the state outside the checkpoints of one run, otherwise that of its last checkpoint."""
     if not files or any(file.name != STATE_FILE for file in files):
         return None
     numbered = {file: _CHECKPOINT.search(file.parent.name) for file in files}
@@ -238,7 +246,7 @@ def newest_state(files: Sequence[Path]) -> Path | None:
     return max(files, key=lambda file: int(match.group(1)) if (match := numbered[file]) else 0)
 
 
-# The csv export of tensorboard's page: one curve, whose name the file does not contain ------------------------------
+# The csv export of tensorboard's page: one curve; the file does not contain its name --------------------------------
 
 VALUE = "Value"
 TENSORBOARD_HEADER = ["Wall time", "Step", VALUE]
@@ -281,7 +289,7 @@ def is_msprobe_header(names: Sequence[str]) -> bool:
 
 
 def msprobe_files(folder: Path) -> list[Path]:
-    """The files of one dump, monitor or gradient probe; empty for any other folder."""
+    """Returns the files of one dump, monitor or gradient probe; empty for any other folder."""
     dumps = [*folder.glob(f"step*/rank*/{_DUMP}"), *folder.glob(f"rank*/{_DUMP}"), *folder.glob(_DUMP)]
     tables = [*folder.glob("rank*/grad_summary_*.csv"), *folder.glob("*.csv"), *folder.glob("rank*/*.csv")]
     found = sorted(set(dumps)) or sorted({path for path in tables if _has_msprobe_header(path)})
@@ -294,7 +302,7 @@ def _has_msprobe_header(path: Path) -> bool:
 
 
 def msprobe_points(files: Sequence[Path]) -> Points:
-    """All files together, sorted by step."""
+    """Reads all files and sorts their points by step."""
     several = len({_rank_folder(path) for path in files}) > 1
     rows = [
         (step, f"rank{_rank_folder(path)}/{name}" if several else name, value)
@@ -316,7 +324,9 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
     try:
         dump = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise Refusal.at(path, f"is cut short: {error}", "msprobe writes it at debugger.stop(); dump again") from None
+        raise Refusal.at(
+            path, f"is cut short: {error}", "msprobe writes it at debugger.stop(); dump again", code="damaged-file"
+        ) from None
     parts = [_STEP_FOLDER.fullmatch(part) for part in path.parts]
     step = next((int(part[1]) for part in reversed(parts) if part), 0)
     for name, inside in dump["data"].items():
@@ -328,7 +338,7 @@ def _dump_rows(path: Path) -> Iterator[tuple[int, str, float]]:
 
 
 def _tensors(value: Any, place: str) -> Iterator[tuple[str, Row]]:
-    """Every tensor with statistics: arguments, outputs and parameters, also in lists."""
+    """Yields every tensor with statistics: arguments, outputs and parameters, also in lists."""
     if isinstance(value, dict) and "Norm" in value:
         yield place, value
     elif isinstance(value, (dict, list)):

@@ -1,1 +1,1 @@
-"""Modules for the Python of a serving engine, which may not have lockstep: this folder is on its PYTHONPATH."""
+"""Modules that a serving engine imports. Its Python may not have lockstep, so this folder is on its PYTHONPATH."""

@@ -1,6 +1,6 @@
-"""Weights by broadcast, both sides: the run and all workers of one server form a separate process group.
+"""Weight transfer by broadcast, for both sides: the run and all workers of one server form a separate process group.
 
-The run imports this file from lockstep, the server from this folder without lockstep: it imports torch only.
+The run imports this file as part of lockstep. The server imports it without lockstep, so it may only import torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def joined(backend: str, store: dist.Store, name: Any, rank: int, size: int, seconds: float) -> dist.ProcessGroup:
-    """Creates a group independent of the default group: a single-process run has none, and the workers have another.
-    Waits up to `seconds` for the other ranks."""
+    """Creates a process group that does not need a default group: a single-process run has none, and that of the
+    workers excludes the run. Waits up to `seconds` for the other ranks."""
     with _no_split():
         group, _ = _new_process_group_helper(
             size,
@@ -47,21 +47,21 @@ def met(
 
 
 def left(group: dist.ProcessGroup) -> None:
-    """Destroys this side without waiting for the others, which may be dead in the middle of a collective."""
+    """Destroys the group on this rank without waiting for the others, which may have died during a broadcast."""
     with suppress(RuntimeError):  # not supported by the backend
         group.abort()
     dist.destroy_process_group(group)
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum: the sum of the tensor's bits read as integers, modulo 2^64."""
+    """Returns a checksum: the sum of the tensor's elements, with their bits read as integers, modulo 2^64."""
     return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 class Arriving(Iterator[tuple[str, torch.Tensor]]):
     """Receives the announced tensors one by one and compares each with its checksum.
 
-    All of them must be received even after an error (`take_rest`): otherwise the other ranks hang.
+    After an error the remaining tensors must still be received (`take_rest`); otherwise the other ranks hang.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Arriving(Iterator[tuple[str, torch.Tensor]]):
 
 @contextmanager
 def _no_split() -> Iterator[None]:
-    """Prevents torch from splitting a default group that is bound to a device: the run is not in that group."""
+    """Prevents torch from creating the group by splitting the default group, of which the run is not a member."""
     default = dist.group.WORLD if dist.is_initialized() else None
     if default is None or default.bound_device_id is None:
         yield

@@ -1,14 +1,14 @@
-"""HTTP middleware for vLLM (`--middleware lockstep_samples.SampleRoute`): a route for many samples per request, and an
-API key for every route except /health.
+"""HTTP middleware for vLLM (`--middleware lockstep_samples.SampleRoute`): adds a route for many samples per request and
+requires an API key for every route except /health.
 
 vLLM's routes take one request per prompt, create objects for every log-prob and produce output after every token. With
 a small model that takes longer than decoding. This route returns one line per sample when the sample is finished.
 
-vLLM's API key protects the OpenAI routes only. The routes that a run needs (`/collective_rpc` and others of
-VLLM_SERVER_DEV_MODE) load weights and open files for every client.
+vLLM's own API key protects only the OpenAI routes. The routes that a run needs (`/collective_rpc` and others of
+VLLM_SERVER_DEV_MODE) let any client load weights and open files, so they need a key too.
 
-It runs in the server's Python, which may not have lockstep installed: it imports the file of this folder, and vLLM on
-the first request.
+It runs in the server's Python, which may not have lockstep installed. So it imports only files of this folder, and vLLM
+on the first request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep_scheduler import LOGPROBS, SAMPLE  # type: ignore[import-not-found
 
 PATH = "/lockstep/samples"
 KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
-_NO_KEY = f"the server has no key: start it with {KEY_VARIABLE} in its environment, and the run with the same"
+_NO_KEY = f"the server has no key: start the server and the run with the same {KEY_VARIABLE} in their environment"
 _WRONG_KEY = f"the key is missing or wrong (Authorization: Bearer KEY): start the run with the server's {KEY_VARIABLE}"
 _LINES = "application/x-ndjson"
 
@@ -63,7 +63,7 @@ class SampleRoute:
             return True
         authorizations = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         scheme, _, key = (authorizations[0] if len(authorizations) == 1 else b"").partition(b" ")
-        # Without a key nothing is allowed.
+        # If the server has no key, all requests are rejected.
         same = hmac.compare_digest(key.strip(), self._key.encode())
         return bool(self._key) and scheme.lower() == b"bearer" and same
 
@@ -81,7 +81,7 @@ async def _samples(state: Any, receive: Receive, send: Send) -> None:
     except (ValueError, LookupError, TypeError) as error:
         await _answer(send, {"error": f"malformed request: {error!r}"}, status=400)
         return
-    # None: the client has disconnected.
+    # None in the queue means that the client has disconnected.
     finished: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     batch = uuid.uuid4().hex
     tasks = [
@@ -126,11 +126,11 @@ async def _generated(
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    # One final output, flat log-probs, and no copy of the parameters.
+    # Request one final output and flat log-probs, and do not copy the parameters.
     kind = RequestOutputKind.FINAL_ONLY
     params = SamplingParams(**sampling_params, output_kind=kind, flat_logprobs=True, skip_clone=True)
     if params.stop:
-        # The front end searches stop strings, so it needs each token: do not buffer.
+        # vLLM's front end searches for stop strings and needs each token, so the output must not be buffered.
         name = f"text-{name}"
     final = None
     adapter = _adapter(state.openai_serving_models, model)
@@ -144,7 +144,7 @@ async def _generated(
         "logprobs": _logprobs(final),
         "finish_reason": made.finish_reason,
         "stop_reason": made.stop_reason,
-        # The run compares it with the digest of its prompt.
+        # The run compares this digest with that of its prompt.
         "prompt": prompt_digest(final.prompt_token_ids),
         # Newer versions of vLLM report the weight version of each token.
         "versions": [span.version for span in getattr(made, "weight_versions", None) or ()] or None,
@@ -152,12 +152,13 @@ async def _generated(
 
 
 def prompt_digest(ids: list[int]) -> str:
-    """The same digest as `prompt_digest` of `adapter.py`."""
+    """Returns the same digest as `prompt_digest` of `adapter.py`."""
     return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _is_client_error(error: Exception) -> bool:
-    """Whether a retry would fail again. Newer versions have a common base class, older ones raise ValueError."""
+    """Returns whether the request is invalid, so that a retry would fail. Newer vLLM versions have a base class for
+    such errors; older ones raise ValueError."""
     from vllm import exceptions
 
     names = ("VLLMClientError", "VLLMValidationError", "VLLMNotFoundError")
@@ -173,12 +174,12 @@ def _logprobs(final: Any) -> list[float]:
     # The sampled token is the first at each position.
     flat = made.logprobs
     if [flat.token_ids[start] for start in flat.start_indices] != list(made.token_ids):
-        raise RuntimeError("vLLM gave log-probs of other tokens than the sampled ones")
+        raise RuntimeError("vLLM returned log-probs of tokens that were not sampled")
     return [flat.logprobs[start] for start in flat.start_indices]
 
 
 def _adapter(models: Any, model: str) -> Any:
-    """The LoRA request; None for the base model."""
+    """Returns the LoRA request for a model name; None for the base model."""
     return None if models.is_base_model(model) else models.lora_requests[model]
 
 

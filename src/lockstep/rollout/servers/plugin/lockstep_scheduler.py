@@ -1,10 +1,10 @@
-"""Scheduler extension for vLLM (`--scheduler-cls lockstep_scheduler.scheduler`): the output of a sample of
-`SampleRoute` is sent once, when the sample is finished.
+"""Scheduler extension for vLLM (`--scheduler-cls lockstep_scheduler.scheduler`): sends the output of a `SampleRoute`
+sample once, when the sample is finished.
 
 vLLM's engine sends every token with its log-prob to the HTTP process separately. For a small model that takes longer
 than decoding. This scheduler buffers tokens and log-probs until the sample is finished. Other requests are unchanged.
 
-It runs in the server's Python, which may not have lockstep installed: it imports numpy and vLLM only.
+It runs in the server's Python, which may not have lockstep installed, so it may only import numpy and vLLM.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 SAMPLE = "lockstep-sample-"
-"""Prefix of the ids of buffered requests."""
+"""Prefix of the request ids whose output is buffered."""
 LOGPROBS = "lockstep_logprobs"
-"""Key of their log-probs: little-endian float64."""
+"""Key under which the log-probs of such requests are sent, as little-endian float64."""
 
 
 def scheduler(vllm_config: Any, **given: Any) -> Any:
-    """vLLM's default scheduler with buffering."""
+    """Creates vLLM's default scheduler with buffering added."""
     config = vllm_config.scheduler_config
     named, config.scheduler_cls = config.scheduler_cls, None
     try:
@@ -31,7 +31,7 @@ def scheduler(vllm_config: Any, **given: Any) -> Any:
 
 
 class _FinishedSamples:
-    """Mixed into a scheduler class."""
+    """Mixin for a vLLM scheduler class that buffers the output of unfinished samples."""
 
     requests: dict[str, Any]
 
@@ -51,7 +51,7 @@ class _FinishedSamples:
         return {client: outputs for client, outputs in by_client.items() if _is_needed(outputs)}
 
     def _finished(self, output: Any) -> Any:
-        """The output to send now: None until the sample is finished, then all of it."""
+        """Returns the output to send now: None until the sample is finished, then its complete output."""
         name = output.request_id
         if not name.startswith(SAMPLE):
             return output
@@ -72,14 +72,14 @@ class _Buffer:
         self._first = first
         self._ids: list[int] = []
         self._scored, self._logprobs = bytearray(), bytearray()
-        """Token ids and log-probs as raw bytes of the arrays of each step."""
+        """Token ids and log-probs, as the raw bytes of one array per step."""
         self._kinds: tuple[Any, Any] = (np.int32, np.float32)
 
     def take(self, output: Any) -> None:
         self._ids += output.new_token_ids
         logprobs = output.new_logprobs
         if logprobs is not None:
-            # The sampled token is the first of its row.
+            # The sampled token is the first entry of its row.
             self._scored += logprobs.logprob_token_ids[:, 0].tobytes()
             self._logprobs += logprobs.logprobs[:, 0].tobytes()
             self._kinds = logprobs.logprob_token_ids.dtype, logprobs.logprobs.dtype
@@ -89,7 +89,7 @@ class _Buffer:
             np.frombuffer(text, kind) for text, kind in zip((self._scored, self._logprobs), self._kinds, strict=True)
         )
         if scored.tolist() != self._ids:
-            raise RuntimeError(f"vLLM gave log-probs of other tokens than the sampled ones: {last.request_id}")
+            raise RuntimeError(f"vLLM returned log-probs of tokens that were not sampled: {last.request_id}")
         last.new_token_ids, last.new_logprobs = self._ids, None
         last.prefill_stats = self._first.prefill_stats
         # vLLM's front end passes this field on unchanged, and our samples do not transfer KV caches.

@@ -1,7 +1,7 @@
-"""Weights by shared memory, both sides: the run sends the location of each tensor, and the workers of a server on the
-same machine map it. Device memory is copied only into the server's weights.
+"""Weight transfer by shared memory, for both sides: the run sends the location of each tensor, and the workers of a
+server on the same machine map it. Device memory is copied once, into the server's weights.
 
-The run imports this file from lockstep, the server from this folder without lockstep: it imports torch only.
+The run imports this file as part of lockstep. The server imports it without lockstep, so it may only import torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _CLASSES = {kind.__name__: kind for kind in (torch.Tensor, torch.storage.TypedSt
 
 
 def device_place(tensor: torch.Tensor) -> TensorPlace:
-    """The location of a device tensor (torch's IPC handle). Call it once per tensor: each call adds a reference in
-    torch."""
+    """Returns the location of a device tensor (torch's IPC handle). Call it once per tensor, because each call makes
+    torch keep another reference."""
     rebuild, arguments = reductions.reduce_tensor(tensor.detach())
     properties = torch.get_device_module(tensor.device.type).get_device_properties(tensor.device)
     return {"device": str(properties.uuid), "rebuild": rebuild.__name__, "said": [_to_json(each) for each in arguments]}
@@ -36,7 +36,7 @@ def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype)
     """Copies tensors into one file that both sides map; returns their locations."""
     starts = [0]
     for tensor in tensors:
-        # Aligned for every dtype.
+        # Each tensor is aligned for every dtype.
         starts.append(starts[-1] + -(-tensor.numel() * dtype.itemsize // 64) * 64)
     mapped = torch.from_file(str(file), shared=True, size=max(starts[-1], 1), dtype=torch.uint8)
     for start, tensor in zip(starts, tensors, strict=False):
@@ -48,13 +48,13 @@ def host_places(file: Path, tensors: Sequence[torch.Tensor], dtype: torch.dtype)
 
 
 def opened(place: TensorPlace, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Maps the tensor."""
+    """Maps the tensor at a location; raises ValueError if its dtype or shape differs."""
     if "file" in place:
         mapped = torch.from_file(place["file"], shared=True, size=place["size"], dtype=torch.uint8)
         return _part(mapped, place["start"], dtype, shape)
     rebuild, arguments = place["rebuild"], [_from_json(each) for each in place["said"]]
     if not (rebuild.startswith("rebuild_") and rebuild.endswith("_tensor") and hasattr(reductions, rebuild)):
-        raise ValueError(f"this torch ({torch.__version__}) has no {rebuild}")
+        raise ValueError(f"the server's torch ({torch.__version__}) has no function {rebuild}")
     arguments[_DEVICE] = _index_of(place["device"])
     tensor: torch.Tensor = getattr(reductions, rebuild)(*arguments)
     if (tensor.shape, tensor.dtype) != (torch.Size(shape), dtype):

@@ -1,8 +1,8 @@
-"""Worker extension for vLLM (`--worker-extension-cls lockstep_vllm.WeightExtension`): loads weights from files, from a
-collective of the run and all workers, or from shared memory.
+"""Worker extension for vLLM (`--worker-extension-cls lockstep_vllm.WeightExtension`): loads weights from files, by
+broadcast in a process group of the run and all workers, or from shared memory.
 
-It runs in the server's Python, which may not have lockstep installed: it imports torch, safetensors, vLLM and the files
-of this folder only. `/collective_rpc` calls each method with one JSON text; it returns a dict, with errors under
+It runs in the server's Python, which may not have lockstep installed, so it may only import torch, safetensors, vLLM
+and files of this folder. `/collective_rpc` calls each method with one JSON text and gets a dict, with errors under
 `error`.
 """
 
@@ -17,12 +17,12 @@ from lockstep_group import Arriving, bit_sum, left, met  # type: ignore[import-n
 from lockstep_shared import opened  # type: ignore[import-not-found]
 from safetensors import safe_open
 
-# The version after a start. vLLM's default name could be mistaken for a version of another run.
+# The weight version after a start. vLLM's default value could be mistaken for a version of another run.
 FRESH = "as started"
 
 
 def _returns_errors(work: Callable[..., dict[str, Any]]) -> Callable[[Any, str], dict[str, Any]]:
-    """Decorator: returns exceptions as `error`, because vLLM drops their text."""
+    """Makes a method return its exception as `error`, because vLLM drops the text of exceptions."""
 
     def method(self: Any, arguments: str = "{}") -> dict[str, Any]:
         try:
@@ -34,7 +34,7 @@ def _returns_errors(work: Callable[..., dict[str, Any]]) -> Callable[[Any, str],
 
 
 class WeightExtension:
-    """Mixed into the worker class: `self` is a vLLM worker."""
+    """Methods that vLLM adds to its worker class; `self` is a vLLM worker."""
 
     @_returns_errors
     def lockstep_facts(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class WeightExtension:
 
     @_returns_errors
     def lockstep_version(self, version: str | None = None) -> dict[str, Any]:
-        """Returns the version; sets it first if one is given."""
+        """Returns the weight version, after setting it if one is given."""
         if version is not None:
             self._lockstep_version = version
         return {"version": getattr(self, "_lockstep_version", FRESH)}
@@ -73,11 +73,11 @@ class WeightExtension:
     def lockstep_take(
         self, names: list[str], shapes: list[list[int]], sums: list[int], dtype: str, places: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Loads all weights of the model from the run's memory. Returns `unopened` with the reason if nothing was
-        changed, so that the run can use files."""
+        """Loads all weights of the model from the run's memory. If that memory cannot be mapped, changes nothing and
+        returns the reason as `unopened`, so that the run can use files."""
         try:
             tensors = _opened(self, names, shapes, dtype, places)
-            # The checksums verify that it is the right memory.
+            # The checksums verify that the right memory was mapped.
             wrong = _wrong_checksums(names, tensors, sums)
             if wrong:
                 raise ValueError(f"{len(wrong)} tensors differ from those of the run, such as {wrong[:5]}")
@@ -86,7 +86,7 @@ class WeightExtension:
             return {"unopened": f"{type(error).__name__}: {error}"[:2000]}
         _load(self, iter(zip(names, tensors, strict=True)))
         if self.device.type != "cpu":  # type: ignore[attr-defined]
-            # The run may change them after the response.
+            # The run may change the tensors after the response.
             torch.accelerator.synchronize(self.device)  # type: ignore[attr-defined]
         return {"loaded": len(names)}
 
@@ -97,7 +97,7 @@ class WeightExtension:
         """Joins the group with the run (rank 0) and the other workers."""
         copies = self.vllm_config.parallel_config.data_parallel_size  # type: ignore[attr-defined]
         if copies != 1:
-            # The workers of all copies have the same ranks, and the group has room for one copy.
+            # The workers of all copies have the same ranks, and the group has ranks for only one copy.
             raise ValueError(f"it has {copies} copies of the weights (data parallelism): set rollout.weight_sync=files")
         _leave(self)
         self._lockstep_group = name, *met(address, port, name, backend, self.rank + 1, size, seconds)  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ class WeightExtension:
         """Receives all weights of the model from the group, with checkpoint names and in this order."""
         name, joined, _ = getattr(self, "_lockstep_group", (None, None, None))
         if name != group:
-            return {"error": f"it is not in group {group}: it was restarted", "lost": True}
+            return {"error": f"the worker is not in group {group}: it was restarted", "lost": True}
         arriving = Arriving(joined, names, shapes, sums, dtype, self.device)  # type: ignore[attr-defined]
         try:
             _load(self, arriving)
@@ -127,7 +127,7 @@ class WeightExtension:
 
 
 def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    # Partly loaded weights must not keep the previous version.
+    # The version is reset first, so that partly loaded weights do not have the previous version.
     worker._lockstep_version = "incomplete"
     model = worker.model_runner.get_model()
     try:
@@ -140,8 +140,8 @@ def _load(worker: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 
 def _close_reload(worker: Any, model: Any) -> None:
-    """Closes a reload that raised. vLLM would count its tensors together with those of the next reload. Incomplete
-    layers drop their new tensors and get the previous ones back."""
+    """Closes a reload that raised, because vLLM would count its tensors together with those of the next reload.
+    Incomplete layers drop their new tensors and keep the previous ones."""
     try:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -158,13 +158,13 @@ def _close_reload(worker: Any, model: Any) -> None:
 def _opened(
     worker: Any, names: list[str], shapes: list[list[int]], dtype: str, places: list[dict[str, Any]]
 ) -> list[torch.Tensor]:
-    """Maps the tensors. A tensor at an unchanged location is mapped once: the run updates it in place."""
+    """Maps the tensors. A tensor whose location is unchanged stays mapped, because the run updates it in place."""
     before = getattr(worker, "_lockstep_opened", {})
     now = {}
     for name, shape, place in zip(names, shapes, places, strict=True):
         key = json.dumps([name, shape, dtype, place])
         now[key] = before[key] if key in before else opened(place, getattr(torch, dtype), shape)
-    # Files are removed after each push.
+    # Mappings of files are not kept, because files are removed after each push.
     worker._lockstep_opened = {} if any("file" in place for place in places) else now
     return list(now.values())
 
@@ -202,7 +202,7 @@ def _tensors(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _verified(tensors: Iterator[tuple[str, torch.Tensor]], sums: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Compares the checksum of each tensor before it is loaded; a difference ends the load."""
+    """Yields each tensor after verifying its checksum; raises ValueError if the checksum differs."""
     for name, tensor in tensors:
         if int(bit_sum(tensor)) != sums[name]:
             raise ValueError(f"{name} in the files differs from what the run wrote")
@@ -216,7 +216,7 @@ def _refuse_other_names(found: list[str], names: list[str]) -> None:
 
 
 def _loaded_names(model: Any, reload: Callable[[], None]) -> set[str] | None:
-    """The names that `model.load_weights` loaded during `reload`: vLLM only warns about missing ones."""
+    """Returns the names that `model.load_weights` loaded during `reload`; vLLM itself only warns about missing ones."""
     loaded: list[set[str] | None] = []
     load = model.load_weights
 
@@ -241,8 +241,8 @@ def _refuse_missing(model: Any, loaded: set[str] | None) -> None:
 
 
 def _repack_heads(model: Any) -> None:
-    """On a CPU vLLM computes logits with a packed copy of the head, which a reload of a tied embedding does not update.
-    On other devices this does nothing."""
+    """Updates the packed copy of the head with which vLLM computes logits on a CPU; a reload of a tied embedding does
+    not update it. Does nothing on other devices."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
