@@ -295,3 +295,9 @@ def test_missing_tensors_are_refused(tmp_path: Path) -> None:
     (path / MODEL).unlink()
     with pytest.raises(Refusal, match="cannot be read"):
         checkpoint.read(path)
+
+
+def test_old_names_of_recipe_keys_are_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    change_state(path, recipe={"batch": {"rows": 3}})
+    assert checkpoint.read(path).state.recipe == {"batch": {"micro_batch_size": 3}}
