@@ -108,7 +108,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         raise failure
 
     monkeypatch.setattr(checkpoint, "save_file", fail)
-    with pytest.raises(Refusal, match=r"(?s)step_2: could not be written: .*no space left.*free some disk"):
+    with pytest.raises(Refusal, match=r"(?s)step_2\b.*could not be written: .*no space left.*free some disk"):
         save(tmp_path, 2)
     assert list(tmp_path.iterdir()) == []
 
@@ -123,7 +123,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     if enough:
         assert save(tmp_path / "new", 1).is_dir()
     else:
-        with pytest.raises(Refusal, match="a checkpoint needs 4 MiB and the disk has 4 MiB") as refused:
+        with pytest.raises(Refusal, match="a checkpoint needs 4 MiB.* 4 MiB free") as refused:
             save(tmp_path / "new", 1)
         assert refused.value.problems[0].where == str(tmp_path / "new")
         assert "checkpoint.keep_last" in refused.value.problems[0].remedy
@@ -272,14 +272,14 @@ def test_states_of_earlier_versions_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"version": 3}, "was written in format 3, this version reads 1 and 2"),
+        ({"version": 3}, "format 3, .*1 and 2"),
         ({"unknown": 1}, "cannot be read: .*unknown"),
-        ({"files": {"../a": "text"}}, r"its files name '\.\./a'"),
-        ({"files": {"..": "text"}}, r"its files name '\.\.'"),
-        ({"files": {"": "text"}}, "its files name ''"),
-        ({"files": {"a\0": "text"}}, "its files name"),
-        ({"files": {"a": 5}}, "its files name 'a'"),
-        ({"files": ["a"]}, "its files name"),
+        ({"files": {"../a": "text"}}, r"its files .*'\.\./a'"),
+        ({"files": {"..": "text"}}, r"its files .*'\.\.'"),
+        ({"files": {"": "text"}}, "its files .*''"),
+        ({"files": {"a\0": "text"}}, "its files"),
+        ({"files": {"a": 5}}, "its files .*'a'"),
+        ({"files": ["a"]}, "its files"),
     ],
 )
 def test_a_changed_state_is_refused(tmp_path: Path, values: dict[str, Any], why: str) -> None:

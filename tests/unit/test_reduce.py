@@ -115,7 +115,7 @@ def test_the_recipe_knows_these_aggregations():
 
 
 def test_unknown_aggregation_is_refused_with_the_known_ones():
-    with pytest.raises(Refusal, match=r"^algorithm\.aggregation: .*(?s:.*)token_mean"):
+    with pytest.raises(Refusal, match=r"^algorithm\.aggregation\b.*(?s:.*)token_mean"):
         aggregation_weights("mean", SEQUENCE, KEEP, 5, max_tokens=10)
 
 
