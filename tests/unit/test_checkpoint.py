@@ -123,7 +123,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     if enough:
         assert save(tmp_path / "new", 1).is_dir()
     else:
-        with pytest.raises(Refusal, match="a checkpoint needs 4 MiB.* 4 MiB free") as refused:
+        with pytest.raises(Refusal, match=r"a checkpoint needs 4 MiB.* 4 MiB free") as refused:
             save(tmp_path / "new", 1)
         assert refused.value.problems[0].where == str(tmp_path / "new")
         assert "checkpoint.keep_last" in refused.value.problems[0].remedy
