@@ -26,7 +26,7 @@ def policy_loss(**keys: float) -> Inject:
         def make_policy_loss(original: Any, algorithm: Any) -> Any:
             return original(algorithm.model_copy(update=keys))
 
-        patched(scene, "lockstep.train.update", "make_policy_loss", make_policy_loss)
+        patched(scene, "lockstep.train.update_terms", "make_policy_loss", make_policy_loss)
 
     return inject
 

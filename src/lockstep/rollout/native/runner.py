@@ -226,7 +226,7 @@ class Runner:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            warnings.warn(f"decoding runs without CUDA graphs, which is slower: {first_line(error)}", stacklevel=2)
+            warnings.warn(f"decoding runs without device graphs, which is slower: {first_line(error)}", stacklevel=2)
             return False
         state.copy_(kept)
         return True
