@@ -54,7 +54,7 @@ def response_mask(scene: Scene) -> None:
     def example(original: Any, rollout: Any) -> Example:
         return last_untrained(prompt_trained(original(rollout)))
 
-    patched(scene, "lockstep.train.experience", "example_of", example)
+    patched(scene, "lockstep.train.experience", "make_example", example)
 
 
 def packed_batch(change: Callable[[MicroBatch], MicroBatch]) -> Inject:

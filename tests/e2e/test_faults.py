@@ -279,7 +279,7 @@ def test_a_kto_replay_continues_if_the_first_loss_is_wrong(tape: Callable[[str],
         found = replayed(run)
     assert found.stage == "loss"
     [remark] = found.remarks
-    assert remark.startswith("The check at load: step 0: ")
+    assert remark.startswith("The check at load: step 0 [")
     assert "0.505000" in remark
     assert "0.500000" in remark
     assert "report" not in remark

@@ -169,7 +169,7 @@ def test_a_call_that_goes_wrong_is_a_failure_and_the_next_one_is_served(part, te
 
 def test_a_row_that_cannot_be_handed_over_is_a_failure(part) -> None:
     odd = Question("sums", [], "18", Origin("rows", 1), {"lock": threading.Lock()})
-    assert "row cannot be handed" in part.submit(odd, "right").result(GUARD).why
+    assert "cannot pickle" in part.submit(odd, "right").result(GUARD).why
     assert part.submit(question(), "right").result(GUARD) == {"function": 1.0}
 
 

@@ -294,7 +294,7 @@ def test_a_reward_that_likes_the_empty_answer_best_is_warned_of(user) -> None:
         tried = scorer.dry_run(rows)
     assert tried.lines == ["reward function: right answer -0.02, empty answer 0"]
     (warning,) = tried.warnings
-    assert "data source arithmetic: on 2 of 2 rows" in warning
+    assert "data source arithmetic: on 2 of 2 " in warning
     assert "by reward function; on rows.parquet row 4 0 against -0.02 for '18'" in warning
     assert "say nothing" in warning
 
