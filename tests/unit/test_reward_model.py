@@ -186,7 +186,7 @@ def test_closing_answers_what_waits(folder) -> None:
     part.close()
     outcome = future.result(0)
     assert isinstance(outcome, Failure)
-    assert "the run was ending" in outcome.why
+    assert "the run ended" in outcome.why
 
 
 def test_batches_hold_the_padded_rows() -> None:
