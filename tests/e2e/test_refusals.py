@@ -230,7 +230,7 @@ def test_a_full_disk_is_refused_before_anything_is_overwritten(recipe_file: Path
         whole = {p: p.read_bytes() for p in (disk / "run" / "checkpoints").rglob("*") if p.is_file()}
         assert whole
         (disk / "ballast").write_bytes(b"x" * shutil.disk_usage(disk).free)
-        with pytest.raises(Refusal, match=r"\[disk-full\]: .*[\d,]+ MiB .* 0 MiB"):
+        with pytest.raises(Refusal, match=r"\[disk-full\]: .*[\d,]+ MiB.* 0 MiB"):
             train(recipe_file, f"run.folder={disk}", "run.steps=6", "run.export=false", "optim.schedule=constant")
         assert {p: p.read_bytes() for p in (disk / "run" / "checkpoints").rglob("*") if p.is_file()} == whole
     finally:
