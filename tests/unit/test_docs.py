@@ -198,4 +198,4 @@ def test_the_life_of_a_sample_has_the_real_numbers(embedded: Path, tmp_path: Pat
     assert batch.predictors_K.tolist() == [*range(32, 50), *range(74, 81)]
     assert " | ".join(f"{value:.3f}" for value in logprobs[-7:].tolist()) in text
     assert f"is {nll(logprobs).loss.item():.3f}" in text
-    assert f"our row is {nll(logprobs[-7:]).loss.item():.3f}" in text
+    assert f"the row contributes {nll(logprobs[-7:]).loss.item():.3f}" in text
