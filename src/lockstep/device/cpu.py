@@ -175,7 +175,7 @@ def slow_threads(dtype: torch.dtype, inner: int, outer: int) -> str | None:
     load = f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)" if hasattr(os, "getloadavg") else ""
     return (
         f"{threads} threads take {times:.1f} times as long as one{load}: other processes use the cores, or the model "
-        "is too small for several threads; set OMP_NUM_THREADS to 1 or to fewer threads than now"
+        "is too small for several threads; set OMP_NUM_THREADS=1, or a number below the current one"
     )
 
 
