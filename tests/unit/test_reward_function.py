@@ -336,7 +336,7 @@ def test_close_answers_what_waits_and_leaves_no_process(tmp_path) -> None:
     assert running(str(file))
     futures = [part.submit(question(), "sleep") for _ in range(4)]
     part.close()
-    assert all("the run was ending" in future.result(0).why for future in futures)
+    assert all("the run ended" in future.result(0).why for future in futures)
     assert not Path(f"/proc/{pid}").exists()
     assert not running(str(file))
     assert isinstance(part.submit(question(), "right").result(0), Failure)
@@ -431,7 +431,7 @@ def test_a_closure_keeps_what_it_closes_over_and_cannot_change_a_row() -> None:
     assert "mine" not in asked.extra_info
     late = part.submit(asked, "late").result(GUARD)
     assert isinstance(late, Failure)
-    assert "the run was ending" in late.why
+    assert "the run ended" in late.why
 
 
 def test_a_function_of_this_process_that_fails_or_stalls_fails_its_response() -> None:

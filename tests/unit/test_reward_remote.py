@@ -389,7 +389,7 @@ def test_closing_answers_what_waits() -> None:
         futures = [part.submit(question(), text) for text in ("x", "x", "stall", "x", "x")]
         assert server.asked.wait(GUARD)
         part.close()
-        assert all("the run was ending" in future.result(0).why for future in futures)
+        assert all("the run ended" in future.result(0).why for future in futures)
         assert isinstance(part.submit(question(), "x").result(0), Failure)
         part.flush()
         part.close()
