@@ -188,7 +188,7 @@ def test_a_name_that_is_no_model_is_answered_with_what_is_there(
     for path, told in {
         "runs": "use one of those in it: runs/first",
         "runs/first/checkpoints": "use one of its checkpoints: runs/first/checkpoints/step_2",
-        "packed": "name the file: packed/q8.gguf",
+        "packed": "packed/q8.gguf",
         "tinny": "did you mean tiny?",
         "rums/first": "did you mean the folder runs?",
         "runs/frist": "did you mean runs/first?",
