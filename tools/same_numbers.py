@@ -32,7 +32,7 @@ ONLINE = ("run.steps=4", "batch.prompts=8", "rollout.n=4", "checkpoint.every=nul
 RUNS: dict[str, tuple[str, ...]] = {
     "sft": ("warmup-arithmetic", "run.steps=6", *SHORT),
     "sft-lora-bf16": ("warmup-arithmetic", "run.steps=4", "model.lora.rank=4", "model.dtype=bf16", *SHORT),
-    "sft-rows": ("warmup-arithmetic", "run.steps=4", "batch.tokens=null", "batch.rows=4", *SHORT),  # the name before 0.2
+    "sft-rows": ("warmup-arithmetic", "run.steps=4", "batch.tokens=null", "batch.rows=4", *SHORT),
     "dpo": ("dpo-brevity", "run.steps=4", *SHORT[:2]),
     "simpo": ("simpo-brevity", "run.steps=4", *SHORT[:2]),
     "orpo": ("orpo-brevity", "run.steps=4", *SHORT[:2]),
