@@ -187,7 +187,7 @@ def rloo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
 
 
 def opo(signals: Signals, *, gamma: float, lam: float) -> Estimate:
-    """OPO (arXiv 2505.23585): s minus the group's mean weighted by length, in tokens that the model produced."""
+    """OPO (arXiv 2505.23585): score minus the length-weighted mean score of the group, in generated tokens."""
     groups = _Groups(signals)
     baseline_P = groups.total(groups.lengths_P * groups.above_least_P) / groups.total(groups.lengths_P)
     return groups.estimate(groups.above_least_P - baseline_P)

@@ -67,7 +67,7 @@ class RowWork:
     """Whether bad rows are dropped and counted instead of stopping the run."""
 
     def __call__(self, span: Span) -> RowPart:
-        """Encode the rows of a span. All problems of the span are collected."""
+        """Encodes a range of rows. Collects the problems of all rows instead of stopping at the first."""
         if self.cache is not None and self.cache.get(span) is not None:
             return RowPart(elsewhere=True)
         counts, ends, problems = self.new_counts(), set[int](), list[Problem]()

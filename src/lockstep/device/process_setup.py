@@ -80,8 +80,8 @@ def share(processes: int) -> None:
 
 
 def each_of(processes: int, threads: int) -> int:
-    """Returns the threads of each of several concurrent processes, if one alone would use `threads`. A number set by
-    the user is not divided."""
+    """Divides `threads` over concurrent processes: returns the number of threads per process. A number set by the user
+    is not divided."""
     return max(1, threads // processes) if _is_ours() else threads
 
 

@@ -243,8 +243,8 @@ def _like(decoder: Any) -> torch.Tensor:
 
 
 def _sized(attention: Any) -> bool:
-    """Returns whether all heads have one even size, with optional per-head norms and no parameters besides the
-    projections."""
+    """Returns whether all heads have the same size, divisible by two, and the module has no parameters other than its
+    projections and optional per-head norms."""
     if not hasattr(attention, SHAPE):
         return False
     heads, size, value_size = getattr(attention, SHAPE)

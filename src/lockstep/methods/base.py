@@ -83,7 +83,7 @@ class Objective(Protocol):
 
 
 class Plain:
-    """An objective that reports means; `names` renames some of them."""
+    """An objective that reports mean metrics; `names` maps some of them to other metric names."""
 
     names: ClassVar[Mapping[str, str]] = {}
 

@@ -150,7 +150,7 @@ class Watch:
         self._moment = self._moment._replace(where=where, since=time.monotonic(), done=self._moment.done + 1)
 
     def started(self) -> None:
-        """Marks the begin of the first step. From here on, being busy does not count as progress."""
+        """Marks the begin of the first step. Afterwards the watchdog no longer counts CPU use as progress."""
         self._starting = False
 
     def _move(self, where: str, inside: bool = False) -> None:

@@ -177,7 +177,7 @@ class World:
             self.watch.progress(next_part)
 
     def started(self) -> None:
-        """Marks the begin of the first step. From here on, being busy does not count as progress."""
+        """Marks the begin of the first step. Afterwards the watchdog no longer counts CPU use as progress."""
         if self.watch is not None:
             self.watch.started()
 

@@ -84,7 +84,7 @@ def _encoded_rows(context: Context, sources: list[Source], name: str) -> Dataset
 
 
 def validation_questions(recipe: Recipe) -> list[Question]:
-    """The questions of `val.questions`; refuses those without a rule."""
+    """Reads `val.questions`. Raises Refusal for questions without a rule that scores them."""
     if recipe.val.questions is None:
         return []
     paths = [recipe.val.questions] if isinstance(recipe.val.questions, str) else recipe.val.questions

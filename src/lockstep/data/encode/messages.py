@@ -214,7 +214,7 @@ def _tool(tool: Any, where: str, origin: Origin) -> dict[str, Any]:
 
 
 def _of_row(value: Any, origin: Origin) -> Any:
-    """Removes the nulls that parquet, arrow and hub tables add for keys of other rows. Nulls in text files are kept."""
+    """Removes nulls that a table (parquet, arrow, hub) has for keys that only other rows set. Text files keep nulls."""
     table = origin.file.startswith("hub:") or origin.file.lower().endswith((".parquet", ".arrow"))
     return _without_nulls(value) if table else value
 

@@ -1,10 +1,10 @@
 """The rows of one source with random access. Each row has an origin and columns.
 
 Rows must agree in the columns that determine their format (`FORMAT_COLUMNS`): every row has them, with values of one
-kind. Other columns (an id, a comment) may be missing in some rows, which is reported, and may hold several kinds: an
-unread column must not stop a run, and readers check each value. Kinds are those of JSON (string, number, boolean, list,
-object), also for Arrow columns, so that parquet and jsonl files can be compared. Null agrees with every kind; integers
-and floats are one kind. Only the top level is compared.
+kind. Other columns (an id, a comment) may have values of several kinds. They may be missing in some rows, which is
+reported. Kinds are those of JSON (string, number, boolean, list, object), also for Arrow columns, so that parquet and
+jsonl files can be compared. Null agrees with every kind; integers and floats are one kind. Only the top level is
+compared.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _coarser(call: Operator) -> bool:
 
 
 def _end(end: OperatorResult, near: OperatorResult | Literal[False], why: str) -> WrongOperator:
-    """Returns the finding for a result that differs from the clean module's."""
+    """Returns the wrong operator for a module result that differs from the reference run of the module."""
     if near is False:
         return WrongOperator("code", end.call, None, math.inf, end.tensor, NONE, why, end.index)
     expected = near.tensor.reshape(end.tensor.shape)

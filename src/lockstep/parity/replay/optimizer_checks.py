@@ -59,7 +59,8 @@ def check_optimizer(
 def check_unchanged(sides: Sequence[tuple[str, TapeFolder]], step: int) -> Iterator[Check]:
     """Checks that no weight changes between the last optimizer step and the start of the next step.
 
-    Each side is compared with itself, because the next step of a forced replay starts from recorded weights.
+    Each run is compared with its own earlier weights. The two runs cannot be compared here: in a forced replay, the
+    next step starts from the recorded weights.
     """
     for side, tape in sides:
         record, now = tape.read_step(step), tape.read_left(step)
