@@ -58,8 +58,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo-kl-lora": ("grpo-arithmetic", *ONLINE, "algorithm.kl.where=loss", "model.lora.rank=4"),
     "dapo": ("grpo-arithmetic", *ONLINE, "method=dapo"),
     "reinforce_pp": ("grpo-arithmetic", *ONLINE, "method=reinforce_pp"),
-    "rloo-updates": ("grpo-arithmetic", *ONLINE, "method=rloo", "batch.prompts_per_update=4"),
-    "ppo": ("ppo-brevity", *ONLINE, "batch.prompts_per_update=4"),
+    "rloo-updates": ("grpo-arithmetic", *ONLINE, "method=rloo", "batch.prompts_per_update=4", "algorithm.loss=clip"),
+    "ppo": ("ppo-brevity", *ONLINE, "batch.prompts_per_update=4", "algorithm.loss=clip"),
     "two-ranks": ("grpo-arithmetic", *ONLINE, "parallel.devices=2"),
 }
 VARIES = ("timing", "perf/", "time", "seconds", "memory", "_s/", "tokens_per")
