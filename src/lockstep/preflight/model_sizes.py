@@ -106,8 +106,8 @@ def loaded_beside(counted: Counted, config: Any, grid: Grid) -> int:
     layer = counted.layer - (counted.divided - kept) // max(1, config.num_hidden_layers)
     entered = counted.outside + 2 * layer + max(counted.outside, layer)
     # A full model on the host is divided over the tensor group before it is sharded.
-    parted = kept - kept // grid.shard if counted.whole and grid.tensor > 1 else 0
-    return max(entered, parted)
+    split = kept - kept // grid.shard if counted.whole and grid.tensor > 1 else 0
+    return max(entered, split)
 
 
 def _frozen(recipe: Recipe, own: int) -> dict[str, int]:

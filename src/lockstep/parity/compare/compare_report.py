@@ -31,7 +31,7 @@ HEADS = (
     ("at", 6),
     ("drift", 9),
     ("corr", 7),
-    ("parted", 7),
+    ("since", 7),
 )
 MAX_VALUE = 24
 """The console shows at most this many characters of a differing value; the report shows all of them."""

@@ -218,7 +218,7 @@ class WeightLink:
             self._progress(f"{self.meeting.backend} with {self.client.address}")
 
     def close(self, *, notify: bool = True) -> None:
-        """Destroys the group. With `notify`, the server, which still runs, is told to leave it."""
+        """Destroys the group. With `notify`, first asks the server to leave it."""
         if notify and self._group is not None:
             with suppress(ServerFailed):
                 self.server_adapter.leave(self.client, self.meeting.name)
