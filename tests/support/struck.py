@@ -50,7 +50,7 @@ def strike_at(number: int, once: str, moment: Moment, worker: bool = False) -> N
 
 def _rollout_worker() -> int:
     """The process that generates for this one: the child of a supervisor, which has the same command line."""
-    mark = b"lockstep.rollout.process_entry:serve_worker"
+    mark = b"lockstep.rollout.worker:serve_worker"
     named = [pid for pid in descendants(os.getpid(), "") if mark in Path(f"/proc/{pid}/cmdline").read_bytes()]
     (worker,) = (pid for pid in named if set(descendants(pid, "")).isdisjoint(named))
     return worker

@@ -204,9 +204,7 @@ def test_endpoints_get_their_secrets_and_failures_do_not_tell_them(monkeypatch: 
 
 def test_started_processes_show_no_arguments(tmp_path: Path) -> None:
     """Everybody on the machine can read the command line of a process."""
-    process = SupervisedProcess(
-        "lockstep.rollout.process_entry:run_server", (["sleep", "60"], {"VLLM_API_KEY": SECRET})
-    )
+    process = SupervisedProcess("lockstep.launch.supervisor:run_command", (["sleep", "60"], {"VLLM_API_KEY": SECRET}))
     try:
         line = b""
         while not line and process.alive:  # empty for a moment while the program is being loaded

@@ -17,8 +17,8 @@ import torch
 from hang import HANG
 from lockstep.device.cpu import Cpu
 from lockstep.errors import Refusal
+from lockstep.launch.supervisor import _without_rank
 from lockstep.recipe.keys_rollout import RolloutSettings
-from lockstep.rollout.process_entry import _without_rank
 from lockstep.rollout.servers import weight_transports as collective
 from lockstep.rollout.servers.adapter import Announced, Channel, GroupMeeting, ServerFailed
 from lockstep.rollout.servers.plugin.lockstep_group import bit_sum

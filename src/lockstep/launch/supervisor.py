@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import importlib
+import json
 import os
 import resource
 import select
@@ -13,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -323,3 +324,24 @@ def _end_like(status: int | None) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     os._exit(os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else 1)
+
+
+# Environment variables with the rank of the run. A command must not inherit them.
+_RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
+
+
+def run_command(connection: int, command: list[str]) -> NoReturn:
+    """Replaces this supervised process with a command, such as an inference server. Its environment, including the API
+    key, is read from the connection as one line of JSON."""
+    with os.fdopen(connection, "rb") as pipe:
+        environment: dict[str, str] = json.loads(pipe.readline())
+    os.execvpe(command[0], command, {**_without_rank(os.environ), **environment})
+
+
+def _without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _RANK_VARIABLES and not name.startswith(_TORCHRUN_PREFIXES)
+    }

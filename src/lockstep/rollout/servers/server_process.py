@@ -40,7 +40,7 @@ class ServerProcess:
         self._process = self._start()
 
     def _start(self) -> SupervisedProcess:
-        process = SupervisedProcess("lockstep.rollout.process_entry:run_server", (self._command,), self.log)
+        process = SupervisedProcess("lockstep.launch.supervisor:run_command", (self._command,), self.log)
         # The environment contains the key. It is not passed as an argument, because every user can read command lines.
         process.connection.sendall(json.dumps(self._environment).encode() + b"\n")
         return process

@@ -1,1 +1,10 @@
 """A worker process that generates with a copy of the weights while the run trains. Imported by `rollout` and above."""
+
+from __future__ import annotations
+
+
+def serve_worker(connection: int) -> None:
+    """Runs the rollout worker. Its modules are imported here, so that its supervisor process does not load them."""
+    from lockstep.rollout.worker.worker_loop import work
+
+    work(connection)

@@ -88,7 +88,7 @@ class WorkerEngine:
         self.channel, how, files = _channel(policy, collective)
         if isinstance(self.channel, WeightGroup):
             self.channel.ended = lambda: self._ended
-        self.process = SupervisedProcess("lockstep.rollout.process_entry:serve_worker", (), log)
+        self.process = SupervisedProcess("lockstep.rollout.worker:serve_worker", (), log)
         self._pipe = _connection(self.process.connection, files)
         threading.Thread(target=self._listen, daemon=True, name="rollout worker").start()
         try:
