@@ -12,8 +12,10 @@ from lockstep.parity.replay.replay_result import Replayed
 
 @dataclass(frozen=True)
 class Fault:
-    """`says` must be in the failed check. `ranks` processes replay. `steps` are replayed: by default the second, where
-    moments are not 0 and the policy differs from its reference. `device` is the correct rounding of another device."""
+    """A fault and the expected report. The failed check must contain `expects`.
+
+    `ranks` processes replay. `steps` are replayed: by default the second step, where moments are not 0 and the policy
+    differs from its reference. `device` is the correct rounding of another device."""
 
     name: str
     recipe: str

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -74,6 +75,7 @@ CENTRAL: dict[str, tuple[str, ...]] = {
     ),
 }
 ROOT = Path(__file__).parents[1]
+FORKING = threading.Lock()
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -313,7 +315,9 @@ def _judged_in(copied: Path, mutant: Mutant, tests: tuple[str, ...], limit: floa
 
 def _passes(source: Path, tests: tuple[str, ...], limit: float) -> bool:
     """Whether the tests pass in a forked process that imports lockstep from `source`; not if they exceed `limit`."""
-    child = os.fork()
+    # Packages such as filelock refuse a fork while another thread forks.
+    with FORKING:
+        child = os.fork()
     if child == 0:
         _run_tests(source, tests)
     end = time.monotonic() + limit

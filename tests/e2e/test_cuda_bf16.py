@@ -116,4 +116,4 @@ def test_a_fault_is_named(device: str, fault: Fault, tape: Callable[[str, str], 
     assert named is not None
     assert named.stage == fault.stage, named
     assert named.module == fault.module, named
-    assert fault.says in named.said, named
+    assert fault.expects in named.reported, named

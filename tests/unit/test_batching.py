@@ -61,6 +61,7 @@ def test_packed_by_hand():
 def test_padded_by_hand():
     batch = micro_batch([example([5, 6, 7], [0, 1, 1]), example([8, 9], [0, 1])], packed=False, pad_id=3)
     assert batch.input_ids_NT.tolist() == [[5, 6, 7], [8, 9, 3]]
+    assert batch.position_ids_NT.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert batch.predictors_K.tolist() == [0, 1, 3]
     assert batch.targets_K.tolist() == [6, 7, 9]
     assert batch.tokens == 5

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lockstep.compat.command_grammar import FLAG_TYPES, is_flag, parse_flags, parse_overrides
 from lockstep.compat.conversion_output import checked
-from lockstep.compat.key_table import FOLDER, KeyRow, load_tables, row_of, table_rows
+from lockstep.compat.key_table import FOLDER, KeyRow, load_tables, nearest_name, row_of, table_rows
 from lockstep.compat.openrlhf.convert_openrlhf import convert_openrlhf, defaults_of, flags_of
 from lockstep.compat.verl.convert_verl import convert_verl
 from lockstep.errors import Refusal
@@ -299,3 +299,16 @@ def test_flags_that_start_with_a_minus_are_values() -> None:
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("trainer.total_epoch", "trainer.total_epochs"),
+        # No name is similar, but one has the same last component.
+        ("everything.about.the.length.max_tokens", "data.max_tokens"),
+        ("unrelated.word", None),
+    ],
+)
+def test_the_nearest_name_is_the_most_similar_or_has_the_same_last_component(name: str, expected: str | None) -> None:
+    assert nearest_name(name, ["data.seed", "trainer.total_epochs", "data.max_tokens"]) == expected

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from commands import lockstep
 from conftest import write_online_recipe
+from lockstep import cli
 from lockstep.errors import RenamedKey
 from lockstep.parity.compare.logs.run_logs import read_evidence
 from lockstep.parity.compare.run_setup import setup_differences
@@ -213,8 +214,17 @@ def test_the_command_line_prints_one_line_for_each_old_name(tmp_path: Path) -> N
         "warning: batch.rows is now batch.micro_batch_size; the old name works until the next release",
         "warning: parallel.tensor is now parallel.tensor_parallel; the old name works until the next release",
     ]
-    rank = lockstep("plan", file, RANK="1", WORLD_SIZE="2")
-    assert "warning: batch.rows" not in rank.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "printed"), [("0", "warning: b is now c; the old name works until the next release\n"), ("1", "")]
+)
+def test_of_several_ranks_one_prints_the_warning(
+    rank: str, printed: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    cli._show_warning("b is now c; the old name works until the next release", RenamedKey, "file", 1)
+    assert capfd.readouterr().err == printed
 
 
 # -- runs written with the old names -----------------------------------------------------------------------------------
