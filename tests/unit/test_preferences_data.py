@@ -338,8 +338,8 @@ def test_rows_whose_scores_are_all_equal_are_dropped_and_counted(tokenizer, load
     equal, apart = RANKED | {"scores": [1, 1]}, RANKED | {"scores": [1, 2]}
     dataset = load(tokenizer, equal, apart, equal)
     assert (dataset.counts.rows, dataset.counts.dropped) == (1, 2)
-    assert "(prompt, responses; by scores; 2 rows dropped, whose scores are all equal)" in dataset.notes[0]
-    with refuses("pairs.jsonl", "no-rows", "1 rows dropped, whose scores"):
+    assert "(prompt, responses; by scores; 2 rows dropped because all their scores are equal)" in dataset.notes[0]
+    with refuses("pairs.jsonl", "no-rows", "1 rows dropped because all their scores"):
         load(tokenizer, equal)
 
 

@@ -1,4 +1,5 @@
-"""The devices and their properties. May be imported by `kernels` and the layers above it; does not import torch."""
+"""The devices and their properties. `kernels` and the layers above it may import this package. The package itself does
+not import torch."""
 
 from lockstep.device import process_setup
 
