@@ -643,7 +643,7 @@ def test_first_ten_problems_and_a_count(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", b"\n".join(lines))
     problems = refusal("a.jsonl", tmp_path)
     assert [problem.where for problem in problems] == [f"a.jsonl line {n}" for n in range(31, 41)] + ["a.jsonl"]
-    assert problems[-1].why == "and 15 more like these"
+    assert problems[-1].why == "has 15 more problems like these"
 
 
 def test_every_file_of_a_set_is_reported_at_once(tmp_path: Path) -> None:
