@@ -1,4 +1,6 @@
-"""`lockstep doctor`: reports what is installed, incompatibilities and remedies. Used by `kernels` and all above.
+"""`lockstep doctor`: reports what is installed, incompatibilities and remedies. `kernels` and the layers above it may
+import this package.
 
-Nothing here imports torch, transformers or a device package: the doctor must work when those do not load.
+Nothing in this package imports torch, transformers or a device package, because the doctor must work when they do not
+load.
 """
