@@ -1,1 +1,2 @@
-"""Measuring a model: its answers to questions, its loss on rows. Imported by the loops and the commands."""
+"""Evaluates a model: its answers to questions, and its loss on rows. Training loops and commands import this
+package."""

@@ -1,1 +1,2 @@
-"""Kernels with plain-torch references: attention, log-probs and sampling. Imported by `parallel` and layers above."""
+"""Kernels for attention, log-probs and sampling, with plain-torch references. `parallel` and higher layers import
+them."""
