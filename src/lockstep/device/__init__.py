@@ -1,5 +1,4 @@
-"""The devices and their properties. `kernels` and the layers above it may import this package. The package itself does
-not import torch."""
+"""The devices and their properties. `kernels` and higher layers import this package. Its `__init__` needs no torch."""
 
 from lockstep.device import process_setup
 

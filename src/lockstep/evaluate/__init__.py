@@ -1,2 +1,1 @@
-"""Evaluates a model: its answers to questions, and its loss on rows. Training loops and commands import this
-package."""
+"""Evaluates a model: its answers to questions, and its loss on rows. Used by training loops and commands."""

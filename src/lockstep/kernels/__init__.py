@@ -1,2 +1,1 @@
-"""Kernels for attention, log-probs and sampling, with plain-torch references. `parallel` and higher layers import
-them."""
+"""Kernels for attention, log-probs and sampling, with plain-torch references. Used by `parallel` and higher layers."""

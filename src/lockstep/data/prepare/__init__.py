@@ -1,2 +1,1 @@
-"""Writes files of rows: generated tasks, GSM8K, pairs of sampled responses. Only the command line imports this
-package."""
+"""Writes files of rows: generated tasks, GSM8K, pairs of sampled responses. Only the command line uses this package."""

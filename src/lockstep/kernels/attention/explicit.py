@@ -1,5 +1,4 @@
-"""Attention in plain torch with soft-capped scores and attention sinks, which torch's own attention does not
-support."""
+"""Attention in plain torch with soft-capped scores and attention sinks, which torch's attention does not have."""
 
 from __future__ import annotations
 
